@@ -1,0 +1,426 @@
+"""Every flag of every role, as dataclasses for HfArgumentParser, grouped by who reads them.
+
+Names and defaults are those of hivemind's ALBERT example, or of RuLeanALBERT for what only it has; the defaults are the
+real experiment, small runs come from flags. "ALL PEERS" in a help text means that every trainer of a run must use the
+same value: these values make up the run's contract, which is published on the DHT and compared when a peer joins.
+An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data, and flags
+that end in `_steps` count epochs; only --gradient_accumulation_steps counts batches.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from typing import Literal, NoReturn
+
+from transformers import HfArgumentParser
+
+
+@dataclass
+class SwarmArguments:
+    """How a peer finds the others and is found by them. Read by every role."""
+
+    experiment_prefix: str = field(
+        metadata={
+            "help": "Unique name of the run, prefix of its keys on the DHT; it may not contain a dot. ALL PEERS.",
+            "aliases": ["--run_id"],
+        }
+    )
+    initial_peers: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Multiaddrs of one or more peers that welcome you into the run, as the monitor prints them, e.g. "
+            "/ip4/203.0.113.1/tcp/31337/p2p/XXXX. None: start a new swarm."
+        },
+    )
+    use_ipfs: bool = field(
+        default=False,
+        metadata={
+            "help": "Find the initial peers through the public IPFS network: then /p2p/XXXX is enough of an address. "
+            "Use it when no peer has a stable address."
+        },
+    )
+    host_maddrs: list[str] = field(
+        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
+        metadata={
+            "help": "Multiaddrs to listen on; port 0 lets the system choose. Give a port that your router forwards."
+        },
+    )
+    announce_maddrs: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Multiaddrs to tell the others, if not those listened on: your public IP and forwarded port."
+        },
+    )
+    identity_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with this peer's private key, made when it does not exist. Keeps the peer id, and so the "
+            "address others have noted, over restarts."
+        },
+    )
+
+    def __post_init__(self):
+        if not self.experiment_prefix:
+            raise ValueError("--experiment_prefix is empty: give the run a name, e.g. --experiment_prefix my_albert")
+        if "." in self.experiment_prefix:
+            # hivemind separates the group bits from the prefix by a dot (hivemind/averaging/key_manager.py)
+            name = self.experiment_prefix
+            raise ValueError(f"--experiment_prefix {name} contains a dot, try {name.replace('.', '_')}")
+        if self.use_ipfs and not self.initial_peers:
+            raise ValueError("--use_ipfs needs --initial_peers /p2p/XXXX: the id of a peer to look for")
+
+
+@dataclass
+class ModelArguments:
+    """Which model is trained. Read by trainers, and by a monitor that stores checkpoints."""
+
+    config_path: str = field(
+        default="configs/albert-large.json",
+        metadata={
+            "help": "Model shape: a JSON file (see configs/), or a model's folder or name on the Hugging Face Hub. "
+            "The vocabulary size is taken from the tokenizer. ALL PEERS.",
+            "aliases": ["--model_config_path"],
+        },
+    )
+    tokenizer_path: str = field(
+        default="data/tokenizer", metadata={"help": "Folder of the tokenizer that made the dataset. ALL PEERS."}
+    )
+    seed: int = field(
+        default=42,
+        metadata={"help": "Seed of the initial weights. ALL PEERS. (The data order comes from the peer id.)"},
+    )
+
+
+@dataclass
+class OptimizerArguments:
+    """The optimizer and its schedule. Read by trainers, and by a monitor that stores checkpoints."""
+
+    optim: Literal["lamb", "adamw"] = field(
+        default="lamb",
+        metadata={
+            "help": "LAMB (arxiv.org/abs/1904.00962) suits the real run's large batches, AdamW small ones. ALL PEERS."
+        },
+    )
+    learning_rate: float = field(default=0.00176, metadata={"help": "Peak learning rate. ALL PEERS."})
+    warmup_steps: int = field(
+        default=5000,
+        metadata={"help": "Epochs of linear warm-up to the peak; about 1/25 of total_steps for LAMB. ALL PEERS."},
+    )
+    total_steps: int = field(
+        default=125_000, metadata={"help": "Epoch at which the linear decay reaches zero. ALL PEERS."}
+    )
+    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of the first moment, per epoch. ALL PEERS."})
+    adam_beta2: float = field(default=0.999, metadata={"help": "Decay of the second moment, per epoch. ALL PEERS."})
+    adam_epsilon: float = field(default=1e-6, metadata={"help": "Added to the root of the second moment. ALL PEERS."})
+    weight_decay: float = field(
+        default=0.01, metadata={"help": "Decay of every weight but norms and biases, per epoch. ALL PEERS."}
+    )
+    max_grad_norm: float = field(
+        default=1.0, metadata={"help": "The averaged gradient is clipped to this norm before each step. ALL PEERS."}
+    )
+    clamp_value: float = field(
+        default=10000.0, metadata={"help": "LAMB alone: upper bound of the weight norm in the trust ratio. ALL PEERS."}
+    )
+
+    def __post_init__(self):
+        if not 0 <= self.warmup_steps <= self.total_steps:
+            raise ValueError(
+                f"--warmup_steps {self.warmup_steps} must lie between 0 and --total_steps {self.total_steps}"
+            )
+        if self.learning_rate <= 0 or self.max_grad_norm <= 0:
+            raise ValueError("--learning_rate and --max_grad_norm must be greater than 0")
+
+
+@dataclass
+class AveragingArguments:
+    """How the swarm forms a batch and averages. Read by trainers, and by a monitor that stores checkpoints."""
+
+    target_batch_size: int = field(
+        default=4096, metadata={"help": "Samples that the whole swarm gathers before each optimizer step. ALL PEERS."}
+    )
+    batch_size_lead: int = field(
+        default=0,
+        metadata={
+            "help": "Begin to look for a group this many samples before target_batch_size is reached; raise it when "
+            "rounds start late. ALL PEERS."
+        },
+    )
+    matchmaking_time: float = field(
+        default=15.0,
+        metadata={
+            "help": "Seconds to wait for others when a group forms; an epoch should take several times as long. "
+            "4-5 on a local network."
+        },
+    )
+    request_timeout: float = field(
+        default=3.0,
+        metadata={"help": "Seconds before a peer that does not answer a request to form a group is passed over."},
+    )
+    averaging_timeout: float = field(
+        default=60.0, metadata={"help": "Seconds after which an averaging round is given up and its gradients kept."}
+    )
+    next_chunk_timeout: float = field(
+        default=15.0,
+        metadata={"help": "Seconds without a piece of data after which a peer is left out of the running round."},
+    )
+    target_group_size: int = field(
+        default=256,
+        metadata={"help": "Peers in one averaging group at most; a full group starts at once. ALL PEERS."},
+    )
+    bandwidth: float = field(
+        default=100.0,
+        metadata={"help": "This peer's bandwidth in Mbit/s; a slower peer averages a smaller share for the others."},
+    )
+    min_vector_size: int = field(
+        default=0,
+        metadata={"help": "Numbers that one peer averages at least; raise it in large groups. ALL PEERS."},
+    )
+    compression: Literal["none", "float16", "8bit"] = field(
+        default="float16",
+        metadata={"help": "Gradients on the wire; 8bit halves float16's bytes at an error of 1.6e-2. ALL PEERS."},
+    )
+    state_compression: Literal["none", "float16"] = field(
+        default="none",
+        metadata={"help": "Compression of parameters when they are averaged or downloaded. ALL PEERS."},
+    )
+    average_state_every: int = field(
+        default=1,
+        metadata={"help": "Average parameters every so many epochs: mends what failed rounds pulled apart. ALL PEERS."},
+    )
+    delay_optimizer_step: bool = field(
+        default=False, metadata={"help": "Step in the background. For large models with long steps. ALL PEERS."}
+    )
+    delay_grad_averaging: bool = field(
+        default=False,
+        metadata={
+            "help": "Average gradients in the background, needs --delay_optimizer_step. For large models with long "
+            "rounds: gradients are then one epoch old and small models stop learning. ALL PEERS."
+        },
+    )
+    min_refresh_period: float = field(
+        default=0.5, metadata={"help": "Seconds between two looks at the swarm's progress, at least."}
+    )
+    max_refresh_period: float = field(
+        default=30, metadata={"help": "Seconds between two looks at the swarm's progress, at most."}
+    )
+    default_refresh_period: float = field(
+        default=3, metadata={"help": "Seconds between two looks at the swarm's progress while there is none yet."}
+    )
+    expected_drift_peers: float = field(default=3, metadata={"help": "Peers expected to join within one epoch."})
+    expected_drift_rate: float = field(
+        default=0.2, metadata={"help": "Share of the swarm expected to join or leave within one epoch."}
+    )
+    performance_ema_alpha: float = field(
+        default=0.1, metadata={"help": "Weight of the newest step in the moving average of samples per second."}
+    )
+    metadata_expiration: float = field(
+        default=120, metadata={"help": "Seconds after which a peer that stopped reporting progress no longer counts."}
+    )
+
+    def __post_init__(self):
+        if self.target_batch_size <= 0:
+            raise ValueError("--target_batch_size must be greater than 0")
+        if not 0 <= self.batch_size_lead < self.target_batch_size:
+            raise ValueError("--batch_size_lead must be at least 0 and less than --target_batch_size")
+        if self.request_timeout >= self.matchmaking_time:
+            # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
+            raise ValueError(
+                f"--matchmaking_time {self.matchmaking_time:g} must be greater than --request_timeout "
+                f"{self.request_timeout:g}: raise the first or lower the second"
+            )
+        if self.matchmaking_time >= self.averaging_timeout:
+            raise ValueError(
+                f"--averaging_timeout {self.averaging_timeout:g} must be greater than --matchmaking_time "
+                f"{self.matchmaking_time:g}, or no round has time to form"
+            )
+        if self.target_group_size < 2:
+            raise ValueError("--target_group_size must be at least 2")
+        if self.average_state_every < 1:
+            raise ValueError("--average_state_every must be at least 1")
+        if self.delay_grad_averaging and not self.delay_optimizer_step:
+            raise ValueError("--delay_grad_averaging needs --delay_optimizer_step: add it")
+
+
+@dataclass
+class TrainerArguments:
+    """One trainer's own work. Read by run_trainer.py."""
+
+    dataset_path: str = field(
+        default="data/albert_tokenized_wikitext",
+        metadata={"help": "Folder of the tokenized dataset, as tokenize_wikitext103.py writes it."},
+    )
+    client_mode: bool = field(
+        default=False,
+        metadata={"help": "Accept no incoming connection: for peers behind a firewall. One peer must do without."},
+    )
+    per_device_train_batch_size: int = field(
+        default=4, metadata={"help": "Samples per forward pass. As many as memory holds."}
+    )
+    gradient_accumulation_steps: int = field(
+        default=2,
+        metadata={
+            "help": "Batches per step of this peer (this one flag counts batches, not epochs). A step should take "
+            "0.5 to 10 seconds: each may report progress to the swarm."
+        },
+    )
+    fp16: bool = field(
+        default=False, metadata={"help": "Mixed precision with float16 and loss scaling; needs a CUDA GPU."}
+    )
+    bf16: bool = field(
+        default=False, metadata={"help": "Mixed precision with bfloat16; needs a GPU or CPU that supports it."}
+    )
+    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens that are masked. ALL PEERS."})
+    dataloader_num_workers: int = field(
+        default=4, metadata={"help": "Processes that prepare batches; 0: the training process does it itself."}
+    )
+    max_steps: int | None = field(
+        default=None,
+        metadata={"help": "End at this epoch of the swarm; default: at total_steps, where the learning rate is zero."},
+    )
+    logging_steps: int = field(
+        default=1, metadata={"help": "Log every so many epochs. The progress bar of a terminal shows all of them."}
+    )
+    output_dir: str = field(
+        default="outputs/trainer",
+        metadata={"help": "Folder for the trained model (from_pretrained format), history.jsonl and summary.json."},
+    )
+    do_eval: bool = field(
+        default=False,
+        metadata={"help": "Measure the masked-LM loss on the validation split, before training and after it."},
+    )
+    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Samples per forward pass in evaluation."})
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Validation samples to use, at most; default: the whole split."}
+    )
+    statistics_expiration: float = field(
+        default=600, metadata={"help": "Seconds for which this peer's published metrics and contract stay on the DHT."}
+    )
+    backup_every_steps: int = field(
+        default=10,
+        metadata={"help": "Back parameters up in memory every so many epochs, to restore should they turn non-finite."},
+    )
+
+    def __post_init__(self):
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "per_device_eval_batch_size",
+            "logging_steps",
+            "backup_every_steps",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1")
+        if not 0 < self.mlm_probability < 1:
+            raise ValueError("--mlm_probability must lie between 0 and 1")
+
+
+@dataclass
+class MonitorArguments:
+    """The monitor's own work. Read by run_training_monitor.py."""
+
+    refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the swarm's metrics."})
+    report_to: Literal["trackio", "wandb", "none"] = field(
+        default="trackio",
+        metadata={"help": "Dashboard: trackio is local and needs no account; wandb needs --wandb_project."},
+    )
+    wandb_project: str | None = field(
+        default=None,
+        metadata={"help": "Report to this project on Weights & Biases. WANDB_MODE and WANDB_DISABLED are respected."},
+    )
+    output_dir: str = field(
+        default="outputs/monitor",
+        metadata={"help": "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."},
+    )
+    store_checkpoints: bool = field(
+        default=False,
+        metadata={"help": "Save the swarm's model. Needs the trainers' model, optimizer and averaging flags."},
+    )
+    save_checkpoint_step_interval: int = field(
+        default=5, metadata={"help": "With --store_checkpoints: save the model every so many epochs."}
+    )
+    save_total_limit: int = field(default=2, metadata={"help": "With --store_checkpoints: keep so many checkpoints."})
+
+    def __post_init__(self):
+        if self.refresh_period <= 0:
+            raise ValueError("--refresh_period must be greater than 0")
+        if self.save_checkpoint_step_interval < 1 or self.save_total_limit < 1:
+            raise ValueError("--save_checkpoint_step_interval and --save_total_limit must be at least 1")
+        if self.report_to == "wandb" and not self.wandb_project:
+            raise ValueError("--report_to wandb needs --wandb_project NAME")
+        if self.wandb_project:
+            self.report_to = "wandb"
+
+
+@dataclass
+class TokenizeArguments:
+    """From text to a tokenized dataset. Read by tokenize_wikitext103.py."""
+
+    corpus: Literal["wikitext103", "sample"] = field(
+        default="wikitext103",
+        metadata={"help": "WikiText-103 from the Hugging Face Hub, or the sample that this repository carries."},
+    )
+    text_files: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Your own text instead of a corpus: plain or .jsonl files, also .gz or .xz. UTF-8."},
+    )
+    text_column: str = field(default="text", metadata={"help": "Field of a JSON line that holds the text."})
+    tokenizer: str = field(
+        default="albert/albert-large-v2",
+        metadata={"help": "Tokenizer to use: a name on the Hugging Face Hub or a folder."},
+    )
+    train_tokenizer: bool = field(
+        default=False, metadata={"help": "Train an ALBERT-style Unigram tokenizer on the text instead."}
+    )
+    vocab_size: int = field(
+        default=30_000, metadata={"help": "With --train_tokenizer: pieces in the vocabulary, at most."}
+    )
+    seq_length: int = field(default=512, metadata={"help": "Tokens of an instance, at most."})
+    validation_fraction: float = field(
+        default=0.05,
+        metadata={"help": "Share of documents held out for validation (WikiText-103 brings its own validation split)."},
+    )
+    seed: int = field(default=42, metadata={"help": "Seed of the split, the cuts and the swaps."})
+    num_proc: int = field(default=1, metadata={"help": "Processes to tokenize with; the result does not depend on it."})
+    cache_dir: str = field(default="data/cache", metadata={"help": "Folder for downloads from the hub."})
+    dataset_path: str = field(
+        default="data/albert_tokenized_wikitext",
+        metadata={"help": "Folder to write the dataset to; must not exist yet."},
+    )
+    tokenizer_path: str = field(
+        default="data/tokenizer", metadata={"help": "Folder to write the tokenizer to; must not exist yet."}
+    )
+
+    def __post_init__(self):
+        if self.seq_length < 8:
+            raise ValueError("--seq_length must be at least 8: a pair of sentences and three special tokens")
+        if self.num_proc < 1:
+            raise ValueError("--num_proc must be at least 1")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError("--validation_fraction must lie between 0 and 1")
+        if self.train_tokenizer and self.vocab_size < 100:
+            raise ValueError("--vocab_size must be at least 100")
+
+
+def stop_for_user(message: str) -> NoReturn:
+    """End with exit code 2 and one line on standard error that names the cure: the user can mend this."""
+    print(f"{sys.argv[0].rsplit('/', 1)[-1]}: error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def parse_arguments(*groups: type, description: str | None = None) -> tuple:
+    """Parse the command line into one instance of each dataclass, in order.
+
+    A flag that is unknown, abbreviated, malformed or contradicts another one ends the process with one line and exit
+    code 2.
+    """
+    parser = HfArgumentParser(groups, description=description, allow_abbrev=False)
+    # argparse prints its usage before an error, which buries one clear line under a screen of flags
+    parser.error = lambda message: stop_for_user(f"{message} (--help lists every flag)")
+    try:
+        *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    except ValueError as e:
+        stop_for_user(str(e))
+    if unknown:
+        stop_for_user(f"unknown argument {unknown[0]} (--help lists every flag)")
+    return tuple(parsed)
