@@ -1,0 +1,513 @@
+"""Everything that hivemind 1.1.12 lacks or gets wrong, in one room: starting the DHT, guards, rounds, a clean end.
+
+Each repair names what it repairs; tests/test_hivemind_gaps.py tells when hivemind repairs it itself. Nothing here is
+specific to a model: an experiment is edited in data.py, model.py and optimizer.py.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import wait as wait_for_processes
+
+# Two public peers that dial each other at the same moment can both fail, and a round is lost: 10 of 20 first dials did,
+# none of 25 with this setting. The daemon reads it when the DHT starts.
+os.environ.setdefault("LIBP2P_TCP_REUSEPORT", "false")
+
+import hivemind
+import numpy
+import psutil
+import torch
+from hivemind.averaging.allreduce import AllreduceException
+from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils.multiaddr import Multiaddr
+
+from arguments import SwarmArguments, stop_for_user
+from utils import RunContract, make_validators
+
+logger = logging.getLogger("averaging")
+
+# Shared with the helper processes, which inherit it when they fork: once it is set, what they log is noise.
+STOPPING = multiprocessing.Value(ctypes.c_bool, False)
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+def check_versions(numpy_version: str = numpy.__version__) -> None:
+    """Stop where hivemind would average nothing and log success: its 8-bit codecs fail silently on numpy >= 2.4."""
+    if tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
+        stop_for_user(f"numpy {numpy_version} breaks hivemind's compression in silence: pip install 'numpy<2.4'")
+
+
+def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
+    """Stop with one line that shows a right address when one of them is malformed or lacks its peer id."""
+    example = "/ip4/203.0.113.1/tcp/31337" + "/p2p/QmPeerId" * needs_peer_id
+    for maddr in maddrs:
+        try:
+            parsed = Multiaddr(maddr)
+            if needs_peer_id:
+                hivemind.PeerID.from_base58(parsed["p2p"])
+        except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
+            stop_for_user(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})")
+
+
+def make_dht(swarm: SwarmArguments, *, client_mode: bool = False) -> tuple[hivemind.DHT, bytes]:
+    """Start this peer's DHT, with the run's validators.
+
+    :returns: the DHT and this peer's public key, the subkey of the records it signs
+    """
+    check_versions()
+    check_multiaddrs("--initial_peers", swarm.initial_peers, needs_peer_id=True)
+    check_multiaddrs("--host_maddrs", swarm.host_maddrs)
+    check_multiaddrs("--announce_maddrs", swarm.announce_maddrs)
+    silence_helpers_at_the_end()
+    validators, public_key = make_validators(swarm.experiment_prefix)
+    try:
+        dht = hivemind.DHT(
+            start=True,
+            initial_peers=swarm.initial_peers,
+            use_ipfs=swarm.use_ipfs,
+            client_mode=client_mode,
+            host_maddrs=swarm.host_maddrs,
+            announce_maddrs=swarm.announce_maddrs or None,
+            identity_path=swarm.identity_path,
+            record_validators=validators,
+            # hivemind's 15 s are short for a loaded machine (note 13)
+            startup_timeout=60,
+        )
+    except P2PDaemonError as e:
+        stop_for_user(explain_failed_start(swarm, str(e)))
+    end_when_it_dies(dht, "DHT")
+    return dht, public_key
+
+
+def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
+    """One line for the daemon's error, which names the flag to change."""
+    last_line = error.strip().splitlines()[-1] if error.strip() else "no reason given"
+    if "already taken" in error:
+        return f"--identity_path {swarm.identity_path} is in use by a running peer: give each peer a file of its own"
+    if "address already in use" in error or "failed to listen" in error:
+        return f"--host_maddrs {' '.join(swarm.host_maddrs)}: the port is in use, choose another or 0 ({last_line})"
+    if swarm.initial_peers:
+        return (
+            f"cannot reach --initial_peers {' '.join(swarm.initial_peers)}: check that the peer runs, that its port is "
+            f"open and that the address is the one it prints now ({last_line})"
+        )
+    return f"cannot start the peer-to-peer daemon ({last_line})"
+
+
+# --- membership -------------------------------------------------------------------------------------------------------
+
+
+def fetch_contracts(dht: hivemind.DHT, prefix: str) -> dict[bytes, RunContract]:
+    """The contracts that live trainers have published, by their public keys."""
+    found = dht.get(f"{prefix}_run", latest=True)
+    if found is None or not isinstance(found.value, dict):
+        return {}
+    return {key: RunContract.parse_obj(entry.value) for key, entry in found.value.items() if entry.value is not None}
+
+
+def publish_contract(
+    dht: hivemind.DHT, prefix: str, public_key: bytes, contract: RunContract | None, expiration: float
+):
+    """Store this peer's signed contract for `expiration` seconds, or withdraw it with None, without waiting."""
+    return dht.store(
+        f"{prefix}_run",
+        subkey=public_key,
+        value=None if contract is None else contract.dict(),
+        expiration_time=hivemind.get_dht_time() + expiration,
+        return_future=True,
+    )
+
+
+def find_differences(mine: RunContract, others: list[RunContract]) -> list[str]:
+    """Where my contract differs from the one that most others hold (among equals the eldest), one text per term."""
+    if not others:
+        return []
+    votes = Counter(tuple(sorted(other.contract.items())) for other in others)
+    joined = {tuple(sorted(other.contract.items())): -other.joined for other in sorted(others, key=lambda o: -o.joined)}
+    theirs = dict(max(votes, key=lambda terms: (votes[terms], joined[terms])))
+    names = sorted(set(theirs) | set(mine.contract))
+    return [
+        f"{name}: the run has {theirs.get(name, 'none')}, you have {mine.contract.get(name, 'none')}"
+        for name in names
+        if theirs.get(name) != mine.contract.get(name)
+    ]
+
+
+def join_run(
+    dht: hivemind.DHT, prefix: str, public_key: bytes, contract: dict[str, str], expiration: float
+) -> RunContract:
+    """Compare this peer's contract with the live trainers' and publish it; stop with one line where they differ.
+
+    Peers that start at the same moment see nobody, so each looks again after it has published: then at least one of two
+    sees the other, and only elder peers count.
+    """
+    mine = RunContract(joined=hivemind.get_dht_time(), contract=contract)
+    for published in (False, True):
+        others = [other for key, other in fetch_contracts(dht, prefix).items() if key != public_key]
+        if published:
+            others = [other for other in others if other.joined < mine.joined]
+        if differences := find_differences(mine, others):
+            if published:
+                publish_contract(dht, prefix, public_key, None, expiration).result(timeout=30)
+            stop_for_user(
+                f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over the run's flags."
+            )
+        if not published:
+            publish_contract(dht, prefix, public_key, mine, expiration).result(timeout=30)
+    return mine
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+class AveragingFailed(Exception):
+    """A gradient averaging round came to nothing; its gradients are kept."""
+
+
+class VerifiedAverager(hivemind.DecentralizedAverager):
+    """Tells whose data verifiably entered the average, as hivemind reports success for rounds that failed.
+
+    The result of a round maps each peer that took part completely, as seen from here, to what it gathered: no sender
+    was left out of the part that this peer averaged, and all parts came back. A round in which nobody else took part
+    raises AllreduceException.
+    """
+
+    async def _aggregate_with_group(self, group_info, **kwargs):
+        gathered = await super()._aggregate_with_group(group_info, **kwargs)
+        runner = self._running_groups[group_info.group_id].result()
+        if runner.tensor_part_container.failed_size:
+            # a reducer did not answer: for its parts we hold our own values alone
+            averaged = {self.peer_id}
+        else:
+            averaged = set(runner.sender_peer_ids) - runner.banned_senders
+        if self.peer_id in runner.sender_peer_ids and averaged <= {self.peer_id}:
+            raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
+        return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
+
+
+class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
+    """Keeps the gradients of a failed round, which hivemind loses: it empties the accumulators when a round starts.
+
+    Also spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self._in_flight = self._kept = None
+        super().__init__(*args, **kwargs)
+
+    def schedule_step(self, *args, **kwargs):
+        # a retry inside hivemind would start from tensors that the failed round has half averaged, in place
+        return super().schedule_step(*args, allow_retries=False, **kwargs)
+
+    def step(self, *args, **kwargs):
+        self._in_flight = self._snapshot()
+        return super().step(*args, **kwargs)
+
+    def _snapshot(self) -> tuple:
+        sums = [accumulator.clone() for accumulator in self._grad_accumulators()]
+        return sums, self.local_samples_accumulated, self.local_times_accumulated, self._anchor_batch_size
+
+    def keep_gradients(self) -> None:
+        """Put the gradients of the round that just failed aside, for the next `accumulate_grads_`."""
+        self._kept, self._in_flight = self._in_flight, None
+
+    def keep_accumulated(self) -> None:
+        """Put the gradients accumulated so far aside, for the next `accumulate_grads_`."""
+        self._kept = self._snapshot()
+
+    @property
+    def kept_samples(self) -> int:
+        """Samples whose gradients wait for the next round."""
+        return self._kept[1] if self._kept else 0
+
+    @torch.no_grad()
+    def accumulate_grads_(self, batch_size: int) -> None:
+        # merged here, in the loop's own thread: after a delayed round, hivemind empties the accumulators once more
+        if self._kept:
+            sums, samples, times, anchor = self._kept
+            self._kept = None
+            self._anchor_batch_size = self._anchor_batch_size or anchor
+            for accumulator, kept in zip(self._grad_accumulators(), sums, strict=True):
+                accumulator.add_(kept.to(accumulator.device), alpha=anchor / self._anchor_batch_size)
+            self.local_samples_accumulated += samples
+            self.local_times_accumulated += times
+        super().accumulate_grads_(batch_size)
+
+    def load_state_from_peers(self, **kwargs) -> None:
+        return None
+
+    def accumulate_on(self, device: torch.device) -> None:
+        """Move the accumulators to where the gradients are, so that accumulating needs no transfer."""
+        self._local_accumulators = tuple(accumulator.to(device) for accumulator in self._local_accumulators)
+
+
+class StateAverager(TrainingStateAverager, VerifiedAverager):
+    """Tries a bounded number of times to load a peer's state, and tells whether it did."""
+
+    loaded_state = False
+
+    def load_state_from_peers(self, tries: int = 3, **kwargs) -> bool:
+        """Download the state of the peer that is furthest; hivemind alone tries for ever and hides the end (note 25).
+
+        :returns: whether parameters, optimizer and epoch are now that peer's
+        """
+        self.loaded_state = False
+        for attempt in range(tries):
+            time.sleep(attempt)
+            self._downloaded_epoch = None
+            try:
+                super().load_state_from_peers(**kwargs)
+            except (IndexError, TimeoutError, asyncio.TimeoutError, RuntimeError, ValueError, KeyError) as e:
+                logger.warning(
+                    f"a peer's state did not load ({type(e).__name__}: {e}), {tries - attempt - 1} tries left"
+                )
+                continue
+            self.loaded_state = self._downloaded_epoch is not None
+            if self.loaded_state:
+                break
+        return self.loaded_state
+
+    def _update_scheduler(self):
+        # the last thing that hivemind does with a state that it has accepted, and with nothing else between
+        self._downloaded_epoch = self.local_epoch
+        super()._update_scheduler()
+
+
+class Optimizer(hivemind.Optimizer):
+    """hivemind.Optimizer whose failed rounds lose no gradients and take no step.
+
+    After a failed round the epoch stays, the gradients are kept, and the next `step` tries again.
+    """
+
+    #: peers whose gradients verifiably entered the last step, this one included
+    averaged_with = 1
+    #: rounds of this peer that came to nothing
+    failed_rounds = 0
+    #: samples of this peer in the last step, and in all steps together
+    epoch_samples = 0
+    total_samples = 0
+    _retrying = False
+
+    def accumulate_on(self, device: torch.device) -> None:
+        """Accumulate gradients on the model's device; call it once, after the model has moved there."""
+        self.grad_averager.accumulate_on(device)
+
+    def load_state_from_peers(self, **kwargs) -> bool:
+        """Take over the newest state of the swarm.
+
+        :returns: whether a peer gave it; otherwise the local state stays
+        """
+        # the gradients of a round that failed here, while the others went one epoch ahead, still count there
+        if self._retrying and self.tracker.global_epoch - self.local_epoch <= 1:
+            self.grad_averager.keep_accumulated()
+        self._retrying = False
+        super().load_state_from_peers(**kwargs)
+        return self.state_averager.loaded_state
+
+    def _make_state_averager(self, **kwargs) -> StateAverager:
+        averager = StateAverager(
+            dht=self.dht,
+            prefix=f"{self.run_id}_state_averager",
+            min_matchmaking_time=self.matchmaking_time,
+            allreduce_timeout=self.allreduce_timeout,
+            shutdown_timeout=self.shutdown_timeout,
+            offload_optimizer=self.offload_optimizer,
+            custom_gradients=self.offload_optimizer,
+            status_loglevel=self.status_loglevel,
+            next_chunk_timeout=self.next_chunk_timeout,
+            client_mode=self.client_mode,
+            auxiliary=self.auxiliary,
+            start=True,
+            **kwargs,
+        )
+        end_when_it_dies(averager, "state averager")
+        return averager
+
+    def _make_gradient_averager(self, *args, **kwargs):
+        averager = super()._make_gradient_averager(*args, **kwargs)
+        end_when_it_dies(averager, "gradient averager")
+        return averager
+
+    def _begin_averaging_gradients(self, grad_scaler) -> bool:
+        if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
+            # hivemind steps alone when the group that it looked for in advance came to nothing, while others are there
+            self.scheduled_grads = None
+        self.averaged_with = 1
+        return super()._begin_averaging_gradients(grad_scaler)
+
+    def _average_gradients_and_load_into_optimizer(self, maybe_step_control) -> None:
+        # hivemind would go on with its accumulators here, which are zeros by now (note 16)
+        try:
+            group = maybe_step_control.result(self.averaging_timeout)
+        except (Exception, asyncio.CancelledError) as e:
+            if not maybe_step_control.done():
+                maybe_step_control.cancel()
+            self.grad_averager.keep_gradients()
+            self.failed_rounds += 1
+            raise AveragingFailed(f"{type(e).__name__}: {e}") from e
+        self._load_averaged_gradients_into_optimizer_()
+        self.averaged_with = len(group)
+        self._retrying = False
+
+    def _update_global_epoch(self, grad_scaler) -> None:
+        samples = self.grad_averager.local_samples_accumulated
+        try:
+            super()._update_global_epoch(grad_scaler)
+            self.epoch_samples = samples
+            self.total_samples += samples
+        except AveragingFailed as e:
+            logger.warning(
+                f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
+                "samples go into the next round"
+            )
+            self._retrying = True
+            # look, with fresh eyes, whether the others went on without us
+            self.tracker.fetched_global_progress_this_epoch.clear()
+            self._should_check_synchronization_on_update = True
+
+
+def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
+    """Fill the optimizer's state with zeros.
+
+    hivemind needs the tensors of the state before the first step and makes them by a step with zero gradients, at the
+    full learning rate: it counts in bias correction (note 8), and weight decay moves the parameters.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    gradients = [param.grad for param in params]
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = learning_rate
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+        state = optimizer.state[param]
+        state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+class _Filter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (STOPPING.value and record.name.startswith(("hivemind", "asyncio")))
+
+
+def silence_helpers_at_the_end() -> None:
+    """Drop what hivemind logs after a stop was asked for: its tracebacks there are cosmetic (note 37)."""
+    for name in (None, "hivemind"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(_Filter())
+
+
+def end_when_it_dies(process: multiprocessing.Process, name: str) -> None:
+    """End this process and its helpers when that helper dies: whoever waits for its answer would wait for ever."""
+    # a snapshot of what the helper itself has started: these are nobody's children once it is dead
+    helpers = psutil.Process(process.pid).children(recursive=True)
+
+    def watch() -> None:
+        wait_for_processes([process.sentinel])
+        if not STOPPING.value:
+            logger.error(f"the {name} process died, this peer cannot go on (out of memory?)")
+            end_process(1, helpers)
+
+    threading.Thread(target=watch, name=f"watch {name}", daemon=True).start()
+
+
+def end_process(code: int, helpers: list[psutil.Process] = ()) -> None:
+    """End the helper processes, then this process, at once."""
+    STOPPING.value = True
+    end_helpers([*psutil.Process().children(recursive=True), *helpers])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # not sys.exit: threads of hivemind that wait for dead helpers would keep the interpreter from ending
+    os._exit(code)
+
+
+def end_helpers(helpers: list[psutil.Process]) -> None:
+    """SIGTERM, and SIGKILL after three seconds."""
+    for send in (psutil.Process.terminate, psutil.Process.kill):
+        for helper in helpers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                send(helper)
+        _, helpers = psutil.wait_procs(helpers, timeout=3)
+
+
+@contextlib.contextmanager
+def clean_end() -> Iterator[None]:
+    """Run a role's main() in this: Ctrl-C and SIGTERM are a normal end at any time, an exception ends the helpers too.
+
+    Ends the process: exit code 0 after a normal end, 1 after an exception, 2 after a user's error.
+    """
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    def end_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
+        if not STOPPING.value:
+            traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+            end_process(1)
+
+    def start_as_helper() -> None:
+        # helpers leave Ctrl-C, which the terminal sends to all processes, to their parent
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    os.register_at_fork(after_in_child=start_as_helper)
+    threading.excepthook = end_after_thread_failed
+    code = 0
+    try:
+        yield
+    except KeyboardInterrupt:
+        logger.info("stopped")
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    end_process(code)
+
+
+def handle_stop_signals() -> threading.Event:
+    """From now on SIGINT and SIGTERM set this event, for the loop to look at; a second signal ends at once.
+
+    Call it when everything is built: hivemind's constructors set SIGINT to be ignored (note 36).
+    """
+    stop = threading.Event()
+
+    def request_stop(*_) -> None:
+        if stop.is_set():
+            end_process(0)
+        stop.set()
+
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    return stop
+
+
+def shut_down(dht: hivemind.DHT, optimizer: Optimizer | None = None) -> None:
+    """Say goodbye to the swarm and end the helper processes, without the tracebacks of hivemind's own."""
+    helpers = psutil.Process().children(recursive=True)
+    STOPPING.value = True
+    if optimizer is not None:
+        optimizer.shutdown()
+    dht.shutdown()
+    end_helpers(helpers)

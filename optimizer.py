@@ -1,0 +1,176 @@
+"""Edit me: parameter groups, optimizer, schedule. `make_optimizer` is the one function that builds them for all roles.
+
+Peers exchange optimizer states by position (hivemind/optim/state_averager.py), so one differing name or group sends
+tensors to the wrong place: never build a peer's optimizer by other means. `describe_contract` puts into words what all
+peers must agree on; it is published and compared when a peer joins.
+
+    python -c "from optimizer import *; from model import *; model = make_model(ModelArguments('configs/demo.json'), 99); \\
+        print([len(group['params']) for group in make_param_groups(model)])"
+"""
+
+import hashlib
+from functools import partial
+
+import hivemind
+import torch
+from torch import nn
+
+from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from averaging import GradientAverager, Optimizer, StateAverager, initialize_optimizer_state_
+
+COMPRESSIONS = {
+    "none": hivemind.NoCompression(),
+    "float16": hivemind.Float16Compression(),
+    # 8 bits need a codebook per tensor, which small tensors are not worth
+    "8bit": hivemind.SizeAdaptiveCompression(
+        threshold=2**16, less=hivemind.Float16Compression(), greater_equal=hivemind.Uniform8BitQuantization()
+    ),
+}
+
+
+def make_param_groups(model: nn.Module) -> list[dict]:
+    """Two groups, with weight decay and without, each in the order of `model.named_parameters()`.
+
+    Norms and biases are not decayed, decided by what they are: ALBERT's `full_layer_layer_norm.weight` escapes the
+    lists of names that are copied from script to script.
+    """
+    undecayed = set()
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if name == "bias" or type(module).__name__.endswith("Norm"):
+                undecayed.add(param)
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return [
+        {
+            "params": [param for _, param in named if (param in undecayed) is not decayed],
+            "names": [name for name, param in named if (param in undecayed) is not decayed],
+            "decayed": decayed,
+        }
+        for decayed in (True, False)
+    ]
+
+
+def learning_rate_factor(epoch: int, warmup_steps: int, total_steps: int) -> float:
+    """Share of the peak learning rate that the step from this epoch to the next one uses: up to 1, then down to 0."""
+    if epoch < warmup_steps:
+        return (epoch + 1) / (warmup_steps + 1)
+    return max(0.0, (total_steps - epoch) / max(1, total_steps - warmup_steps))
+
+
+def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up and decay, counted in collaborative epochs."""
+    factor = partial(learning_rate_factor, warmup_steps=args.warmup_steps, total_steps=args.total_steps)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> torch.optim.Optimizer:
+    """LAMB or AdamW on these groups, which clips the (averaged) gradient before it steps and notes its norm.
+
+    :returns: its attribute `grad_norm` is the norm of the last gradient before clipping
+    """
+    groups = [{"params": g["params"], "weight_decay": args.weight_decay if g["decayed"] else 0.0} for g in param_groups]
+    options = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    if args.optim == "lamb":
+        from torch_optimizer import Lamb
+
+        optimizer = Lamb(groups, clamp_value=args.clamp_value, debias=True, **options)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options)
+
+    def clip(optimizer: torch.optim.Optimizer, *_) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).item()
+
+    initialize_optimizer_state_(optimizer)
+    optimizer.grad_norm = 0.0
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def make_optimizer(
+    model: nn.Module,
+    dht: hivemind.DHT,
+    swarm: SwarmArguments,
+    args: OptimizerArguments,
+    averaging: AveragingArguments,
+    *,
+    client_mode: bool = False,
+    auxiliary: bool = False,
+) -> Optimizer:
+    """The collaborative optimizer: gathers gradients, averages them with the swarm, clips, steps.
+
+    Starts helper processes: build it before any CUDA context and before DataLoader workers, on the CPU model, with its
+    weights loaded; then move the model and call `optimizer.accumulate_on(device)`.
+
+    :param client_mode: accept no incoming connection
+    :param auxiliary: a role that computes no gradients (the monitor)
+    """
+    param_groups = make_param_groups(model)
+    averager_options = dict(
+        target_group_size=averaging.target_group_size,
+        bandwidth=averaging.bandwidth,
+        min_vector_size=averaging.min_vector_size,
+        request_timeout=averaging.request_timeout,
+    )
+    return Optimizer(
+        dht=dht,
+        run_id=swarm.experiment_prefix,
+        params=param_groups,
+        optimizer=partial(make_local_optimizer, args),
+        scheduler=partial(make_scheduler, args),
+        target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,
+        matchmaking_time=averaging.matchmaking_time,
+        averaging_timeout=averaging.averaging_timeout,
+        next_chunk_timeout=averaging.next_chunk_timeout,
+        average_state_every=averaging.average_state_every,
+        offload_optimizer=True,
+        delay_optimizer_step=averaging.delay_optimizer_step,
+        delay_grad_averaging=averaging.delay_grad_averaging,
+        client_mode=client_mode,
+        auxiliary=auxiliary,
+        grad_compression=COMPRESSIONS[averaging.compression],
+        state_averaging_compression=COMPRESSIONS[averaging.state_compression],
+        load_state_compression=COMPRESSIONS[averaging.state_compression],
+        averager_opts=averager_options,
+        # hivemind passes averager_opts to the state averager alone (note 39)
+        grad_averager_factory=partial(GradientAverager, **averager_options),
+        tracker_opts=dict(
+            min_refresh_period=averaging.min_refresh_period,
+            max_refresh_period=averaging.max_refresh_period,
+            default_refresh_period=averaging.default_refresh_period,
+            expected_drift_peers=averaging.expected_drift_peers,
+            expected_drift_rate=averaging.expected_drift_rate,
+            metadata_expiration=averaging.metadata_expiration,
+        ),
+        performance_ema_alpha=averaging.performance_ema_alpha,
+    )
+
+
+def describe_contract(
+    model: nn.Module, tokenizer_fingerprint: str, args: OptimizerArguments, averaging: AveragingArguments
+) -> dict[str, str]:
+    """What all peers of a run must agree on, in words short enough for one line of an error message."""
+    decayed, undecayed = make_param_groups(model)
+    names = decayed["names"] + undecayed["names"]
+    shapes = [tuple(param.shape) for group in (decayed, undecayed) for param in group["params"]]
+    optimizer_options = f"beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}"
+    return {
+        "model shapes": f"{sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters {digest(shapes)}",
+        "parameter order": f"{len(names)} tensors {digest(names)}",
+        "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",
+        "tokenizer": tokenizer_fingerprint[:12],
+        "optimizer": f"{args.optim}, {optimizer_options}, decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
+        + (f", clamp {args.clamp_value:g}" if args.optim == "lamb" else ""),
+        "schedule": f"peak {args.learning_rate:g}, warm-up {args.warmup_steps}, total {args.total_steps}",
+        # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
+        "target_batch_size": str(averaging.target_batch_size),
+        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}",
+        "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
+        f"state every {averaging.average_state_every}, delays {averaging.delay_optimizer_step:d}"
+        f"{averaging.delay_grad_averaging:d}, {GradientAverager.__name__} {StateAverager.__name__}",
+    }
+
+
+def digest(value: object) -> str:
+    """A short hash that is the same on every machine, unlike Python's hash()."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]

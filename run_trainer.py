@@ -1,0 +1,175 @@
+"""Train with the swarm: compute gradients on this machine's data, average them with the others, step together.
+
+A real run, on the machine of a volunteer with a GPU (the monitor prints the address):
+
+    python run_trainer.py --experiment_prefix my_albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX --fp16
+
+The same on a laptop's CPU, alone, on the sample corpus:
+
+    python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
+    python run_trainer.py --experiment_prefix tiny --config_path configs/demo.json --per_device_train_batch_size 32 \\
+        --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
+        --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30
+
+The model is the same on every peer; the data order is not: it comes from the peer's id.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import signal
+import time
+
+# Ctrl-C while the imports below run: the end, without a traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import hivemind
+import psutil
+import torch
+import transformers
+from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
+
+from arguments import (
+    AveragingArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    TrainerArguments,
+    parse_arguments,
+    stop_for_user,
+)
+from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down
+from callback import CollaborativeCallback
+from checkpoint import save_model
+from model import evaluate, make_model, move_batch
+from optimizer import describe_contract, make_optimizer
+from utils import setup_logging
+
+logger = logging.getLogger("trainer")
+
+
+def main() -> None:
+    swarm, model_args, optimizer_args, averaging_args, args = parse_arguments(
+        SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, TrainerArguments, description=__doc__
+    )
+    setup_logging("trainer")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.fp16 and device.type != "cuda":
+        stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
+    if args.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        stop_for_user("--bf16 is not supported by this GPU: use --fp16")
+    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
+    batch_size_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    logger.info(
+        f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"python {platform.python_version()}, {device}"
+    )
+
+    tokenizer = load_tokenizer(model_args.tokenizer_path)
+    dataset, corpus = load_tokenized_dataset(args.dataset_path, tokenizer)
+    model = make_model(model_args, len(tokenizer))
+    if corpus["seq_length"] > model.config.max_position_embeddings:
+        stop_for_user(
+            f"--dataset_path {args.dataset_path} has instances of {corpus['seq_length']} tokens, the model takes "
+            f"{model.config.max_position_embeddings}: tokenize with a smaller --seq_length"
+        )
+    os.makedirs(args.output_dir, exist_ok=True)
+
+    # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
+    dht, public_key = make_dht(swarm, client_mode=args.client_mode)
+    contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
+    contract = join_run(dht, swarm.experiment_prefix, public_key, contract, args.statistics_expiration)
+    optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=args.client_mode)
+    stop = handle_stop_signals()
+    model.to(device).train()
+    optimizer.accumulate_on(device)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
+    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    callback = CollaborativeCallback(dht, optimizer, swarm, args, public_key, contract)
+    logger.info(f"run {swarm.experiment_prefix}, peer {dht.peer_id}, {model.num_parameters():,} parameters")
+
+    eval_options = dict(
+        batch_size=args.per_device_eval_batch_size,
+        mlm_probability=args.mlm_probability,
+        max_samples=args.max_eval_samples,
+    )
+    summary = {"unigram_entropy": corpus["unigram_entropy"], "peer_id": str(dht.peer_id)}
+    if args.do_eval:
+        batches = make_eval_batches(dataset["validation"], tokenizer, **eval_options)
+        summary["start_loss"] = evaluate(model, batches, device)
+        logger.info(
+            f"validation loss {summary['start_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
+        )
+
+    batches = make_train_batches(
+        dataset["train"],
+        tokenizer,
+        batch_size=args.per_device_train_batch_size,
+        seed=data_seed(str(dht.peer_id), model_args.seed),
+        mlm_probability=args.mlm_probability,
+        num_workers=args.dataloader_num_workers,
+    )
+    callback.on_train_begin()
+    logger.info(
+        f"ready after {time.time() - psutil.Process().create_time():.1f} s, at epoch {optimizer.local_epoch} of {max_epoch}"
+    )
+
+    for number, batch in enumerate(batches, start=1):
+        if stop.is_set() or optimizer.local_epoch >= max_epoch:
+            break
+        with autocast:
+            losses = model(**move_batch(batch, device))
+        scaler.scale(losses["loss"] / args.gradient_accumulation_steps).backward()
+        callback.add_loss(losses["loss"])
+        if number % args.gradient_accumulation_steps:
+            continue
+
+        scaler.unscale_(optimizer)
+        # the one point of a step where the host waits for the device: what is not finite must not be contributed
+        if gradients_are_finite(model):
+            optimizer.step(batch_size=batch_size_per_step)
+        else:
+            callback.skip_step()
+        scaler.update()
+        optimizer.zero_grad()
+        callback.on_step_end()
+
+    callback.on_train_end()
+    # rounds that run in the background still change the parameters
+    optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+    summary |= {
+        "epoch": optimizer.local_epoch,
+        "samples": optimizer.total_samples,
+        "epochs_here": callback.epochs,
+        "epochs_averaged": callback.averaged_epochs,
+        "failed_rounds": optimizer.failed_rounds,
+        "skipped_steps": callback.skipped_steps,
+    }
+    shut_down(dht, optimizer)
+    save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
+    if args.do_eval:
+        batches = make_eval_batches(dataset["validation"], tokenizer, **eval_options)
+        summary["final_loss"] = evaluate(model, batches, device)
+        logger.info(
+            f"validation loss {summary['final_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
+        )
+    with open(os.path.join(args.output_dir, "summary.json"), "w") as f:
+        json.dump(summary, f, indent=2)
+    logger.info(
+        f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples, averaged with others in "
+        f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is in {args.output_dir}"
+    )
+
+
+def gradients_are_finite(model: torch.nn.Module) -> bool:
+    """Whether the norm of the gradients is a finite number; waits for the device."""
+    norms = [torch.linalg.vector_norm(param.grad) for param in model.parameters() if param.grad is not None]
+    return bool(torch.stack(norms).isfinite().all())
+
+
+if __name__ == "__main__":
+    with clean_end():
+        main()

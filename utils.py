@@ -1,0 +1,265 @@
+"""What peers tell each other about a run: signed records and their validators, metrics and their aggregation; logging.
+
+Every trainer publishes two records, each under its own public key as subkey and signed with the matching private key,
+so that nobody can overwrite another's: its metrics of the epoch just finished (`{prefix}_metrics`, LocalMetrics) and
+the contract that it trains by (`{prefix}_run`, RunContract). To look at the metrics of a run that is going on:
+
+    python -c "import hivemind, utils; dht = hivemind.DHT(initial_peers=['/ip4/127.0.0.1/tcp/31337/p2p/XXXX'], \
+        start=True, record_validators=utils.make_validators('my_albert')[0]); \
+        print(utils.aggregate_metrics(utils.fetch_metrics(dht, 'my_albert')))"
+"""
+
+import concurrent.futures
+import hashlib
+import logging
+import math
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hivemind import DHT
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.schema import SchemaValidator, conbytes
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.logging import use_hivemind_log_handler
+from hivemind.utils.serializer import MSGPackSerializer
+
+# hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
+from pydantic.v1 import BaseModel, ValidationError, confloat, conint, constr, root_validator
+
+logger = logging.getLogger(__name__)
+
+# What we and hivemind store is far smaller: metrics with their signature take about 0.7 KB, a contract 2 KB, hivemind's
+# progress 0.6 KB. A whole dictionary of records must fit into one message of p2pd (4 MB), or nobody can read it.
+MAX_RECORD_BYTES = 16 * 1024
+# A record that never expires would count as a peer for ever. Ours live minutes (--statistics_expiration).
+MAX_RECORD_LIFETIME = 24 * 3600.0
+# Records live for --statistics_expiration, 600 s, in which a swarm with epochs of 1 s advances 600 epochs: records
+# further apart than this do not belong to one run.
+MAX_EPOCH_GAP = 1000
+FETCH_TIMEOUT = 30.0
+MAX_MEAN_LOSS = 1000.0  # nats; a model that guesses has ln(vocabulary), about 10
+
+# hivemind's BytesWithPublicKey lets one owner add text of any length around its key, and so fill many subkeys.
+PublicKeyBytes = conbytes(regex=rb"\[owner:ssh-rsa [A-Za-z0-9+/]+=*\]\Z", max_length=1024)
+
+
+class LocalMetrics(BaseModel):
+    """What one peer reports after an epoch. Numbers are strict: an int where a float is expected is refused.
+
+    Every field is bounded on both sides, and comparisons with NaN are false, so that NaN and infinity are refused too.
+    """
+
+    epoch: conint(strict=True, ge=0, le=10**9)  # the epoch just finished
+    samples_per_second: confloat(strict=True, ge=0.0, le=1e9)
+    samples_accumulated: conint(strict=True, ge=0, le=10**9)  # samples this peer gave to that epoch
+    loss: confloat(strict=True, ge=0.0, le=1e9)  # nats, the SUM over mini_steps
+    mini_steps: conint(strict=True, ge=0, le=10**6)  # batches behind that sum
+    averaged_with: conint(strict=True, ge=0, le=10**6)  # peers in the averaged gradient, this one included; 0: none
+    num_peers: conint(strict=True, ge=0, le=10**6)  # peers that the swarm showed at that time
+    grad_norm: confloat(strict=True, ge=0.0, le=1e30)  # of the averaged gradient, before clipping
+    learning_rate: confloat(strict=True, ge=0.0, le=1e6)
+    total_samples: conint(strict=True, ge=0, le=10**15)  # of this peer, so far, that reached an optimizer step
+    skipped_steps: conint(strict=True, ge=0, le=10**9)  # of this peer, so far, whose loss or gradient was not finite
+
+    @root_validator(skip_on_failure=True)
+    def bound_mean_loss(cls, values: dict) -> dict:
+        if values["loss"] > MAX_MEAN_LOSS * values["mini_steps"]:
+            raise ValueError(f"the mean loss must not exceed {MAX_MEAN_LOSS:g} nats")
+        return values
+
+
+class RunContract(BaseModel):
+    """What one peer trains by: a map of names to texts, so that a later version may add a name and still be read."""
+
+    joined: confloat(strict=True, ge=0.0, le=1e11)  # Unix time at which this peer published its contract first
+    contract: dict[constr(strict=True, min_length=1, max_length=64), constr(strict=True, max_length=200)]
+
+    @root_validator(skip_on_failure=True)
+    def bound_entries(cls, values: dict) -> dict:
+        if len(values["contract"]) > 32:
+            raise ValueError("a contract has 32 entries at most")
+        return values
+
+
+class MetricSchema(BaseModel):
+    """The keys `{prefix}_metrics` and `{prefix}_run`, each a dictionary from a peer's public key to its record."""
+
+    metrics: dict[PublicKeyBytes, LocalMetrics]
+    run: dict[PublicKeyBytes, RunContract | None]
+
+
+class DecodableValidator(RecordValidatorBase):
+    """Refuses, under every key, values that hivemind cannot decode, that are too large, or that live too long.
+
+    One value that is not msgpack, under a key without a schema, makes `dht.get` time out for every reader of that key
+    (hivemind decodes in a callback that nobody watches), and any stranger can store one.
+    """
+
+    # hivemind validates in descending order: after the signature (10) is stripped and before the schemas (0), which
+    # decode too, but survive ValueError alone.
+    priority = 5
+
+    def validate(self, record: DHTRecord) -> bool:
+        if len(record.value) + len(record.subkey or b"") > MAX_RECORD_BYTES:
+            return False
+        # NaN fails every comparison
+        if not 0 <= record.expiration_time <= get_dht_time() + MAX_RECORD_LIFETIME:
+            return False
+        try:
+            MSGPackSerializer.loads(record.value)
+        except Exception as e:  # hostile bytes: the decoder, and the extension types it calls, raise whatever they like
+            logger.debug(f"refused a value that cannot be decoded: {e!r}")
+            return False
+        return True
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        return isinstance(other, DecodableValidator)
+
+
+def make_validators(prefix: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
+    """The validators that every peer of the run gives to its DHT, and this peer's public key: its subkey in records.
+
+    Without `private_key` the process has one key of its own, the same that hivemind signs its progress with. Readers
+    without these validators can read nothing: the signature stays on the value (hivemind/dht/crypto.py).
+    """
+    signature = RSASignatureValidator(private_key)
+    return [SchemaValidator(MetricSchema, prefix=prefix), signature, DecodableValidator()], signature.local_public_key
+
+
+def peer_label(public_key: bytes) -> str:
+    """A short name for a peer, the same in every process that sees its key: eight hexadecimal digits of SHA-256."""
+    return hashlib.sha256(public_key).hexdigest()[:8]
+
+
+def fetch_metrics(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> list[tuple[str, LocalMetrics]]:
+    """All peers' newest metrics as (peer label, metrics), in the order of labels; empty when the DHT does not answer.
+
+    :param timeout: seconds to wait for the DHT
+    """
+    try:
+        entry = dht.get(f"{prefix}_metrics", latest=True, return_future=True).result(timeout=timeout)
+    except (concurrent.futures.TimeoutError, OSError) as e:
+        logger.warning(f"The DHT did not answer within {timeout:g} s ({type(e).__name__}), will ask again")
+        return []
+    if entry is None or not isinstance(entry.value, dict):
+        return []
+    records = []
+    for public_key, item in entry.value.items():
+        try:
+            records.append((peer_label(public_key), LocalMetrics.parse_obj(item.value)))
+        except (ValidationError, TypeError) as e:  # validated on arrival; what comes here is a defect, not an attack
+            logger.debug(f"ignored a malformed record: {e}")
+    return sorted(records, key=lambda record: record[0])
+
+
+@dataclass
+class SwarmMetrics:
+    """The swarm's state at its newest epoch."""
+
+    epoch: int
+    loss: float  # nats per batch, the mean over all peers' batches
+    alive_peers: int  # peers that reported this epoch or the one before
+    samples: int  # that these peers gave to it
+    samples_per_second: float  # of these peers together
+    averaged_with: int  # peers in the averaged gradient: the smallest number that any of these peers reports
+    grad_norm: float  # median over these peers
+    learning_rate: float  # median over these peers
+    skipped_steps: int  # of these peers, so far
+
+
+def select_believable(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> list:
+    """The records that belong to one run, without those whose epoch is absurd: all others' would look stale beside it.
+
+    Anybody may sign "epoch 10**9" with a fresh key. The records are split where neighbouring epochs lie more than
+    MAX_EPOCH_GAP apart, and the largest part is kept: a minority cannot move the swarm's epoch. Of two parts of one
+    size the one that holds `last_epoch` (within MAX_EPOCH_GAP) is kept, or else the newer one.
+    """
+    parts: list[list[tuple[str, LocalMetrics]]] = []
+    for record in sorted(records, key=lambda record: record[1].epoch):
+        if not parts or record[1].epoch - parts[-1][-1][1].epoch > MAX_EPOCH_GAP:
+            parts.append([])
+        parts[-1].append(record)
+
+    def rank(part: list) -> tuple:
+        first, newest = part[0][1].epoch, part[-1][1].epoch
+        is_known = last_epoch is not None and first - MAX_EPOCH_GAP <= last_epoch <= newest + MAX_EPOCH_GAP
+        return len(part), is_known, newest
+
+    return max(parts, key=rank) if parts else []
+
+
+def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> SwarmMetrics | None:
+    """The swarm's newest epoch from all peers' records; None when no peer has reported a batch.
+
+    The newest epoch is the largest among the believable records (see select_believable). Only peers at that epoch or
+    the one before count, since peers report one after the other: older records are of peers that left. The loss is
+    weighted by mini_steps.
+
+    :param last_epoch: the epoch of the aggregation before, if any
+    """
+    believable = [metrics for _, metrics in select_believable(records, last_epoch)]
+    if not believable:
+        return None
+    newest_epoch = max(metrics.epoch for metrics in believable)
+    current = [metrics for metrics in believable if metrics.epoch >= newest_epoch - 1]
+    mini_steps = sum(metrics.mini_steps for metrics in current)
+    if mini_steps == 0:
+        return None
+    return SwarmMetrics(
+        epoch=newest_epoch,
+        loss=math.fsum(metrics.loss for metrics in current) / mini_steps,
+        alive_peers=len(current),
+        samples=sum(metrics.samples_accumulated for metrics in current),
+        samples_per_second=math.fsum(metrics.samples_per_second for metrics in current),
+        averaged_with=min(metrics.averaged_with for metrics in current),
+        grad_norm=statistics.median(metrics.grad_norm for metrics in current),
+        learning_rate=statistics.median(metrics.learning_rate for metrics in current),
+        skipped_steps=sum(metrics.skipped_steps for metrics in current),
+    )
+
+
+class RoleFormatter(logging.Formatter):
+    """`HH:MM:SS role message`; a warning or error says so, and names its library when it is not ours."""
+
+    def __init__(self, role_name: str):
+        super().__init__(datefmt="%H:%M:%S")
+        self.role_name = role_name
+        self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if sys.stderr.isatty() else {}
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
+        level = level.replace("warn:", "warning:")  # hivemind renames the level for the whole process
+        library = "" if is_ours(record) else f"[{record.name.split('.')[0]}] "
+        line = f"{self.formatTime(record, self.datefmt)} {self.role_name} {level}{library}{record.getMessage()}"
+        if record.levelno in self.colors:
+            line = f"{self.colors[record.levelno]}{line}\033[0m"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Whether a file beside this one wrote the record (all of .venv lies below this folder, not in it)."""
+    return Path(record.pathname).absolute().parent == Path(__file__).absolute().parent
+
+
+def setup_logging(role_name: str) -> None:
+    """Send all log lines to standard error as `HH:MM:SS role message`: ours from INFO, libraries' from WARNING.
+
+    HIVEMIND_LOGLEVEL, when set, decides for hivemind's. Call it before any process is forked, so that all agree.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(RoleFormatter(role_name))
+    handler.addFilter(
+        lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
+    )
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "WARNING").upper())
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for old_handler in list(root.handlers):
+        root.removeHandler(old_handler)
+    root.addHandler(handler)
