@@ -362,7 +362,10 @@ class TokenizeArguments:
     )
     text_files: list[str] = field(
         default_factory=list,
-        metadata={"help": "Your own text instead of a corpus: plain or .jsonl files, also .gz or .xz. UTF-8."},
+        metadata={
+            "help": "Your own text instead of a corpus: plain or .jsonl files, also .gz or .xz. UTF-8. A document is a "
+            "JSON line or a file (an article of a file in WikiText format)."
+        },
     )
     text_column: str = field(default="text", metadata={"help": "Field of a JSON line that holds the text."})
     tokenizer: str = field(
@@ -374,6 +377,14 @@ class TokenizeArguments:
     )
     vocab_size: int = field(
         default=30_000, metadata={"help": "With --train_tokenizer: pieces in the vocabulary, at most."}
+    )
+    cased: bool = field(default=False, metadata={"help": "With --train_tokenizer: tell capital letters from small."})
+    keep_accents: bool = field(
+        default=False,
+        metadata={"help": "With --train_tokenizer: keep marks on letters. Russian needs it: without, a short i is an i."},
+    )
+    language: str = field(
+        default="english", metadata={"help": "Language of the text, for finding the ends of its sentences."}
     )
     seq_length: int = field(default=512, metadata={"help": "Tokens of an instance, at most."})
     validation_fraction: float = field(

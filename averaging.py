@@ -57,7 +57,7 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
         try:
             parsed = Multiaddr(maddr)
             if needs_peer_id:
-                hivemind.PeerID.from_base58(parsed["p2p"])
+                hivemind.p2p.PeerID.from_base58(parsed["p2p"])
         except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
             stop_for_user(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})")
 
@@ -71,7 +71,7 @@ def make_dht(swarm: SwarmArguments, *, client_mode: bool = False) -> tuple[hivem
     check_multiaddrs("--initial_peers", swarm.initial_peers, needs_peer_id=True)
     check_multiaddrs("--host_maddrs", swarm.host_maddrs)
     check_multiaddrs("--announce_maddrs", swarm.announce_maddrs)
-    silence_helpers_at_the_end()
+    calm_log()
     validators, public_key = make_validators(swarm.experiment_prefix)
     try:
         dht = hivemind.DHT(
@@ -404,22 +404,29 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-class _Filter(logging.Filter):
+class CalmLog(logging.Filter):
+    """Makes one line of each exception that hivemind has caught and handled, and drops all it logs while stopping."""
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (STOPPING.value and record.name.startswith(("hivemind", "asyncio")))
+        if not record.name.startswith(("hivemind", "asyncio")):
+            return True
+        if record.exc_info and not os.environ.get("HIVEMIND_LOGLEVEL"):
+            # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
+            record.exc_info = record.exc_text = None
+        return not STOPPING.value
 
 
-def silence_helpers_at_the_end() -> None:
-    """Drop what hivemind logs after a stop was asked for: its tracebacks there are cosmetic (note 37)."""
+def calm_log() -> None:
+    """Spare the user hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
     for name in (None, "hivemind"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(_Filter())
+            handler.addFilter(CalmLog())
 
 
 def end_when_it_dies(process: multiprocessing.Process, name: str) -> None:
     """End this process and its helpers when that helper dies: whoever waits for its answer would wait for ever."""
     # a snapshot of what the helper itself has started: these are nobody's children once it is dead
-    helpers = psutil.Process(process.pid).children(recursive=True)
+    helpers = find_helpers(process.pid)
 
     def watch() -> None:
         wait_for_processes([process.sentinel])
@@ -433,11 +440,20 @@ def end_when_it_dies(process: multiprocessing.Process, name: str) -> None:
 def end_process(code: int, helpers: list[psutil.Process] = ()) -> None:
     """End the helper processes, then this process, at once."""
     STOPPING.value = True
-    end_helpers([*psutil.Process().children(recursive=True), *helpers])
+    end_helpers([*find_helpers(), *helpers])
     sys.stdout.flush()
     sys.stderr.flush()
     # not sys.exit: threads of hivemind that wait for dead helpers would keep the interpreter from ending
     os._exit(code)
+
+
+def find_helpers(pid: int | None = None) -> list[psutil.Process]:
+    """All processes that this one, or the one given, has started, directly or not.
+
+    Without torch's manager of shared memory: it ends with its last client, and clients that outlive it abort.
+    """
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if child.name() != "torch_shm_manager"]
 
 
 def end_helpers(helpers: list[psutil.Process]) -> None:
@@ -505,7 +521,7 @@ def handle_stop_signals() -> threading.Event:
 
 def shut_down(dht: hivemind.DHT, optimizer: Optimizer | None = None) -> None:
     """Say goodbye to the swarm and end the helper processes, without the tracebacks of hivemind's own."""
-    helpers = psutil.Process().children(recursive=True)
+    helpers = find_helpers()
     STOPPING.value = True
     if optimizer is not None:
         optimizer.shutdown()

@@ -102,7 +102,8 @@ class CollaborativeCallback:
             mini_steps=self.mini_steps,
             averaged_with=optimizer.averaged_with,
             num_peers=max(1, optimizer.tracker.global_progress.num_peers),
-            grad_norm=optimizer.opt.grad_norm,
+            # a poisoned average has no norm that a record may hold
+            grad_norm=optimizer.opt.grad_norm if math.isfinite(optimizer.opt.grad_norm) else 0.0,
             learning_rate=float(optimizer.opt.param_groups[0]["lr"]),
             total_samples=optimizer.total_samples,
             skipped_steps=self.skipped_steps,

@@ -4,26 +4,27 @@ Peers exchange optimizer states by position (hivemind/optim/state_averager.py), 
 tensors to the wrong place: never build a peer's optimizer by other means. `describe_contract` puts into words what all
 peers must agree on; it is published and compared when a peer joins.
 
-    python -c "from optimizer import *; from model import *; model = make_model(ModelArguments('configs/demo.json'), 99); \\
-        print([len(group['params']) for group in make_param_groups(model)])"
+    python -c "from optimizer import *; from model import *; \\
+        print(make_param_groups(make_model(ModelArguments('configs/demo.json'), vocab_size=1000))[1]['names'])"
 """
 
 import hashlib
 from functools import partial
 
-import hivemind
 import torch
+from hivemind import DHT
+from hivemind.compression import Float16Compression, NoCompression, SizeAdaptiveCompression, Uniform8BitQuantization
 from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from averaging import GradientAverager, Optimizer, StateAverager, initialize_optimizer_state_
 
 COMPRESSIONS = {
-    "none": hivemind.NoCompression(),
-    "float16": hivemind.Float16Compression(),
+    "none": NoCompression(),
+    "float16": Float16Compression(),
     # 8 bits need a codebook per tensor, which small tensors are not worth
-    "8bit": hivemind.SizeAdaptiveCompression(
-        threshold=2**16, less=hivemind.Float16Compression(), greater_equal=hivemind.Uniform8BitQuantization()
+    "8bit": SizeAdaptiveCompression(
+        threshold=2**16, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
     ),
 }
 
@@ -89,7 +90,7 @@ def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> 
 
 def make_optimizer(
     model: nn.Module,
-    dht: hivemind.DHT,
+    dht: DHT,
     swarm: SwarmArguments,
     args: OptimizerArguments,
     averaging: AveragingArguments,

@@ -29,7 +29,6 @@ import hivemind
 import psutil
 import torch
 import transformers
-from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
 
 from arguments import (
     AveragingArguments,
@@ -43,6 +42,7 @@ from arguments import (
 from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down
 from callback import CollaborativeCallback
 from checkpoint import save_model
+from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from utils import setup_logging
@@ -113,9 +113,8 @@ def main() -> None:
         num_workers=args.dataloader_num_workers,
     )
     callback.on_train_begin()
-    logger.info(
-        f"ready after {time.time() - psutil.Process().create_time():.1f} s, at epoch {optimizer.local_epoch} of {max_epoch}"
-    )
+    seconds = time.time() - psutil.Process().create_time()
+    logger.info(f"ready {seconds:.1f} s after the start, at epoch {optimizer.local_epoch} of {max_epoch}")
 
     for number, batch in enumerate(batches, start=1):
         if stop.is_set() or optimizer.local_epoch >= max_epoch:

@@ -1,0 +1,412 @@
+"""Edit me: what the model reads. Corpora, sentence-order pairs, masking, batches.
+
+text -> documents (lists of paragraphs) -> sentences -> ids -> pairs of segments, half of them swapped: that part is run
+once, by tokenize_wikitext103.py. Dataset -> batches of similar length, masked anew each time: that part is run by every
+trainer. To look at one batch of a dataset:
+
+    python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
+    python -c "from data import *; tokenizer = load_tokenizer('data/tokenizer'); \
+        dataset, corpus = load_tokenized_dataset('data/albert_tokenized_wikitext', tokenizer); \
+        print(corpus, make_eval_batches(dataset['validation'], tokenizer, batch_size=2, max_samples=2)[0])"
+"""
+
+import functools
+import gzip
+import hashlib
+import json
+import lzma
+import random
+import re
+import signal
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from arguments import stop_for_user
+
+COLUMNS = ["input_ids", "token_type_ids", "special_tokens_mask", "sentence_order_label"]
+IGNORED_LABEL = -100  # what torch's cross_entropy leaves out by default
+
+# ---------------------------------------------------------------- documents
+
+WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")
+WIKITEXT_HEADING = re.compile(r"^(?:= )+(.*?)(?: =)+$")
+SAMPLE_TITLE = re.compile(
+    r"EMMA|MANSFIELD PARK|NORTHANGER ABBEY|Persuasion|PRIDE AND PREJUDICE|SENSE AND SENSIBILITY|VOLUME [IVX]+"
+)
+SAMPLE_CHAPTER = re.compile(r"(?:CHAPTER|Chapter) (?:[IVXLC]+|\d+)")
+
+
+def read_text(path: str | Path) -> str:
+    """A whole UTF-8 file, plain, .gz or .xz. What cannot be read ends the process with a line that names the cure."""
+    path = Path(path)
+    open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    try:
+        with open_file(path, "rb") as file:
+            return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except FileNotFoundError:
+        stop_for_user(f"no file {path}: check the path")
+    except IsADirectoryError:
+        stop_for_user(f"{path} is a folder: name the files in it, e.g. {path}/*.txt")
+    except UnicodeDecodeError as e:
+        stop_for_user(
+            f"{path} is not UTF-8 (byte {e.object[e.start]:#04x} at {e.start}): convert it first, "
+            f"e.g. iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW_FILE"
+        )
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as e:
+        stop_for_user(f"{path} is damaged or not a {path.suffix} file ({e}): fetch it again, or rename it")
+    except OSError as e:
+        stop_for_user(f"cannot read {path}: {e.strerror}")
+
+
+def split_paragraphs(text: str) -> list[str]:
+    """Paragraphs without their line breaks. They are set apart by blank lines or, where most text lies in lines too
+    long to be hard-wrapped, each line is one."""
+    lines = text.split("\n")
+    is_wrapped = sum(len(line) for line in lines if len(line) > 200) * 2 <= len(text)
+    blocks = re.split(r"\n\s*\n", text) if is_wrapped else lines
+    return [" ".join(block.split()) for block in blocks if block and not block.isspace()]
+
+
+def split_articles(lines: list[str]) -> list[list[str]]:
+    """Documents of text in WikiText format: an article begins at ` = Title = ` between blank lines.
+
+    The marks of headings go; ` @-@ `, ` @,@ ` and ` @.@ `, WikiText's way to write a hyphen, comma or point within a
+    word or number, become that character again: ALBERT's vocabulary would spend four pieces on each.
+    """
+    articles: list[list[str]] = []
+    for position, line in enumerate(lines):
+        text = " ".join(re.sub(r" @([-,.])@ ", r"\1", line).split())
+        if not text:
+            continue
+        # a formula in the text can look like a title, but does not stand alone
+        is_alone = not any(neighbour.strip() for neighbour in lines[max(position - 1, 0) : position + 2 : 2])
+        if position == 0:
+            is_alone = not any(neighbour.strip() for neighbour in lines[1:2])
+        if not articles or (is_alone and WIKITEXT_TITLE.match(line.rstrip("\n"))):
+            articles.append([])
+        articles[-1].append(WIKITEXT_HEADING.sub(r"\1", text))
+    return articles
+
+
+def split_chapters(text: str) -> list[list[str]]:
+    """Documents of the sample corpus: a chapter, with the title page of its novel or volume if it is the first."""
+    chapters: list[list[str]] = []
+    for paragraph in split_paragraphs(text):
+        is_chapter = SAMPLE_CHAPTER.fullmatch(paragraph)
+        has_body = bool(chapters) and any(len(earlier) > 60 for earlier in chapters[-1])
+        if not chapters or (has_body and (is_chapter or SAMPLE_TITLE.fullmatch(paragraph))):
+            chapters.append([])
+        chapters[-1].append(paragraph)
+    return chapters
+
+
+def read_documents(path: str | Path, text_column: str = "text") -> list[list[str]]:
+    """Documents of a user's file: each line of .jsonl (.jsonl.gz, .jsonl.xz) is one, any other file is one; but a file
+    in WikiText format is split into its articles. Errors end the process with a line that names the cure."""
+    text = read_text(path)
+    if not {".jsonl", ".json"} & set(Path(path).suffixes[-2:]):
+        if WIKITEXT_TITLE.match(text.strip("\n ").split("\n", 1)[0].strip()):
+            return split_articles(text.split("\n"))
+        return [paragraphs] if (paragraphs := split_paragraphs(text)) else []
+    documents = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            stop_for_user(f"{path}, line {number} is not JSON: put one object on each line, or rename the file to .txt")
+        if not isinstance(record, dict) or text_column not in record:
+            fields = ", ".join(record) if isinstance(record, dict) else "none"
+            stop_for_user(f"{path}, line {number} has no field {text_column} (fields: {fields}): give --text_column")
+        if not isinstance(record[text_column], str):
+            stop_for_user(f"{path}, line {number}: {text_column} is not a text: give another --text_column")
+        # JSON can spell half of a surrogate pair, which no tokenizer takes
+        if paragraphs := split_paragraphs(record[text_column].encode("utf-8", "replace").decode()):
+            documents.append(paragraphs)
+    return documents
+
+
+@functools.cache
+def load_sentence_splitter(language: str):
+    import punkt
+
+    if language not in punkt.available_languages():
+        stop_for_user(f"no --language {language}: choose one of {', '.join(punkt.available_languages())}")
+    return punkt.PunktSentenceTokenizer(punkt.load_model(language))
+
+
+def split_sentences(paragraphs: Iterable[str], language: str = "english") -> list[str]:
+    """Sentences of one document, by the Punkt model (Kiss and Strunk, 2006); none crosses a paragraph."""
+    splitter = load_sentence_splitter(language)
+    return [sentence for paragraph in paragraphs for sentence in splitter.tokenize(paragraph)]
+
+
+# ---------------------------------------------------------------- sentence-order pairs
+
+
+def make_document_random(seed: int, split: str, index: int) -> random.Random:
+    """The randomness of one document, whichever process works on it and when."""
+    return random.Random(hashlib.sha256(f"{seed}:{split}:{index}".encode()).digest())
+
+
+def make_sentence_pairs(
+    sentences: list[list[int]], seq_length: int, generator: random.Random
+) -> list[tuple[list[int], list[int], int]]:
+    """Sentence-order pairs (arxiv.org/abs/1909.11942, section 3.1) of one document, given as ids of its sentences.
+
+    Consecutive sentences fill up to seq_length - 3 ids (three special tokens come on top) and are cut at a random
+    sentence into segments A and B. Returns (first, second, sentence_order_label): label 0 is A, B; label 1, half of
+    them, is B, A. All text is kept: a sentence longer than half of the room is divided, and the cut falls inside a
+    sentence only where there is no other place for it.
+    """
+    room = seq_length - 3
+    pieces: list[tuple[bool, list[int]]] = []  # does it begin a sentence, ids
+    for ids in sentences:
+        parts = -(-len(ids) // (room // 2))
+        for part in range(parts):
+            piece = ids[part * len(ids) // parts : (part + 1) * len(ids) // parts]
+            pieces.append((part == 0, piece))
+
+    chunks: list[list[tuple[bool, list[int]]]] = []
+    length = room
+    for piece in pieces:
+        if length + len(piece[1]) > room:
+            chunks.append([])
+            length = 0
+        chunks[-1].append(piece)
+        length += len(piece[1])
+    # two pieces always fit, so that only a document's last chunk can be left with a single one
+    if chunks and len(chunks[-1]) == 1:
+        begins, ids = chunks[-1][0]
+        if len(chunks) > 1 and len(chunks[-2]) > 2:
+            chunks[-1].insert(0, chunks[-2].pop())
+        elif len(ids) > 1:
+            cut = generator.randint(1, len(ids) - 1)
+            chunks[-1] = [(begins, ids[:cut]), (False, ids[cut:])]
+        else:
+            chunks.pop()
+
+    pairs = []
+    for chunk in chunks:
+        places = range(1, len(chunk))
+        cut = generator.choice([place for place in places if chunk[place][0]] or places)
+        first = [token for _, ids in chunk[:cut] for token in ids]
+        second = [token for _, ids in chunk[cut:] for token in ids]
+        pairs.append((second, first, 1) if generator.random() < 0.5 else (first, second, 0))
+    return pairs
+
+
+# ---------------------------------------------------------------- loading what tokenize_wikitext103.py wrote
+
+
+def load_tokenizer(path: str | Path):
+    """The tokenizer in a folder, with the special tokens that pretraining needs, or one line that names the cure."""
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        stop_for_user(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as e:
+        reason = str(e).split("\n")[0]
+        stop_for_user(f"{path} holds no readable tokenizer ({reason}): make one with python tokenize_wikitext103.py")
+    return check_tokenizer(tokenizer, path)
+
+
+def check_tokenizer(tokenizer, name):
+    """Return the tokenizer, or end the process when it lacks what masking and sentence-order pairs need."""
+    lacking = [token for token in ("cls", "sep", "mask", "pad", "unk") if getattr(tokenizer, f"{token}_token_id") is None]
+    if lacking or not tokenizer.is_fast:
+        reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
+        stop_for_user(f"the tokenizer {name} has {reason}: take one of ALBERT or BERT, or --train_tokenizer")
+    # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """sha256 of what defines a tokenizer: which id is which piece, the special ones, and how it treats a probe text
+    (capitals, accents, quotes, digits, Cyrillic, Chinese). The same under any version of the libraries."""
+    probe = "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    special = {name: tokenizer.convert_tokens_to_ids(str(token)) for name, token in tokenizer.special_tokens_map.items()}
+    definition = [vocabulary, sorted(special.items()), tokenizer(probe, add_special_tokens=True)["input_ids"]]
+    return hashlib.sha256(json.dumps(definition).encode()).hexdigest()
+
+
+def load_tokenized_dataset(path: str | Path, tokenizer) -> tuple:
+    """What tokenize_wikitext103.py wrote: (DatasetDict with train and validation, the corpus.json as a dictionary).
+
+    A missing or foreign folder, or one made by another tokenizer, ends the process with a line that names the cure.
+    """
+    from datasets import load_from_disk
+
+    if not Path(path).is_dir():
+        stop_for_user(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
+    try:
+        corpus = json.loads((Path(path) / "corpus.json").read_text())
+        dataset = load_from_disk(str(path))
+        splits = [dataset[name].select_columns(COLUMNS) for name in ("train", "validation")]
+    except (OSError, ValueError, KeyError) as e:
+        stop_for_user(
+            f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {str(e).splitlines()[0]}): "
+            f"remove it, then run python tokenize_wikitext103.py --dataset_path {path}"
+        )
+    if corpus.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
+        stop_for_user(
+            f"{path} was made by another tokenizer than the one in {tokenizer.name_or_path}: give the --tokenizer_path "
+            f"of that run, or tokenize again with --tokenizer {tokenizer.name_or_path}"
+        )
+    return type(dataset)(zip(("train", "validation"), splits, strict=True)), corpus
+
+
+# ---------------------------------------------------------------- batches
+
+
+def data_seed(peer_id: str, seed: int) -> int:
+    """Seed of one peer's data order, 63 bits: the same in every process, unlike hash()."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}".encode()).digest()[:8], "big") >> 1
+
+
+class MaskedBatches:
+    """Random access to batches of a split: (row numbers, seed of the masks) -> batch. State: the open Arrow table."""
+
+    def __init__(self, dataset, tokenizer, mlm_probability: float):
+        import pyarrow.compute
+
+        self.dataset = dataset.select_columns(COLUMNS).with_format("arrow")
+        self.lengths = np.concatenate(
+            [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
+        )
+        self.mlm_probability = mlm_probability
+        self.pad_id, self.mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
+        self.ordinary_ids = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+
+    def read_rows(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Columns of the rows, joined end to end as int64, and the rows' lengths."""
+        table = self.dataset[rows.tolist()]
+        columns = {name: table[name].combine_chunks() for name in COLUMNS}
+        flat = {
+            name: (column.flatten() if name != "sentence_order_label" else column).to_numpy().astype(np.int64)
+            for name, column in columns.items()
+        }
+        return flat, self.lengths[rows]
+
+    def mask_tokens(self, flat: dict[str, np.ndarray], generator: np.random.Generator) -> dict[str, np.ndarray]:
+        """BERT's masking (arxiv.org/abs/1810.04805, section 3.1): of the chosen tokens 80 % become [MASK], 10 % a
+        random token, 10 % stay; special tokens are never chosen. At least one token is, or the loss had no value."""
+        input_ids, maskable = flat["input_ids"].copy(), flat["special_tokens_mask"] == 0
+        is_chosen = (generator.random(len(input_ids)) < self.mlm_probability) & maskable
+        if not is_chosen.any() and maskable.any():
+            is_chosen[generator.choice(np.flatnonzero(maskable))] = True
+        labels = np.where(is_chosen, input_ids, IGNORED_LABEL)
+        chosen = np.flatnonzero(is_chosen)
+        fate = generator.random(len(chosen))
+        input_ids[chosen[fate < 0.8]] = self.mask_id
+        replaced = chosen[fate >= 0.9]
+        input_ids[replaced] = generator.choice(self.ordinary_ids, len(replaced))
+        return {**flat, "input_ids": input_ids, "labels": labels}
+
+    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray) -> dict:
+        """Tensors [rows, width] of int64; width is the longest row's length, rounded up to a multiple of 8 for the
+        sake of tensor cores, but never beyond the longest row of the split: a model may have no position for it."""
+        import torch
+
+        width = min(-(-lengths.max() // 8) * 8, self.lengths.max())
+        is_filled = np.arange(width) < lengths[:, None]
+        batch = {"attention_mask": torch.from_numpy(is_filled.astype(np.int64))}
+        for name, value in (("input_ids", self.pad_id), ("token_type_ids", 0), ("labels", IGNORED_LABEL)):
+            padded = np.full(is_filled.shape, value, dtype=np.int64)
+            padded[is_filled] = flat[name]
+            batch[name] = torch.from_numpy(padded)
+        batch["sentence_order_label"] = torch.from_numpy(flat["sentence_order_label"])
+        return batch
+
+    def __getitem__(self, key: tuple[np.ndarray, list[int]]) -> dict:
+        rows, mask_seed = key
+        flat, lengths = self.read_rows(rows)
+        return self.pad(self.mask_tokens(flat, np.random.default_rng(mask_seed)), lengths)
+
+
+class LengthGroupedOrder:
+    """Endless row numbers of batches, pass after pass: in each, rows are shuffled, grouped by length, and the groups
+    shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than one batch repeats."""
+
+    def __init__(self, lengths: np.ndarray, batch_size: int, seed: int):
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, list[int]]]:
+        generator = np.random.default_rng(self.seed)
+        number = 0
+        while True:
+            order = generator.permutation(len(self.lengths))
+            order = np.resize(order, max(len(order) // self.batch_size, 1) * self.batch_size)
+            # by padded length, not by length: more rows to choose from for a batch, and no more padding
+            order = order[np.argsort(-(-self.lengths[order] // 8), kind="stable")]
+            for rows in generator.permutation(order.reshape(-1, self.batch_size)):
+                yield rows, [self.seed, number]
+                number += 1
+
+
+class UninterruptedLoader:
+    """A DataLoader whose workers never see Ctrl-C: the terminal sends it to them as well as to the trainer, which
+    still needs batches, or a quiet end of them, while it shuts down."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        # workers inherit the mask at their fork, so that there is no moment in which they could be interrupted
+        earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return iter(self.loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
+
+
+def make_train_batches(dataset, tokenizer, *, batch_size: int, seed: int, mlm_probability=0.15, num_workers: int = 0):
+    """Endless iterable of training batches from one split; the same for the same seed, whatever num_workers.
+
+    Each is a dictionary of int64 tensors: input_ids, attention_mask, token_type_ids, labels (-100 where nothing is to
+    be predicted), all [batch_size, longest row], and sentence_order_label [batch_size] (1: swapped).
+    """
+    from torch.utils.data import DataLoader
+
+    batches = MaskedBatches(dataset, tokenizer, mlm_probability)
+    order = LengthGroupedOrder(batches.lengths, batch_size, seed)
+    loader = DataLoader(
+        batches,
+        sampler=order,
+        batch_size=None,  # an item of the "dataset" is a whole batch
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    return UninterruptedLoader(loader)
+
+
+def make_eval_batches(
+    dataset, tokenizer, *, batch_size: int, mlm_probability: float = 0.15, max_samples: int | None = None
+) -> list[dict]:
+    """The batches (see make_train_batches) of one split, or of max_samples random rows of it, in order of length.
+
+    Rows and masks are the same at each call and on each peer, whatever the batch size: losses can be compared.
+    """
+    batches = MaskedBatches(dataset, tokenizer, mlm_probability)
+    generator = np.random.default_rng(0)
+    rows = generator.permutation(len(batches.lengths))[:max_samples]
+    rows = rows[np.argsort(batches.lengths[rows], kind="stable")]
+    flat, lengths = batches.read_rows(rows)
+    flat = batches.mask_tokens(flat, generator)
+    ends = np.cumsum(lengths)
+    result = []
+    for start in range(0, len(rows), batch_size):
+        stop = min(start + batch_size, len(rows))
+        tokens = slice(ends[start] - lengths[start], ends[stop - 1])
+        part = {name: values[tokens] for name, values in flat.items() if name != "sentence_order_label"}
+        part["sentence_order_label"] = flat["sentence_order_label"][start:stop]
+        result.append(batches.pad(part, lengths[start:stop]))
+    return result

@@ -1,0 +1,42 @@
+"""Fixtures: scripts that are ended whatever happens, and a small tokenized dataset."""
+
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT, Script
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(name, script, *flags) -> Script; kills what the test has left running."""
+    scripts = []
+
+    def start_script(name: str, *command: object, **options) -> Script:
+        scripts.append(Script(tmp_path / f"{name}.log", *command, **options))
+        return scripts[-1]
+
+    yield start_script
+    for script in scripts:
+        script.kill()
+        script.process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory) -> dict[str, Path]:
+    """Flags that name a dataset of 300 kB of text in pieces of 500, made by the script that users run."""
+    folder = tmp_path_factory.mktemp("data")
+    with lzma.open(ROOT / "sample_data" / "austen.txt.xz", "rt", encoding="utf-8") as sample:
+        text = sample.read(300_000)
+    chapters = text.split("CHAPTER")
+    files = []
+    for number, chapter in enumerate(chapters):
+        files.append(folder / f"{number:03d}.txt")
+        files[-1].write_text(chapter, encoding="utf-8")
+    flags = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
+    command = [sys.executable, "tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", "500"]
+    command += ["--seq_length", "32", "--text_files", *files]
+    subprocess.run([str(word) for word in [*command, *sum(flags.items(), ())]], cwd=ROOT, check=True)
+    return flags

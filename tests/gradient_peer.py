@@ -1,0 +1,80 @@
+"""A peer whose gradient is known: SGD on one vector, so that parameters tell which gradients entered the average.
+
+Run by tests/test_averaging.py as a process of its own. The gradient of every step is `--gradient` in all components;
+after each epoch it prints a JSON line with its parameters and counters.
+"""
+
+import argparse
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from hivemind.compression import NoCompression, Uniform8BitQuantization
+
+from arguments import SwarmArguments
+from averaging import GradientAverager, Optimizer, clean_end, handle_stop_signals, make_dht, shut_down
+from utils import setup_logging
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--experiment_prefix", required=True)
+    parser.add_argument("--initial_peers", nargs="*", default=[])
+    parser.add_argument("--gradient", type=float, required=True)
+    parser.add_argument("--batch_size", type=int, required=True)
+    parser.add_argument("--step_seconds", type=float, default=0.3)
+    parser.add_argument("--target_batch_size", type=int, default=128)
+    parser.add_argument("--numbers", type=int, default=100_000)
+    parser.add_argument("--eight_bit", action="store_true")
+    args = parser.parse_args()
+    setup_logging("peer")
+
+    swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    dht, _ = make_dht(swarm)
+    parameter = torch.nn.Parameter(torch.zeros(args.numbers))
+    optimizer = Optimizer(
+        dht=dht,
+        run_id=args.experiment_prefix,
+        params=[{"params": [parameter]}],
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        target_batch_size=args.target_batch_size,
+        matchmaking_time=2.0,
+        averaging_timeout=8.0,
+        grad_compression=Uniform8BitQuantization() if args.eight_bit else NoCompression(),
+        grad_averager_factory=partial(GradientAverager, target_group_size=2, request_timeout=1.0),
+        averager_opts=dict(target_group_size=2, request_timeout=1.0),
+        # parameters that only gradients move
+        average_state_every=10**6,
+        tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=6.0),
+    )
+    stop = handle_stop_signals()
+    print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+    epoch = steps = 0
+    while not stop.is_set():
+        time.sleep(args.step_seconds)  # stands for the work of computing a gradient
+        parameter.grad = torch.full_like(parameter, args.gradient)
+        optimizer.step(batch_size=args.batch_size)
+        steps += 1
+        if optimizer.local_epoch != epoch:
+            epoch = optimizer.local_epoch
+            report = {
+                "epoch": epoch,
+                "steps": steps,
+                "samples": optimizer.epoch_samples,
+                "total_samples": optimizer.total_samples,
+                "averaged_with": optimizer.averaged_with,
+                "failed_rounds": optimizer.failed_rounds,
+                "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],
+            }
+            print(json.dumps(report), flush=True)
+    shut_down(dht, optimizer)
+
+
+if __name__ == "__main__":
+    with clean_end():
+        main()

@@ -1,0 +1,93 @@
+"""Rounds, with gradients that are known: what enters the average, and what becomes of it when a round fails."""
+
+import os
+import signal
+
+import pytest
+from processes import make_prefix, wait_until
+
+
+def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):
+    initial_peers = ["--initial_peers", *sum((other.json_lines()[0]["maddrs"] for other in others), [])]
+    peer = start(
+        name,
+        "tests/gradient_peer.py",
+        *("--experiment_prefix", prefix, "--gradient", gradient, "--batch_size", batch_size),
+        *(initial_peers if others else ()),
+        *flags,
+    )
+    peer.wait_for('"maddrs"')
+    return peer
+
+
+def epochs(peer) -> dict[int, dict]:
+    return {line["epoch"]: line for line in peer.json_lines() if "epoch" in line}
+
+
+def joint_epochs(a, b) -> list[int]:
+    """Epochs that both peers have averaged together, and whose predecessor both report too."""
+    both = sorted(set(epochs(a)) & set(epochs(b)))
+    return [
+        epoch
+        for epoch in both
+        if epoch - 1 in both and epochs(a)[epoch]["averaged_with"] == epochs(b)[epoch]["averaged_with"] == 2
+    ]
+
+
+@pytest.mark.parametrize("flags, tolerance", [((), 1e-5), (("--eight_bit",), 3e-2)], ids=["exact", "8bit"])
+def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
+    """Two peers give unequal numbers of samples; 8 bits fail in silence on numpy >= 2.4 (note 1)."""
+    prefix = make_prefix()
+    first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16, flags=flags)
+    second = start_peer(start, "second", prefix, gradient=3.0, batch_size=32, others=[first], flags=flags)
+    joint = wait_until(lambda: len(both := joint_epochs(first, second)) >= 4 and both, 60, "4 joint epochs")
+    for epoch in joint:
+        one, two = epochs(first)[epoch], epochs(second)[epoch]
+        expected = (1.0 * one["samples"] + 3.0 * two["samples"]) / (one["samples"] + two["samples"])
+        for peer in (first, second):
+            before, after = epochs(peer)[epoch - 1]["parameter"], epochs(peer)[epoch]["parameter"]
+            # SGD with learning rate 1: the parameter moves by the averaged gradient
+            step = [a - b for a, b in zip(after, before, strict=True)]
+            assert step == pytest.approx([-expected] * 3, rel=tolerance)
+        assert one["parameter"] == pytest.approx(two["parameter"], rel=1e-6 if not flags else 1e-2)
+    for peer in (first, second):
+        peer.interrupt()
+        peer.assert_clean_end()
+
+
+def test_failed_round_keeps_its_gradients(start):
+    """kill -9 of the other peer: the round fails, and the survivor's samples enter its next step (note 16)."""
+    prefix = make_prefix()
+    survivor = start_peer(start, "survivor", prefix, gradient=1.0, batch_size=16)
+    victim = start_peer(start, "victim", prefix, gradient=3.0, batch_size=16, others=[survivor])
+    wait_until(lambda: joint_epochs(survivor, victim), 60, "a joint epoch")
+    victim.kill()
+    last = max(epochs(victim))
+
+    def recovered():
+        return [line for line in epochs(survivor).values() if line["epoch"] > last and line["failed_rounds"]]
+
+    wait_until(recovered, 90, "a step after a failed round")
+    after = wait_until(lambda: recovered()[1:] and recovered(), 60, "another epoch")
+    # every step of the survivor is counted exactly once: none was lost with the round, none counted twice
+    for line in after:
+        assert line["total_samples"] == 16 * line["steps"]
+        assert line["averaged_with"] == 1
+    # and it stepped by its own gradient, not by the zeros that hivemind goes on with
+    before = epochs(survivor)[after[0]["epoch"] - 1]["parameter"][1]
+    assert after[0]["parameter"][1] == pytest.approx(before - 1.0, rel=1e-4)
+    survivor.interrupt()
+    survivor.assert_clean_end()
+
+
+def test_a_peer_ends_when_its_helper_dies(start):
+    """Nobody answers a trainer whose DHT process is gone: it must say so and end instead of waiting for ever."""
+    import psutil
+
+    peer = start_peer(start, "peer", make_prefix(), gradient=1.0, batch_size=16)
+    wait_until(lambda: epochs(peer), 60, "an epoch")
+    helpers = [child for child in psutil.Process(peer.process.pid).children() if "torch" not in child.name()]
+    os.kill(helpers[0].pid, signal.SIGKILL)
+    assert peer.wait(30) == 1
+    assert "process died" in peer.text
+    wait_until(lambda: not peer.left_processes(), 10, "no process left")

@@ -1,0 +1,91 @@
+"""The model: the same losses as HF's own ALBERT at a fraction of the work, the same weights on every peer."""
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+from arguments import ModelArguments
+from model import evaluate, make_model, move_batch
+
+VOCABULARY = 300
+
+
+def make_batch(seed: int = 0, size: int = 4, length: int = 16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, VOCABULARY, (size, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 10:] = 0
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.15, ids, -100)
+    labels[mask == 0] = -100
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "token_type_ids": (torch.arange(length) >= length // 2).long().expand(size, -1).clone(),
+        "labels": labels,
+        "sentence_order_label": torch.randint(0, 2, (size,), generator=generator),
+    }
+
+
+@pytest.fixture
+def model():
+    return make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
+
+
+def test_losses_and_gradients_are_those_of_all_logits(model):
+    batch = make_batch()
+    reference = transformers.AlbertForPreTraining(model.config)
+    reference.load_state_dict(model.state_dict())
+    outputs = reference(**{name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")})
+    mlm_loss = cross_entropy(outputs.prediction_logits.flatten(0, 1), batch["labels"].flatten())
+    sop_loss = cross_entropy(outputs.sop_logits, batch["sentence_order_label"])
+    (mlm_loss + sop_loss).backward()
+
+    losses = model(**move_batch(batch, torch.device("cpu")))
+    losses["loss"].backward()
+    assert losses["mlm_loss"].item() == pytest.approx(mlm_loss.item(), rel=1e-5)
+    assert losses["sop_loss"].item() == pytest.approx(sop_loss.item(), rel=1e-5)
+    expected = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_without_labels_has_no_masked_loss(model):
+    batch = make_batch() | {"labels": torch.full((4, 16), -100)}
+    losses = model(**batch)
+    assert losses["mlm_loss"].item() == 0
+    assert losses["loss"].isfinite()
+
+
+def test_weights_come_from_the_seed(model):
+    torch.rand(3)  # whatever else has drawn random numbers
+    again = make_model(ModelArguments(config_path="configs/demo.json"), VOCABULARY)
+    other = make_model(ModelArguments(config_path="configs/demo.json", seed=7), VOCABULARY)
+    name = "albert.embeddings.word_embeddings.weight"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(model.state_dict()[name], other.state_dict()[name])
+
+
+def test_saved_model_is_hf_albert(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForPreTraining.from_pretrained(tmp_path)
+    assert type(loaded) is transformers.AlbertForPreTraining
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+
+
+def test_evaluation_weights_each_masked_token_alike(model):
+    small, large = make_batch(1, size=2), make_batch(2, size=6)
+    device = torch.device("cpu")
+    counts = [(batch["labels"] != -100).sum().item() for batch in (small, large)]
+    losses = [evaluate(model, [batch], device) for batch in (small, large)]
+    mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert counts[0] != counts[1]
+    assert evaluate(model, [small, large], device) == pytest.approx(mean, rel=1e-5)
+
+
+def test_albert_large_has_its_size():
+    with torch.device("meta"):
+        model = make_model(ModelArguments(), vocab_size=30_000)
+    # 17.85 M (arxiv.org/abs/1909.11942, table 1: 18 M), of which the masked-LM head is part
+    assert 17.5e6 < model.num_parameters() < 18.5e6

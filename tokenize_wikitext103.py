@@ -1,0 +1,373 @@
+"""Text to a tokenized dataset on disk: sentence-order pairs for run_trainer.py, and the tokenizer they were made with.
+
+The real experiment (WikiText-103 and the tokenizer of albert-large-v2, both from the Hugging Face Hub; about ten
+minutes on one core):
+
+    python tokenize_wikitext103.py
+
+Without the hub, in seconds, from the sample that this repository carries; and any text of your own:
+
+    python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
+    python tokenize_wikitext103.py --text_files a.txt b.txt.gz c.jsonl --train_tokenizer --vocab_size 8000
+
+Writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which tells what it
+is. Both appear complete or not at all. All of it, the tokenizer included, depends on text and flags only, not on
+--num_proc.
+"""
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import unicodedata
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import numpy as np
+
+import data
+from arguments import TokenizeArguments, parse_arguments, stop_for_user
+
+SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
+SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's order
+CHUNK_CHARACTERS = 500_000  # of text per task: about half a second
+
+
+def main():
+    (args,) = parse_arguments(TokenizeArguments, description="Turn text into a tokenized dataset.")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave as on Ctrl-C: clean up first
+    tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
+    # a second dataset for the tokenizer of the first one: it stays where it is
+    is_tokenizer_kept = not args.train_tokenizer and Path(args.tokenizer).resolve() == tokenizer_path.resolve()
+    check_targets(tokenizer_path, dataset_path, is_tokenizer_kept)
+    data.load_sentence_splitter(args.language)
+
+    source, splits = load_splits(args)
+    with contextlib.ExitStack() as stack:
+        unfinished_dataset = stack.enter_context(unfinished_folder(dataset_path))
+        unfinished_tokenizer = tokenizer_path
+        if is_tokenizer_kept:
+            tokenizer = data.load_tokenizer(tokenizer_path)
+        else:
+            unfinished_tokenizer = stack.enter_context(unfinished_folder(tokenizer_path))
+            tokenizer = train_tokenizer(splits["train"], args) if args.train_tokenizer else find_tokenizer(args)
+            tokenizer.save_pretrained(unfinished_tokenizer)
+            tokenizer = data.load_tokenizer(unfinished_tokenizer)  # what the peers will load is what tokenizes
+
+        tables = tokenize_splits(splits, unfinished_tokenizer, args)
+        for name, table in tables.items():
+            if not table.num_rows:
+                stop_for_user(f"too little text for a {name} split: give more text or another --validation_fraction")
+        corpus = describe_corpus(tables, tokenizer, args) | {
+            "documents": {name: len(documents) for name, documents in splits.items()},
+            "source": source,
+        }
+        write_dataset(tables, corpus, unfinished_dataset)
+        try:
+            if not is_tokenizer_kept:
+                unfinished_tokenizer.rename(tokenizer_path)
+            unfinished_dataset.rename(dataset_path)
+        except BaseException:
+            if not is_tokenizer_kept and not unfinished_tokenizer.exists():
+                shutil.rmtree(tokenizer_path)
+            raise
+
+    instances, tokens = corpus["instances"], corpus["tokens"]
+    print(
+        f"wrote {instances['train']:,} instances ({tokens['train']:,} tokens) for training and "
+        f"{instances['validation']:,} ({tokens['validation']:,}) for validation to {dataset_path}\n"
+        f"the tokenizer of {corpus['vocab_size']:,} pieces {'is' if is_tokenizer_kept else 'went to'} {tokenizer_path}; "
+        f"unigram entropy {corpus['unigram_entropy']:.2f} nats: the loss of a model that knows only word frequencies\n"
+        f"next: python run_training_monitor.py --experiment_prefix my_albert"
+    )
+
+
+def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
+    for flag, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
+        if os.path.lexists(path) and not (is_tokenizer_kept and path is tokenizer_path):
+            stop_for_user(f"{path} exists already: remove it, or give another {flag}")
+    tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
+    if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):
+        stop_for_user("--tokenizer_path and --dataset_path must be two folders, neither inside the other")
+
+
+@contextlib.contextmanager
+def unfinished_folder(target: Path):
+    """A folder beside the target, to be renamed when it is complete; else it goes, and the parents made for it."""
+    new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
+    folder = target.absolute().parent / f".{target.name}.unfinished-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+    except OSError as e:
+        stop_for_user(f"cannot write {target}: {e.strerror or e}: make room, or choose another folder")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # not empty: the target is there
+                parent.rmdir()
+
+
+def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]]]:
+    """(where the text is from, {"train": documents, "validation": documents}); a document is a list of paragraphs."""
+    if args.text_files:
+        source = ", ".join(Path(path).name for path in args.text_files)
+        documents = [document for path in args.text_files for document in data.read_documents(path, args.text_column)]
+    elif args.corpus == "sample":
+        source, documents = SAMPLE_CORPUS.name, data.split_chapters(data.read_text(SAMPLE_CORPUS))
+    else:
+        # raw: the other one has <unk> for words that any subword tokenizer can spell
+        name = ("Salesforce/wikitext", "wikitext-103-raw-v1")
+        with hub(f"the dataset {name[0]}", "--corpus sample or --text_files"):
+            import datasets
+
+            wikitext = datasets.load_dataset(*name, cache_dir=args.cache_dir)
+        splits = {split: data.split_articles(list(wikitext[split]["text"])) for split in ("train", "validation")}
+        return "/".join(name), splits
+    if not documents:
+        stop_for_user(f"there is no text in {source}: give files that are not empty")
+    return source, split_documents(documents, args)
+
+
+def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict[str, list[list[str]]]:
+    """Hold random documents out for validation, none of them larger than that share of the text where possible. The
+    only document there is gives up its last paragraphs, or sentences."""
+    fraction = args.validation_fraction
+    if len(documents) == 1:
+        units = documents[0] if len(documents[0]) > 1 else data.split_sentences(documents[0], args.language)
+        cut = min(max(round(len(units) * (1 - fraction)), 1), len(units) - 1)
+        print(f"one document: its last {len(units) - cut} of {len(units)} paragraphs become the validation split")
+        return {"train": [units[:cut]], "validation": [units[cut:]]}
+    sizes = [sum(map(len, document)) for document in documents]
+    shuffled = random.Random(args.seed).sample(range(len(documents)), len(documents))
+    fitting = [index for index in shuffled if sizes[index] <= fraction * sum(sizes)]
+    if not fitting:
+        fitting = [min(shuffled, key=sizes.__getitem__)]
+    held_out = set(fitting[: min(max(1, round(fraction * len(documents))), len(documents) - 1)])
+    splits = {"train": [], "validation": []}
+    for index, document in enumerate(documents):
+        splits["validation" if index in held_out else "train"].append(document)
+    return splits
+
+
+@contextlib.contextmanager
+def hub(what: str, alternative: str):
+    """Load something from the Hugging Face Hub or its cache; without a connection, one line instead of a minute of
+    retries and a traceback."""
+    import urllib.error
+    import urllib.request
+
+    from huggingface_hub import constants
+
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
+    except urllib.error.HTTPError:
+        pass  # it answered
+    except OSError:
+        constants.HF_HUB_OFFLINE = True  # the cache may have it
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        reason = "no connection" if constants.HF_HUB_OFFLINE else str(e).split("\n")[0]
+        stop_for_user(f"cannot load {what} from the Hugging Face Hub ({reason}): mend that, or use {alternative}")
+
+
+def find_tokenizer(args: TokenizeArguments):
+    if Path(args.tokenizer).is_dir():
+        return data.load_tokenizer(args.tokenizer)
+    with hub(f"the tokenizer {args.tokenizer}", "--train_tokenizer, or --tokenizer with a folder"):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, cache_dir=args.cache_dir)
+    return data.check_tokenizer(tokenizer, args.tokenizer)
+
+
+def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+    """An ALBERT-style Unigram tokenizer. May have fewer pieces than asked for: small text does not yield more.
+
+    It is built on AlbertTokenizer's own normalizer and pre-tokenizer, because loading a saved tokenizer as
+    AlbertTokenizer replaces any other ones without a word (transformers 5.23).
+    """
+    from tokenizers.trainers import UnigramTrainer
+    from transformers import AlbertTokenizer
+
+    text = " ".join(itertools.islice((paragraph for document in documents for paragraph in document), 10_000))
+    letters = [character for character in text if character.isalpha()]
+    marked = sum(len(unicodedata.normalize("NFKD", character)) > 1 for character in letters)
+    if not args.keep_accents and marked > 0.01 * len(letters):
+        print(f"{marked / len(letters):.1%} of the letters lose their marks (a short i becomes an i): --keep_accents")
+
+    flags = {"do_lower_case": not args.cased, "keep_accents": args.keep_accents}
+    backend = AlbertTokenizer(**flags).backend_tokenizer
+    trainer = UnigramTrainer(
+        vocab_size=args.vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        unk_token="<unk>",
+        show_progress=sys.stderr.isatty(),
+    )
+    print(f"training a tokenizer of {args.vocab_size:,} pieces", flush=True)
+    backend.train_from_iterator((paragraph for document in documents for paragraph in document), trainer)
+    pieces = json.loads(backend.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
+    if not pieces:
+        stop_for_user("there is too little text to train a tokenizer: give more, or use --tokenizer")
+
+    # The trainer (tokenizers 0.23) walks through hash tables: from run to run, single characters that it did not keep
+    # but must include get other scores above the lowest one, 1e-4 apart, sums differ in their last digits, and with
+    # them the order, which gives the ids. Peers who tokenize the same text must arrive at the same tokenizer.
+    lowest = min(score for _, score in pieces)
+    highest_filler = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
+    pieces = [(p, round(lowest if len(p) == 1 and score <= highest_filler else score, 4)) for p, score in pieces]
+    pieces.sort(key=lambda piece: (-piece[1], piece[0]))
+    vocabulary = [(token, 0.0) for token in SPECIAL_TOKENS] + pieces
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return AlbertTokenizer(vocab=vocabulary, model_input_names=names, model_max_length=args.seq_length, **flags)
+
+
+@functools.cache
+def load_worker_tokenizer(path: Path):
+    tokenizer = data.load_tokenizer(path)
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.encode_special_tokens = True  # "[SEP]" in a text is text
+    return tokenizer
+
+
+def tokenize_chunk(chunk: list[tuple[int, list[str]]], *, split: str, tokenizer_path: Path, args: TokenizeArguments):
+    """Arrow table (columns as data.COLUMNS) with the instances of some documents, given as (index, paragraphs). Every
+    sentence is tokenized once, all of them in one batch; pairs are put together from ids."""
+    import pyarrow
+
+    tokenizer = load_worker_tokenizer(tokenizer_path)
+    documents = [data.split_sentences(paragraphs, args.language) for _, paragraphs in chunk]
+    sentences = list(itertools.chain.from_iterable(documents))
+    encodings = iter(tokenizer.backend_tokenizer.encode_batch_fast(sentences, add_special_tokens=False))
+    rows, first_lengths, labels = [], [], []
+    for (index, _), document in zip(chunk, documents, strict=True):
+        ids = [next(encodings).ids for _ in document]
+        generator = data.make_document_random(args.seed, split, index)
+        for first, second, label in data.make_sentence_pairs(ids, args.seq_length, generator):
+            rows.append([tokenizer.cls_token_id, *first, tokenizer.sep_token_id, *second, tokenizer.sep_token_id])
+            first_lengths.append(len(first) + 2)
+            labels.append(label)
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    input_ids = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=offsets[-1])
+    positions = np.arange(len(input_ids)) - offsets[:-1].repeat(lengths)
+    token_types = positions >= np.array(first_lengths, dtype=np.int64).repeat(lengths)
+    special = np.isin(input_ids, tokenizer.all_special_ids)  # <unk> too: nobody should learn to predict it
+    columns = [
+        pyarrow.ListArray.from_arrays(pyarrow.array(offsets, pyarrow.int32()), pyarrow.array(values))
+        for values in (input_ids, token_types.astype(np.int8), special.astype(np.int8))
+    ]
+    return pyarrow.table([*columns, pyarrow.array(labels, pyarrow.int8())], names=data.COLUMNS)
+
+
+def start_worker():
+    # hash tables of threads do not survive a fork; and num_proc is what the user wants to spend
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed parent
+
+
+def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: Path, args: TokenizeArguments) -> dict:
+    """{split: Arrow table of its instances}, in the order of the documents whatever the number of processes."""
+    import pyarrow
+    from tqdm import tqdm
+
+    chunks = {name: list(make_chunks(documents)) for name, documents in splits.items()}
+    sizes = {name: [sum(len(p) for _, document in c for p in document) for c in chunks[name]] for name in chunks}
+    load_worker_tokenizer(tokenizer_path)  # before the fork: once for all processes
+    executor = None
+    if args.num_proc > 1:
+        executor = ProcessPoolExecutor(args.num_proc, multiprocessing.get_context("fork"), initializer=start_worker)
+    tables = {}
+    total = sum(map(sum, sizes.values()))
+    try:
+        with tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc="tokenizing",
+            mininterval=0.2 if sys.stderr.isatty() else 10,
+        ) as progress:
+            for name in splits:
+                work = functools.partial(tokenize_chunk, split=name, tokenizer_path=tokenizer_path, args=args)
+                # processes start here, and inherit the mask: Ctrl-C is for the parent, which ends them
+                earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+                results = executor.map(work, chunks[name]) if executor else map(work, chunks[name])
+                signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
+                parts = []
+                for size, table in zip(sizes[name], results, strict=True):
+                    parts.append(table)
+                    progress.update(size)
+                tables[name] = pyarrow.concat_tables(parts)
+    except BrokenProcessPool:
+        stop_for_user("a tokenizing process was killed, probably for want of memory: lower --num_proc")
+    finally:
+        if executor:
+            executor.shutdown(cancel_futures=True)
+    return tables
+
+
+def make_chunks(documents: list[list[str]]):
+    chunk, size = [], 0
+    for index, document in enumerate(documents):
+        chunk.append((index, document))
+        size += sum(map(len, document))
+        if size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def describe_corpus(tables: dict, tokenizer, args: TokenizeArguments) -> dict:
+    """The contents of corpus.json. unigram_entropy, in nats, is that of the validation split's own tokens, special
+    ones left out: no model without context can have a lower masked-LM loss there."""
+    validation = tables["validation"]
+    ids = np.concatenate([chunk.flatten().to_numpy() for chunk in validation["input_ids"].chunks])
+    special = np.concatenate([chunk.flatten().to_numpy() for chunk in validation["special_tokens_mask"].chunks])
+    counts = np.bincount(ids[special == 0])
+    shares = counts[counts > 0] / counts.sum()
+    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in tables["train"]["input_ids"].chunks])
+    return {
+        "unigram_entropy": float(-(shares * np.log(shares)).sum()),
+        "vocab_size": len(tokenizer),
+        "tokenizer_fingerprint": data.tokenizer_fingerprint(tokenizer),
+        "instances": {name: table.num_rows for name, table in tables.items()},
+        "tokens": {name: sum(len(c.flatten()) for c in table["input_ids"].chunks) for name, table in tables.items()},
+        "mean_length": float(lengths.mean()),
+        "padding_if_batched_at_random": float(1 - lengths.mean() / lengths.max()),
+        "seq_length": args.seq_length,
+        "seed": args.seed,
+    }
+
+
+def write_dataset(tables: dict, corpus: dict, folder: Path):
+    import datasets
+    from datasets.table import InMemoryTable
+
+    datasets.disable_progress_bars()
+    # a fingerprint of its own: datasets would hash all the data, and name it anew each time
+    name = "-".join(str(corpus[key]) for key in ("tokenizer_fingerprint", "seed", "seq_length"))[-16:]
+    splits = {split: datasets.Dataset(InMemoryTable(table), fingerprint=name) for split, table in tables.items()}
+    datasets.DatasetDict(splits).save_to_disk(str(folder))
+    (folder / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        sys.exit(130)
