@@ -30,6 +30,7 @@ import torch
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils import get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import SwarmArguments, stop_for_user
@@ -126,7 +127,7 @@ def publish_contract(
         f"{prefix}_run",
         subkey=public_key,
         value=None if contract is None else contract.dict(),
-        expiration_time=hivemind.get_dht_time() + expiration,
+        expiration_time=get_dht_time() + expiration,
         return_future=True,
     )
 
@@ -154,7 +155,7 @@ def join_run(
     Peers that start at the same moment see nobody, so each looks again after it has published: then at least one of two
     sees the other, and only elder peers count.
     """
-    mine = RunContract(joined=hivemind.get_dht_time(), contract=contract)
+    mine = RunContract(joined=get_dht_time(), contract=contract)
     for published in (False, True):
         others = [other for key, other in fetch_contracts(dht, prefix).items() if key != public_key]
         if published:

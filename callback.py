@@ -11,7 +11,8 @@ import os
 import time
 
 import torch
-from hivemind import DHT, get_dht_time
+from hivemind import DHT
+from hivemind.utils import get_dht_time
 from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments

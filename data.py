@@ -219,7 +219,9 @@ def load_tokenizer(path: str | Path):
 
 def check_tokenizer(tokenizer, name):
     """Return the tokenizer, or end the process when it lacks what masking and sentence-order pairs need."""
-    lacking = [token for token in ("cls", "sep", "mask", "pad", "unk") if getattr(tokenizer, f"{token}_token_id") is None]
+    lacking = [
+        token for token in ("cls", "sep", "mask", "pad", "unk") if getattr(tokenizer, f"{token}_token_id") is None
+    ]
     if lacking or not tokenizer.is_fast:
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
         stop_for_user(f"the tokenizer {name} has {reason}: take one of ALBERT or BERT, or --train_tokenizer")
@@ -231,10 +233,14 @@ def check_tokenizer(tokenizer, name):
 def tokenizer_fingerprint(tokenizer) -> str:
     """sha256 of what defines a tokenizer: which id is which piece, the special ones, and how it treats a probe text
     (capitals, accents, quotes, digits, Cyrillic, Chinese). The same under any version of the libraries."""
-    probe = "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
+    probe = (
+        "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
+    )
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    special = {name: tokenizer.convert_tokens_to_ids(str(token)) for name, token in tokenizer.special_tokens_map.items()}
-    definition = [vocabulary, sorted(special.items()), tokenizer(probe, add_special_tokens=True)["input_ids"]]
+    special = {
+        name: tokenizer.convert_tokens_to_ids(str(token)) for name, token in tokenizer.special_tokens_map.items()
+    }
+    definition = [vocabulary, sorted(special.items()), tokenizer(probe, verbose=False)["input_ids"]]
     return hashlib.sha256(json.dumps(definition).encode()).hexdigest()
 
 

@@ -108,7 +108,7 @@ def unfinished_folder(target: Path):
         folder.mkdir(parents=True)
         yield folder
     except OSError as e:
-        stop_for_user(f"cannot write {target}: {e.strerror or e}: make room, or choose another folder")
+        stop_for_user(f"cannot write {target} and what belongs to it ({e}): make room, or choose other folders")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in new_parents:
@@ -142,9 +142,13 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
     only document there is gives up its last paragraphs, or sentences."""
     fraction = args.validation_fraction
     if len(documents) == 1:
-        units = documents[0] if len(documents[0]) > 1 else data.split_sentences(documents[0], args.language)
+        kind, units = "paragraphs", documents[0]
+        if len(units) == 1:
+            kind, units = "sentences", data.split_sentences(units, args.language)
+        if len(units) == 1:
+            stop_for_user("the text is a single sentence: give more")
         cut = min(max(round(len(units) * (1 - fraction)), 1), len(units) - 1)
-        print(f"one document: its last {len(units) - cut} of {len(units)} paragraphs become the validation split")
+        print(f"one document: its last {len(units) - cut} of {len(units)} {kind} become the validation split")
         return {"train": [units[:cut]], "validation": [units[cut:]]}
     sizes = [sum(map(len, document)) for document in documents]
     shuffled = random.Random(args.seed).sample(range(len(documents)), len(documents))
@@ -293,13 +297,8 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: Path, ar
     tables = {}
     total = sum(map(sum, sizes.values()))
     try:
-        with tqdm(
-            total=total,
-            unit="B",
-            unit_scale=True,
-            desc="tokenizing",
-            mininterval=0.2 if sys.stderr.isatty() else 10,
-        ) as progress:
+        interval = 0.2 if sys.stderr.isatty() else 10  # seconds; few lines in a log file
+        with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", mininterval=interval) as progress:
             for name in splits:
                 work = functools.partial(tokenize_chunk, split=name, tokenizer_path=tokenizer_path, args=args)
                 # processes start here, and inherit the mask: Ctrl-C is for the parent, which ends them

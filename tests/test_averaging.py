@@ -36,7 +36,11 @@ def joint_epochs(a, b) -> list[int]:
 
 @pytest.mark.parametrize("flags, tolerance", [((), 1e-5), (("--eight_bit",), 3e-2)], ids=["exact", "8bit"])
 def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
-    """Two peers give unequal numbers of samples; 8 bits fail in silence on numpy >= 2.4 (note 1)."""
+    """Two peers give unequal numbers of samples; 8 bits fail in silence on numpy >= 2.4 (note 1).
+
+    Steps are compared, not parameters: a peer that joins while the others step may hold those of an epoch before until
+    the next averaging of parameters, which is switched off here.
+    """
     prefix = make_prefix()
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16, flags=flags)
     second = start_peer(start, "second", prefix, gradient=3.0, batch_size=32, others=[first], flags=flags)
@@ -49,7 +53,6 @@ def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
             # SGD with learning rate 1: the parameter moves by the averaged gradient
             step = [a - b for a, b in zip(after, before, strict=True)]
             assert step == pytest.approx([-expected] * 3, rel=tolerance)
-        assert one["parameter"] == pytest.approx(two["parameter"], rel=1e-6 if not flags else 1e-2)
     for peer in (first, second):
         peer.interrupt()
         peer.assert_clean_end()

@@ -36,6 +36,7 @@ def test_losses_and_gradients_are_those_of_all_logits(model):
     batch = make_batch()
     reference = transformers.AlbertForPreTraining(model.config)
     reference.load_state_dict(model.state_dict())
+    model.eval(), reference.eval()  # the head of sentence order has dropout
     outputs = reference(**{name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")})
     mlm_loss = cross_entropy(outputs.prediction_logits.flatten(0, 1), batch["labels"].flatten())
     sop_loss = cross_entropy(outputs.sop_logits, batch["sentence_order_label"])
