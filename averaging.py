@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_for_processes
@@ -63,6 +64,17 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
             stop_for_user(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})")
 
 
+class DHT(hivemind.DHT):
+    """Ends without a traceback when a helper that has asked it something ended first, as happens in each clean stop."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except EOFError:
+            if not STOPPING.value:
+                raise
+
+
 def make_dht(swarm: SwarmArguments, *, client_mode: bool = False) -> tuple[hivemind.DHT, bytes]:
     """Start this peer's DHT, with the run's validators.
 
@@ -75,7 +87,7 @@ def make_dht(swarm: SwarmArguments, *, client_mode: bool = False) -> tuple[hivem
     calm_log()
     validators, public_key = make_validators(swarm.experiment_prefix)
     try:
-        dht = hivemind.DHT(
+        dht = DHT(
             start=True,
             initial_peers=swarm.initial_peers,
             use_ipfs=swarm.use_ipfs,
@@ -223,11 +235,12 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
     def keep_gradients(self) -> None:
         """Put the gradients of the round that just failed aside, for the next `accumulate_grads_`."""
-        self._kept, self._in_flight = self._in_flight, None
+        self._kept, self._in_flight = self._in_flight if self._in_flight[1] else None, None
+        self.notify_used_averaged_gradients()
 
     def keep_accumulated(self) -> None:
         """Put the gradients accumulated so far aside, for the next `accumulate_grads_`."""
-        self._kept = self._snapshot()
+        self._kept = self._snapshot() if self.local_samples_accumulated else self._kept
 
     @property
     def kept_samples(self) -> int:
@@ -342,6 +355,16 @@ class Optimizer(hivemind.Optimizer):
         end_when_it_dies(averager, "gradient averager")
         return averager
 
+    def _maybe_schedule_gradient_averaging(self) -> None:
+        # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
+        # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
+        if self.tracker.global_progress.num_peers > 1:
+            super()._maybe_schedule_gradient_averaging()
+
+    def _maybe_schedule_state_averaging(self) -> None:
+        if self.tracker.global_progress.num_peers > 1:
+            super()._maybe_schedule_state_averaging()
+
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
         if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
             # hivemind steps alone when the group that it looked for in advance came to nothing, while others are there
@@ -422,6 +445,11 @@ def calm_log() -> None:
     for name in (None, "hivemind"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(CalmLog())
+    # MPFuture.__del__ wakes event loops that are closed by then
+    show = sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: None if STOPPING.value else show(unraisable)
+    # hivemind brings the schedule to the epoch of a downloaded state before the first step of this process
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
 def end_when_it_dies(process: multiprocessing.Process, name: str) -> None:

@@ -15,8 +15,9 @@ import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers.utils.logging import disable_progress_bar
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("checkpoint")
 
 
 def save_model(model, tokenizer, folder: str | Path, extra: dict) -> bool:
@@ -34,6 +35,7 @@ def save_model(model, tokenizer, folder: str | Path, extra: dict) -> bool:
             if leftover.exists():
                 shutil.rmtree(leftover)
         unfinished.mkdir(parents=True)
+        disable_progress_bar()  # "Writing model shards" would break into the log at each checkpoint
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         (unfinished / "training_state.json").write_text(json.dumps(extra, indent=2) + "\n", encoding="utf-8")

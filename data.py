@@ -10,6 +10,7 @@ trainer. To look at one batch of a dataset:
         print(corpus, make_eval_batches(dataset['validation'], tokenizer, batch_size=2, max_samples=2)[0])"
 """
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -18,6 +19,7 @@ import lzma
 import random
 import re
 import signal
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -288,6 +290,8 @@ class MaskedBatches:
         self.lengths = np.concatenate(
             [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
         )
+        # tensor cores like widths that are multiples of 8, but on short rows that would be up to a seventh of padding
+        self.multiple = 8 if self.lengths.max() >= 128 else 1
         self.mlm_probability = mlm_probability
         self.pad_id, self.mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
         self.ordinary_ids = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
@@ -318,11 +322,11 @@ class MaskedBatches:
         return {**flat, "input_ids": input_ids, "labels": labels}
 
     def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray) -> dict:
-        """Tensors [rows, width] of int64; width is the longest row's length, rounded up to a multiple of 8 for the
-        sake of tensor cores, but never beyond the longest row of the split: a model may have no position for it."""
+        """Tensors [rows, width] of int64; width is the longest row's length, rounded up to self.multiple, but never
+        beyond the longest row of the split: a model may have no position for it."""
         import torch
 
-        width = min(-(-lengths.max() // 8) * 8, self.lengths.max())
+        width = min(-(-lengths.max() // self.multiple) * self.multiple, self.lengths.max())
         is_filled = np.arange(width) < lengths[:, None]
         batch = {"attention_mask": torch.from_numpy(is_filled.astype(np.int64))}
         for name, value in (("input_ids", self.pad_id), ("token_type_ids", 0), ("labels", IGNORED_LABEL)):
@@ -342,36 +346,53 @@ class LengthGroupedOrder:
     """Endless row numbers of batches, pass after pass: in each, rows are shuffled, grouped by length, and the groups
     shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than one batch repeats."""
 
-    def __init__(self, lengths: np.ndarray, batch_size: int, seed: int):
-        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+    def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
+        self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, list[int]]]:
         generator = np.random.default_rng(self.seed)
         number = 0
         while True:
-            order = generator.permutation(len(self.lengths))
+            order = generator.permutation(len(self.padded_lengths))
             order = np.resize(order, max(len(order) // self.batch_size, 1) * self.batch_size)
-            # by padded length, not by length: more rows to choose from for a batch, and no more padding
-            order = order[np.argsort(-(-self.lengths[order] // 8), kind="stable")]
+            order = order[np.argsort(self.padded_lengths[order], kind="stable")]
             for rows in generator.permutation(order.reshape(-1, self.batch_size)):
                 yield rows, [self.seed, number]
                 number += 1
 
 
+@contextlib.contextmanager
+def hold_signals():
+    """For the start of worker processes: a Ctrl-C or SIGTERM within takes effect at the end, in this process only.
+
+    The forked processes never see either. A terminal, systemd or Slurm sends them to all processes, but it is for this
+    one to end the others; and Python swallows an exception that a signal handler raises while it forks.
+    """
+    numbers, held = (signal.SIGINT, signal.SIGTERM), []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}
+    earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # inherited by what is forked
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)
+
+
 class UninterruptedLoader:
-    """A DataLoader whose workers never see Ctrl-C: the terminal sends it to them as well as to the trainer, which
-    still needs batches, or a quiet end of them, while it shuts down."""
+    """A DataLoader whose workers never see Ctrl-C: the trainer still needs batches, or a quiet end of the workers,
+    while it shuts down."""
 
     def __init__(self, loader):
         self.loader = loader
 
     def __iter__(self):
-        # workers inherit the mask at their fork, so that there is no moment in which they could be interrupted
-        earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
+        with hold_signals():
             return iter(self.loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
 
 
 def make_train_batches(dataset, tokenizer, *, batch_size: int, seed: int, mlm_probability=0.15, num_workers: int = 0):
@@ -383,7 +404,8 @@ def make_train_batches(dataset, tokenizer, *, batch_size: int, seed: int, mlm_pr
     from torch.utils.data import DataLoader
 
     batches = MaskedBatches(dataset, tokenizer, mlm_probability)
-    order = LengthGroupedOrder(batches.lengths, batch_size, seed)
+    # by padded length: more rows to choose from for a batch, and no more padding
+    order = LengthGroupedOrder(-(-batches.lengths // batches.multiple), batch_size, seed)
     loader = DataLoader(
         batches,
         sampler=order,

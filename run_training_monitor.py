@@ -48,7 +48,7 @@ from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, 
 
 logger = logging.getLogger("monitor")
 
-# What the dashboards raise when the disk is full or their helper process is gone. The run matters more than its display.
+# What dashboards raise when the disk is full or their helper process is gone. The run matters more than its display.
 DASHBOARD_ERRORS = (OSError, RuntimeError, ValueError, sqlite3.Error)
 CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of a core that may be training
 FINAL_FETCH_TIMEOUT = 5.0

@@ -10,8 +10,8 @@ Without the hub, in seconds, from the sample that this repository carries; and a
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python tokenize_wikitext103.py --text_files a.txt b.txt.gz c.jsonl --train_tokenizer --vocab_size 8000
 
-Writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which tells what it
-is. Both appear complete or not at all. All of it, the tokenizer included, depends on text and flags only, not on
+Writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which tells what
+it is. Both appear complete or not at all. All of it, the tokenizer included, depends on text and flags only, not on
 --num_proc.
 """
 
@@ -84,8 +84,8 @@ def main():
     print(
         f"wrote {instances['train']:,} instances ({tokens['train']:,} tokens) for training and "
         f"{instances['validation']:,} ({tokens['validation']:,}) for validation to {dataset_path}\n"
-        f"the tokenizer of {corpus['vocab_size']:,} pieces {'is' if is_tokenizer_kept else 'went to'} {tokenizer_path}; "
-        f"unigram entropy {corpus['unigram_entropy']:.2f} nats: the loss of a model that knows only word frequencies\n"
+        f"the tokenizer of {corpus['vocab_size']:,} pieces is in {tokenizer_path}; unigram entropy "
+        f"{corpus['unigram_entropy']:.2f} nats: the loss of a model that knows only word frequencies\n"
         f"next: python run_training_monitor.py --experiment_prefix my_albert"
     )
 
@@ -276,9 +276,8 @@ def tokenize_chunk(chunk: list[tuple[int, list[str]]], *, split: str, tokenizer_
 
 
 def start_worker():
-    # hash tables of threads do not survive a fork; and num_proc is what the user wants to spend
+    # the tokenizer's threads do not survive a fork; and num_proc is what the user wants to spend
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed parent
 
@@ -301,10 +300,8 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: Path, ar
         with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", mininterval=interval) as progress:
             for name in splits:
                 work = functools.partial(tokenize_chunk, split=name, tokenizer_path=tokenizer_path, args=args)
-                # processes start here, and inherit the mask: Ctrl-C is for the parent, which ends them
-                earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-                results = executor.map(work, chunks[name]) if executor else map(work, chunks[name])
-                signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
+                with data.hold_signals():  # processes start here
+                    results = executor.map(work, chunks[name]) if executor else map(work, chunks[name])
                 parts = []
                 for size, table in zip(sizes[name], results, strict=True):
                     parts.append(table)

@@ -112,10 +112,12 @@ class DecodableValidator(RecordValidatorBase):
             return False
         try:
             MSGPackSerializer.loads(record.value)
+            subkey = MSGPackSerializer.loads(record.subkey)
         except Exception as e:  # hostile bytes: the decoder, and the extension types it calls, raise whatever they like
             logger.debug(f"refused a value that cannot be decoded: {e!r}")
             return False
-        return True
+        # hivemind's are keys of peers, or none; others of equal expiration time cannot be compared, and readers fail
+        return subkey is None or isinstance(subkey, bytes)
 
     def merge_with(self, other: RecordValidatorBase) -> bool:
         return isinstance(other, DecodableValidator)

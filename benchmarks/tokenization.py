@@ -5,8 +5,8 @@
 The usual one, of hivemind's ALBERT example: tokenize each sentence to learn its length, then tokenize the joined text
 of the two segments again. Ours: tokenize every sentence once, all of them in one batch, and join ids. The runs
 alternate in one process, without the tokenizer's threads. Both begin with paragraphs; the usual one ends with lists of
-ids, ours with the table that is written to disk. "without sentence splitting" leaves out the time of Punkt, the same for
-both. The medians of the runs are compared.
+ids, ours with the table that is written to disk. "without sentence splitting" leaves out the time of Punkt, the same
+for both. The medians of the runs are compared, in seconds of the processor.
 """
 
 import os
@@ -58,7 +58,7 @@ def main():
     chapters = data.split_chapters(data.read_text(tokenize_wikitext103.SAMPLE_CORPUS))[:CHAPTERS]
     speeds: dict[str, list[float]] = {}
 
-    def note(way: str, seconds: float, splitting: float, tokens: int):
+    def note(run: int, way: str, seconds: float, splitting: float, tokens: int):
         speeds.setdefault(f"{way}, whole", []).append(tokens / seconds)
         speeds.setdefault(f"{way}, without sentence splitting", []).append(tokens / (seconds - splitting))
         print(f"run {run}: {way} {tokens / seconds:,.0f} tokens/s, {splitting:.2f} of {seconds:.2f} s in splitting")
@@ -72,14 +72,14 @@ def main():
             documents = [data.split_sentences(paragraphs) for paragraphs in chapters]
             splitting = time.process_time() - start
             tokens = tokenize_twice(tokenizer, documents)
-            note("twice", time.process_time() - start, splitting, tokens)
+            note(run, "twice", time.process_time() - start, splitting, tokens)
 
             start = time.process_time()
             table = tokenize_wikitext103.tokenize_chunk(
                 list(enumerate(chapters)), split="train", tokenizer_path=Path(folder), args=args
             )
             tokens = len(table["input_ids"].combine_chunks().flatten())
-            note("once", time.process_time() - start, splitting, tokens)
+            note(run, "once", time.process_time() - start, splitting, tokens)
     for part in ("whole", "without sentence splitting"):
         ours, usual = (statistics.median(speeds[f"{way}, {part}"]) for way in ("once", "twice"))
         print(f"ratio, {part}: {ours / usual:.2f} ({ours:,.0f} against {usual:,.0f} tokens/s)")

@@ -1,0 +1,43 @@
+# make demo      two peers on this machine learn English together, about four minutes
+# make test      the tests, in minutes; make test-all: the slow ones too
+# make lint      style
+# make setup     what all of them do first: .venv with everything in it
+#
+# PYTHON=python3.12   another interpreter than python3 (3.10 or newer) for .venv
+# TORCH=...           another torch, e.g. one without CUDA, which is a tenth of the size:
+#                     make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# Both take effect when .venv is made; to change them later: rm -rf .venv
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test test-all lint setup
+
+demo: setup
+	@.venv/bin/python demo.py
+
+test: setup
+	@.venv/bin/python -m pytest -m "not slow"
+
+test-all: setup
+	@.venv/bin/python -m pytest
+
+lint: setup
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+
+setup: .venv/complete
+
+# the stamp comes last: an interrupted set-up starts again, and finds what it has downloaded in pip's cache
+.venv/complete: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "Python 3.10 or newer is needed, $(PYTHON) is not: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@rm -f $@
+	@echo "set-up, once: making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv
+	@echo "set-up: installing $(TORCH)"
+	@$(PIP) $(TORCH)
+	@echo "set-up: installing requirements.txt"
+	@$(PIP) -r requirements.txt
+	@touch $@

@@ -1,0 +1,334 @@
+"""The demo: a monitor and two trainers on this machine, as processes of their own, learn English together.
+
+    make demo
+
+or, with everything installed, `python demo.py`. It only starts the project's scripts and reads what they write: each
+command is printed, and you can type it yourself. It ends by itself after about four minutes on two cores; all that it
+writes is in --output_dir. Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or
+something failed; 130: Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+TRAINERS = ("trainer1", "trainer2")
+TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
+MONITOR = "run_training_monitor.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2"
+# A group of two is full, and averages, as soon as both are there; an epoch takes about 1.5 s. AdamW at a high rate:
+# the real run's LAMB wants larger batches and thousands of epochs.
+TRAINER = (
+    "run_trainer.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --config_path configs/demo.json "
+    "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 --per_device_train_batch_size 64 "
+    "--gradient_accumulation_steps 1 --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30 "
+    "--target_group_size 2 --average_state_every 4 --dataloader_num_workers 0 --do_eval --max_eval_samples 512"
+)
+# Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
+TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+STALL_LIMIT = 180.0  # seconds without a new epoch before the demo gives up
+STOP_LIMIT = 20.0  # seconds that scripts have to end after Ctrl-C
+SAME_GRADIENT = 1e-3  # relative difference of gradient norms; each peer's own gradient differs by several per cent
+SAME_WEIGHTS = 1e-6
+
+
+class DemoFailed(Exception):
+    """One line that says what went wrong and where to look."""
+
+
+class Scripts:
+    """The scripts that run, each in a session of its own, with a log of its own. They end when the block ends."""
+
+    def __init__(self, output_dir: Path):
+        self.output_dir = output_dir
+        self.running: dict[str, subprocess.Popen] = {}
+
+    def start(self, name: str, what: str, command: str, **environment: str) -> None:
+        """Print and start `python {command}`; its output goes to {name}.log."""
+        python = shlex.quote(os.path.relpath(sys.executable) if is_inside(sys.executable, ROOT) else sys.executable)
+        settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
+        print(f"\n{what} (log: {self.log(name)}):\n{wrap_command(f'{settings}{python} {command}')}", flush=True)
+        with open(self.log(name), "w") as log:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, *shlex.split(command)],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the demo alone, which passes it on
+            )
+
+    def log(self, name: str) -> Path:
+        return self.output_dir / f"{name}.log"
+
+    def has_ended(self, name: str) -> bool:
+        """Whether the script has ended well; a bad end is the demo's."""
+        code = self.running[name].poll()
+        if code:
+            lines = self.log(name).read_text(errors="replace").strip().splitlines() or ["(it printed nothing)"]
+            how = f"with exit code {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
+            raise DemoFailed(f"{name} ended {how}, see {self.log(name)}; its last line: {lines[-1].strip()}")
+        return code == 0
+
+    def wait(self, name: str, seconds: float) -> None:
+        try:
+            self.running[name].wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise DemoFailed(f"{name} did not end within {seconds:g} s, see {self.log(name)}") from None
+        self.has_ended(name)
+
+    def interrupt(self, name: str) -> None:
+        """Ctrl-C, as a terminal sends it: to the script and to all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.running[name].pid, signal.SIGINT)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # what follows takes STOP_LIMIT at most
+        for name, process in self.running.items():
+            if process.poll() is None:
+                self.interrupt(name)
+        deadline = time.monotonic() + STOP_LIMIT
+        for process in self.running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also for helpers that a crashed script has left behind
+            process.wait()
+
+
+class ProgressLine:
+    """One line of a terminal, written anew each time; in a file, a line every ten seconds."""
+
+    def __init__(self):
+        self.is_terminal, self.next_time, self.text = sys.stdout.isatty(), 0.0, ""
+
+    def show(self, text: str) -> None:
+        if self.is_terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{text[:width]}\033[K", end="", flush=True)
+        elif time.monotonic() >= self.next_time and text != self.text:
+            self.next_time = time.monotonic() + 10
+            print(text, flush=True)
+        self.text = text
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.is_terminal and self.text:
+            print(flush=True)
+
+
+def is_inside(path: str, folder: Path) -> bool:
+    return Path(path).absolute().is_relative_to(folder)
+
+
+def wrap_command(command: str, width: int = 110) -> str:
+    """The command on lines that a shell takes as one, with each flag beside its value."""
+    lines = [""]
+    for words in re.findall(r"(?:--)?\S+(?: (?!-)\S+)*", command) if "--" in command else [command]:
+        if lines[-1] and len(lines[-1]) + 1 + len(words) > width:
+            lines.append("   ")
+        lines[-1] = f"{lines[-1]} {words}" if lines[-1] else words
+    return " \\\n".join(f"  {line}" for line in lines)
+
+
+def read_json_lines(path: Path) -> list[dict]:
+    """The complete lines of a file that somebody may be writing, or may not have begun."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def tokenize(scripts: Scripts, data: Path) -> str:
+    """Tokenize the sample, unless an earlier demo has done so with the scripts as they are.
+
+    :returns: the flags that tell where the data are
+    """
+    flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
+    corpus = data / "dataset" / "corpus.json"
+    sources = [ROOT / name for name in ("demo.py", "tokenize_wikitext103.py", "data.py", "sample_data/austen.txt.xz")]
+    if corpus.exists() and corpus.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+        print(f"\nThe sample corpus, six novels by Jane Austen, is tokenized already: {data}")
+        return flags
+    shutil.rmtree(data, ignore_errors=True)
+    scripts.start("tokenize", "Tokenizing the sample corpus, six novels by Jane Austen", f"{TOKENIZE} {flags}")
+    scripts.wait("tokenize", STALL_LIMIT)
+    return flags
+
+
+def start_monitor(scripts: Scripts, folder: Path) -> str:
+    """Start the monitor.
+
+    :returns: the address that it gives to those who join, --initial_peers and all
+    """
+    # the dashboard's data beside everything else, not in the user's home
+    environment = {"TRACKIO_DIR": str(folder / "trackio")}
+    command = f"{MONITOR} --output_dir {shlex.quote(str(folder))}"
+    scripts.start("monitor", "The monitor, whom others find first", command, **environment)
+    deadline = time.monotonic() + STALL_LIMIT
+    while not (found := re.search(r"^--initial_peers .+$", scripts.log("monitor").read_text(), re.MULTILINE)):
+        if scripts.has_ended("monitor") or time.monotonic() > deadline:
+            raise DemoFailed(f"the monitor gave no address to join, see {scripts.log('monitor')}")
+        time.sleep(0.1)
+    return found.group()
+
+
+def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) -> None:
+    """Show the swarm's progress until both trainers have ended."""
+    epoch, last_change = 0, time.monotonic()
+    with ProgressLine() as line:
+        while not all([scripts.has_ended(name) for name in TRAINERS]):
+            if scripts.has_ended("monitor"):
+                raise DemoFailed(f"the monitor ended before the trainers did, see {scripts.log('monitor')}")
+            metrics = read_json_lines(metrics_file)
+            elapsed = minutes(time.monotonic() - start_time)
+            if metrics:
+                if metrics[-1]["epoch"] != epoch:
+                    epoch, last_change = metrics[-1]["epoch"], time.monotonic()
+                line.show(f"{describe_progress(metrics, epochs)}{elapsed} elapsed, {estimate_left(metrics, epochs)}")
+            else:
+                line.show(f"the trainers start and measure their loss before training; {elapsed} elapsed")
+            if time.monotonic() - last_change > STALL_LIMIT:
+                logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
+                raise DemoFailed(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
+            time.sleep(0.5)
+
+
+def describe_progress(metrics: list[dict], epochs: int) -> str:
+    last = metrics[-1]
+    return (
+        f"epoch {last['epoch']} of {epochs}  training loss {last['loss']:.3f}  {last['alive_peers']} peers  "
+        f"{last['samples_per_second']:.0f} samples/s  "
+    )
+
+
+def estimate_left(metrics: list[dict], epochs: int) -> str:
+    """In words, from the pace of the last 20 reports."""
+    first, last = metrics[-20:][0], metrics[-1]
+    if last["epoch"] >= epochs:
+        return "measuring the loss after training"
+    if last["epoch"] == first["epoch"]:
+        return "time left unknown yet"
+    pace = (last["time"] - first["time"]) / (last["epoch"] - first["epoch"])
+    return f"about {minutes(pace * (epochs - last['epoch']) + max(0.0, last['time'] - time.time()))} left"
+
+
+def report(output_dir: Path, epochs: int) -> str | None:
+    """Print what came of it, from the files that the trainers have written.
+
+    :returns: why that is a failure, or None
+    """
+    from safetensors.numpy import load_file
+
+    folders = [output_dir / name for name in TRAINERS]
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    histories = [{entry["epoch"]: entry for entry in read_json_lines(folder / "history.jsonl")} for folder in folders]
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in folders]
+
+    final_loss = max(summary["final_loss"] for summary in summaries)
+    start_loss, entropy = summaries[0]["start_loss"], summaries[0]["unigram_entropy"]
+    samples = [summary["samples"] for summary in summaries]
+    shares = [
+        f"peer {number} contributed {count:,} samples ({count / max(1, sum(samples)):.1%})"
+        for number, count in enumerate(samples, start=1)
+    ]
+    # two averages with one norm are one average; what the logs say counts for nothing
+    averaged = [
+        epoch
+        for epoch in set(histories[0]) & set(histories[1])
+        if all(history[epoch]["averaged_with"] == 2 for history in histories)
+        and math.isclose(*(history[epoch]["grad_norm"] for history in histories), rel_tol=SAME_GRADIENT)
+    ]
+    difference = max(float(abs(weights[0][name] - weights[1][name]).max()) for name in weights[0])
+    agreement = "agree" if difference <= SAME_WEIGHTS else "do NOT agree"
+
+    trackio = Path(sys.executable).with_name("trackio")
+    trackio = os.path.relpath(trackio) if is_inside(str(trackio), ROOT) else trackio
+    print(f"final loss {final_loss:.3f} (start {start_loss:.3f}, unigram entropy {entropy:.3f})")
+    print(", ".join(shares))
+    print(f"averaged with 2 of 2 in {len(averaged)} of {epochs} epochs")
+    print(f"the peers' weights {agreement}: they differ by at most {difference:.1e}")
+    print(f"checkpoint: {folders[0] / 'model'}")
+    print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}")
+    print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
+
+    if not averaged:
+        return f"the peers never averaged their gradients, see {folders[0]}.log and {folders[1]}.log"
+    if not final_loss < entropy:
+        return f"the model has not learned more than word frequencies, see {folders[0]}.log and {folders[1]}.log"
+    return None
+
+
+def run(output_dir: Path, epochs: int) -> None:
+    start_time = time.monotonic()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with open(output_dir / ".lock", "w") as lock, Scripts(output_dir) as scripts:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DemoFailed(f"another demo is writing to {output_dir}: wait, or give --output_dir") from None
+        for path in output_dir.iterdir():
+            if path.name not in (".lock", "data"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+        data_flags = tokenize(scripts, output_dir / "data")
+        initial_peers = start_monitor(scripts, output_dir / "monitor")
+        for name in TRAINERS:
+            flags = f"{TRAINER} --total_steps {epochs} {data_flags} --output_dir {output_dir / name} {initial_peers}"
+            scripts.start(name, f"A peer, {name}", flags, **TRAINER_ENVIRONMENT)
+        print("\nThe training loss is that of masked words plus that of the order of sentences (0.69 when guessed).")
+        watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
+        scripts.interrupt("monitor")
+        scripts.wait("monitor", STOP_LIMIT)
+        print(f"took {minutes(time.monotonic() - start_time)}\n")
+        if failure := report(output_dir, epochs):
+            raise DemoFailed(failure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", default="demo_output", help="folder for everything; old results are replaced")
+    parser.add_argument("--epochs", type=int, default=128, help="optimizer steps of the swarm; fewer learn less")
+    args = parser.parse_args()
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    os.chdir(ROOT)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, interrupt)
+    try:
+        run(Path(args.output_dir), args.epochs)
+    except KeyboardInterrupt:
+        print("\nstopped: all processes of the demo have ended", flush=True)
+        return 130
+    except DemoFailed as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""data.py: documents, sentence-order pairs, masking, batches. Run: python -m pytest tests/test_data.py"""
+
+import gzip
+import hashlib
+import itertools
+import lzma
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AlbertTokenizer
+
+import data
+
+ROOT = Path(__file__).resolve().parents[1]
+SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = [f"▁word{number}" for number in range(195)]
+    return AlbertTokenizer(vocab=[(token, 0.0) for token in SPECIAL] + [(word, -5.0) for word in words])
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    """1,000 instances of 16 to 64 tokens; some words are <unk>."""
+    generator = np.random.default_rng(0)
+    columns = {name: [] for name in data.COLUMNS}
+    for row in range(1000):
+        length = int(generator.integers(16, 65))
+        ids = generator.integers(5, 200, length)
+        ids[generator.random(length) < 0.02] = 1
+        cut = length // 2
+        ids[[0, cut, length - 1]] = (2, 3, 3)
+        columns["input_ids"].append(ids.astype(np.int32))
+        columns["token_type_ids"].append((np.arange(length) > cut).astype(np.int8))
+        columns["special_tokens_mask"].append((ids < 5).astype(np.int8))
+        columns["sentence_order_label"].append(row % 2)
+    return Dataset.from_dict(columns)
+
+
+def make_batches(dataset, tokenizer, count, **changes):
+    options = {"batch_size": 8, "seed": 1, "mlm_probability": 0.15, "num_workers": 0, **changes}
+    return list(itertools.islice(data.make_train_batches(dataset, tokenizer, **options), count))
+
+
+def are_equal(one: list[dict], other: list[dict]) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+# ---------------------------------------------------------------- documents
+
+
+def test_paragraphs_join_wrapped_lines():
+    assert data.split_paragraphs("One line\nof two.\n\n  \nNext\n") == ["One line of two.", "Next"]
+    long_lines = ["word " * 60, "another " * 60]
+    assert data.split_paragraphs("\n".join(long_lines)) == [line.strip() for line in long_lines]
+
+
+def test_sample_corpus_by_chapter():
+    text = data.read_text(ROOT / "sample_data" / "austen.txt.xz")
+    chapters = data.split_chapters(text)
+    assert len(chapters) == 270  # 269 chapters and the advertisement before Northanger Abbey
+    assert " ".join(paragraph for chapter in chapters for paragraph in chapter) == " ".join(text.split())
+    headings = [[p for p in chapter if data.SAMPLE_CHAPTER.fullmatch(p)] for chapter in chapters]
+    assert sorted(map(len, headings)) == [0] + [1] * 269
+    for chapter in chapters:
+        titles = [place for place, p in enumerate(chapter) if data.SAMPLE_TITLE.fullmatch(p)]
+        assert all(place < 4 for place in titles), "the title of a novel ended up behind the text of another"
+
+
+def test_wikitext_articles():
+    lines = [
+        "\n",
+        " = First = \n",
+        "\n",
+        " A red @-@ hot 1 @,@ 000 . \n",
+        " = 5 = \n",
+        " = = Part = = \n",
+        " More . \n",
+    ]
+    lines += ["\n", " = Second ( = film ) = \n", "\n", " Text . \n"]
+    assert data.split_articles(lines) == [
+        ["First", "A red-hot 1,000 .", "5", "Part", "More ."],
+        ["Second ( = film )", "Text ."],
+    ]
+
+
+@pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")
+def test_wikitext_file_has_60_articles():
+    documents = data.read_documents(Path(os.environ["TEST_DATA"]) / "wikitext-2" / "valid.txt")
+    assert len(documents) == 60
+    assert documents[0][0] == "Homarus gammarus"
+
+
+@pytest.mark.parametrize("suffix, pack", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
+def test_files_plain_and_packed(tmp_path, suffix, pack):
+    (tmp_path / f"a.txt{suffix}").write_bytes(pack("\ufeffÉtude.\r\n\r\nZwei".encode()))
+    assert data.read_documents(tmp_path / f"a.txt{suffix}") == [["Étude.", "Zwei"]]
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(b'{"body": "One."}\n\n{"body": ""}\n{"body": "a \\ud800 b"}\n'))
+    assert data.read_documents(tmp_path / f"a.jsonl{suffix}", "body") == [["One."], ["a ? b"]]
+
+
+def test_sentences_stay_in_their_paragraph():
+    assert data.split_sentences(["Dr. Smith went home. He slept", "Then"]) == [
+        "Dr. Smith went home.",
+        "He slept",
+        "Then",
+    ]
+
+
+# ---------------------------------------------------------------- sentence-order pairs
+
+
+@pytest.mark.parametrize("seq_length, longest", [(32, 10), (32, 100), (512, 60), (8, 9)])
+def test_pairs_keep_all_text_in_order(seq_length, longest):
+    lengths = random.Random(0)
+    ids = itertools.count(10)
+    sentences = [list(itertools.islice(ids, lengths.randint(1, longest))) for _ in range(2000)]
+    pairs = data.make_sentence_pairs(sentences, seq_length, random.Random(1))
+    restored = [segments[::-1] if label else segments for *segments, label in pairs]
+    assert [token for first, second in restored for token in first + second] == list(itertools.chain(*sentences))
+    assert all(first and second and len(first) + len(second) <= seq_length - 3 for first, second in restored)
+    assert 0.4 < np.mean([label for *_, label in pairs]) < 0.6
+    if longest <= (seq_length - 3) // 2:
+        begins = {sentence[0] for sentence in sentences}
+        assert all(first[0] in begins and second[0] in begins for first, second in restored)
+        # the next sentence would not have fitted
+        sizes = {sentence[0]: len(sentence) for sentence in sentences}
+        for (first, second), (following, _) in zip(restored[:-2], restored[1:-1], strict=True):
+            assert len(first) + len(second) + sizes[following[0]] > seq_length - 3
+
+
+def test_pairs_reproduce_and_differ_by_document():
+    sentences = [[number] * 5 for number in range(100)]
+
+    def make(seed, split, index):
+        return data.make_sentence_pairs(sentences, 64, data.make_document_random(seed, split, index))
+
+    assert make(1, "train", 0) == make(1, "train", 0)
+    assert (
+        len({str(make(*key)) for key in ((1, "train", 0), (2, "train", 0), (1, "validation", 0), (1, "train", 1))}) == 4
+    )
+
+
+def test_cut_falls_on_every_sentence():
+    sentences = [[number] for number in range(5)]
+    cuts = set()
+    for index in range(200):
+        [(first, second, label)] = data.make_sentence_pairs(sentences, 64, random.Random(index))
+        cuts.add(len(second if label else first))
+    assert cuts == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("sentences, count", [([], 0), ([[]], 0), ([[7]], 0), ([[7, 8]], 1), ([[7], [8]], 1)])
+def test_pairs_of_tiny_documents(sentences, count):
+    assert len(data.make_sentence_pairs(sentences, 64, random.Random(0))) == count
+
+
+# ---------------------------------------------------------------- masking and batches
+
+
+def test_masking_rates(dataset, tokenizer):
+    batches = data.MaskedBatches(dataset, tokenizer, 0.15)
+    flat, _ = batches.read_rows(np.arange(1000).repeat(10))
+    masked = batches.mask_tokens(flat, np.random.default_rng(0))
+    before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
+    chosen = labels != -100
+    ordinary = before >= 5
+    assert not (chosen & ~ordinary).any(), "a special token is to be predicted"
+    assert (labels[chosen] == before[chosen]).all() and (after[~chosen] == before[~chosen]).all()
+    # 370,000 ordinary tokens, 55,000 chosen: five standard deviations are 0.003 and 0.009
+    assert chosen.sum() / ordinary.sum() == pytest.approx(0.15, abs=0.003)
+    assert (after[chosen] == 4).mean() == pytest.approx(0.8, abs=0.009)
+    # a random token is the same one in 1 of 195 cases
+    assert (after[chosen] == before[chosen]).mean() == pytest.approx(0.1 + 0.1 / 195, abs=0.007)
+    replaced = after[chosen & (after != before) & (after != 4)]
+    assert set(replaced) == set(range(5, 200)), "random tokens are ordinary ones, and all of them"
+
+
+def test_batches_show_the_instances(dataset, tokenizer):
+    rows = {tuple(row["input_ids"]): row for row in dataset}
+    for batch in make_batches(dataset, tokenizer, 20):
+        assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels", "sentence_order_label"}
+        assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+        original = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+        for position in range(8):
+            length = int(batch["attention_mask"][position].sum())
+            row = rows[tuple(original[position, :length].tolist())]
+            assert batch["token_type_ids"][position, :length].tolist() == row["token_type_ids"]
+            assert batch["sentence_order_label"][position] == row["sentence_order_label"]
+            assert (batch["input_ids"][position, length:] == 0).all()
+            assert (batch["labels"][position, length:] == -100).all()
+            assert not batch["attention_mask"][position, length:].any()
+        assert (batch["labels"] != -100).any()
+
+
+@pytest.mark.parametrize("batch_size", [4, 64])
+def test_padding_stays_below_a_tenth(dataset, tokenizer, batch_size):
+    masks = [batch["attention_mask"] for batch in make_batches(dataset, tokenizer, 200, batch_size=batch_size)]
+    assert 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) < 0.1
+
+
+def test_each_pass_has_every_row_once_in_a_new_order():
+    lengths = np.random.default_rng(0).integers(8, 65, 1000)
+    order = iter(data.LengthGroupedOrder(lengths, 8, seed=3))
+    passes = [[next(order)[0] for _ in range(125)] for _ in range(3)]
+    for rows in passes:
+        assert sorted(np.concatenate(rows)) == list(range(1000))
+    assert len({tuple(np.concatenate(rows)) for rows in passes}) == 3
+    assert not {frozenset(rows) for rows in passes[0]} & {frozenset(rows) for rows in passes[1]}
+    # long and short batches alternate: a curriculum would show in the loss
+    means = np.array([lengths[rows].mean() for rows in passes[0]])
+    assert abs(np.corrcoef(means, np.arange(125))[0, 1]) < 0.3
+
+
+def test_batches_reproduce_from_the_seed(dataset, tokenizer):
+    batches = make_batches(dataset, tokenizer, 150)
+    assert are_equal(batches, make_batches(dataset, tokenizer, 150))
+    assert are_equal(batches, make_batches(dataset, tokenizer, 150, num_workers=2))
+    assert not are_equal(batches, make_batches(dataset, tokenizer, 150, seed=2))
+
+
+def test_split_smaller_than_a_batch(dataset, tokenizer):
+    for batch in make_batches(dataset.select(range(3)), tokenizer, 5):
+        assert len(batch["input_ids"]) == 8
+
+
+def test_width_is_a_multiple_of_8_within_the_longest_row(dataset, tokenizer):
+    long = dataset.map(lambda row: {name: row[name] * 4 for name in data.COLUMNS[:3]}).filter(
+        lambda row: len(row["input_ids"]) <= 252
+    )
+    widths = {batch["input_ids"].shape[1] for batch in make_batches(long, tokenizer, 200)}
+    assert max(widths) == 252  # a model of 252 positions has no 253rd
+    assert all(width % 8 == 0 for width in widths - {252}) and len(widths) > 10
+
+
+def test_evaluation_is_the_same_at_every_call_and_batch_size(dataset, tokenizer):
+    def rows_of(batches):
+        return sorted(
+            (ids[mask.bool()].tolist(), labels[mask.bool()].tolist())
+            for batch in batches
+            for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
+        )
+
+    options = {"mlm_probability": 0.15, "max_samples": None}
+    batches = data.make_eval_batches(dataset, tokenizer, batch_size=64, **options)
+    assert are_equal(batches, data.make_eval_batches(dataset, tokenizer, batch_size=64, **options))
+    assert sum(len(batch["input_ids"]) for batch in batches) == 1000
+    assert rows_of(batches) == rows_of(data.make_eval_batches(dataset, tokenizer, batch_size=7, **options))
+    few = data.make_eval_batches(dataset, tokenizer, batch_size=64, max_samples=100)
+    assert [len(batch["input_ids"]) for batch in few] == [64, 36]
+
+
+def test_selected_rows_are_read_not_the_file_behind(dataset, tokenizer):
+    part = dataset.select(range(500, 510))
+    [batch] = data.make_eval_batches(part, tokenizer, batch_size=64)
+    original = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+    assert sorted(int(m.sum()) for m in batch["attention_mask"]) == sorted(len(ids) for ids in part["input_ids"])
+    assert {tuple(ids) for ids in part["input_ids"]} == {
+        tuple(ids[mask.bool()].tolist()) for ids, mask in zip(original, batch["attention_mask"], strict=True)
+    }
+
+
+def test_data_seed_is_the_same_in_every_process():
+    code = "import data; print(data.data_seed('12D3KooW', 42), data.data_seed('12D3KooX', 42), data.data_seed('x', 1))"
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": s}, capture_output=True
+        ).stdout
+        for s in ("1", "2")
+    }
+    assert len(runs) == 1
+    seeds = runs.pop().split()
+    assert len(set(seeds)) == 3 and all(0 <= int(seed) < 2**63 for seed in seeds)
+    assert int(seeds[0]) == int.from_bytes(hashlib.sha256(b"42:12D3KooW").digest()[:8], "big") // 2
+
+
+INTERRUPTED = """
+import signal, sys, data
+from datasets import load_from_disk
+from transformers import AlbertTokenizer
+tokenizer = AlbertTokenizer(vocab=[(t, 0.0) for t in ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]])
+signals = []
+if sys.argv[2] == "finish":  # a trainer that notes the signal and finishes its step
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
+options = dict(batch_size=8, seed=1, mlm_probability=0.15, num_workers=2)
+batches = iter(data.make_train_batches(load_from_disk(sys.argv[1]), tokenizer, **options))
+next(batches)
+try:
+    print("ready", flush=True)
+    while not signals:
+        next(batches)
+    for _ in range(50):
+        next(batches)
+except KeyboardInterrupt:
+    pass
+print("ended well", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "way, number", [("finish", signal.SIGINT), ("finish", signal.SIGTERM), ("at once", signal.SIGINT)]
+)
+def test_workers_outlive_signals_until_the_trainer_ends(dataset, tmp_path, way, number):
+    dataset.save_to_disk(str(tmp_path / "dataset"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "dataset"), way],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while (line := process.stdout.readline()) != "ready\n":
+        assert line, process.stderr.read()
+    os.killpg(process.pid, number)  # as a terminal does: to the whole group
+    output, errors = process.communicate(timeout=60)
+    assert output == "ended well\n" and process.returncode == 0, errors
+    assert "Traceback" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_missing_tokenizer_and_dataset_name_the_command(tmp_path, tokenizer, capsys):
+    for load in (
+        lambda: data.load_tokenizer(tmp_path / "none"),
+        lambda: data.load_tokenizer(tmp_path),
+        lambda: data.load_tokenized_dataset(tmp_path / "none", tokenizer),
+        lambda: data.load_tokenized_dataset(tmp_path, tokenizer),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            load()
+        message = capsys.readouterr().err
+        assert stop.value.code == 2 and message.count("\n") == 1
+        assert "python tokenize_wikitext103.py" in message
+
+
+def test_tokenizer_without_special_tokens_is_refused(tmp_path, tokenizer, capsys):
+    lacking = AlbertTokenizer(vocab=[(token, 0.0) for token in SPECIAL], mask_token=None)
+    lacking.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        data.load_tokenizer(tmp_path)
+    assert "no mask token" in capsys.readouterr().err
+
+
+def test_fingerprint_tells_tokenizers_apart(tmp_path, tokenizer):
+    vocabulary = [(token, 0.0) for token in SPECIAL] + [(f"▁{c}", -3.0) for c in "abcdeABCDEMRmr"] + [("▁déjà", -3.0)]
+    variants = [tokenizer, AlbertTokenizer(vocab=vocabulary), AlbertTokenizer(vocab=vocabulary[:-1])]
+    variants += [
+        AlbertTokenizer(vocab=vocabulary, do_lower_case=False),
+        AlbertTokenizer(vocab=vocabulary, keep_accents=True),
+    ]
+    fingerprints = [data.tokenizer_fingerprint(variant) for variant in variants]
+    assert len(set(fingerprints)) == len(variants)
+    for number, variant in enumerate(variants):
+        variant.save_pretrained(tmp_path / str(number))
+        assert data.tokenizer_fingerprint(data.load_tokenizer(tmp_path / str(number))) == fingerprints[number]

@@ -1,0 +1,174 @@
+"""The monitor as users run it, fed with records through a real DHT that joins it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import hivemind
+import pytest
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from processes import LOOPBACK, make_prefix, wait_until
+from test_metrics import make_metrics
+from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from checkpoint import find_checkpoints, save_checkpoint, save_model
+from utils import make_validators, peer_label
+
+
+class Peer:
+    """A peer that publishes what the test tells it to."""
+
+    def __init__(self, prefix: str, initial_peer: str, validating: bool = True):
+        self.key = f"{prefix}_metrics"
+        validators, self.subkey = make_validators(prefix, RSAPrivateKey())
+        if not validating:  # signs, but publishes anything
+            validators = validators[1:2]
+        self.dht = hivemind.DHT(
+            initial_peers=[initial_peer], host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators
+        )
+
+    def publish(self, values: dict) -> None:
+        """Store a record; tried again, as a request may time out on a loaded machine."""
+
+        def store() -> bool:
+            return self.dht.store(self.key, values, subkey=self.subkey, expiration_time=get_dht_time() + 300)
+
+        wait_until(store, 30, "a record stored")
+
+
+@contextlib.contextmanager
+def run_peers(prefix: str, initial_peer: str, *validating: bool):
+    peers = []
+    try:
+        for is_validating in validating:
+            peers.append(Peer(prefix, initial_peer, is_validating))
+        yield peers
+    finally:
+        for peer in peers:
+            peer.dht.shutdown()
+
+
+def read_epochs(output_dir: Path) -> list[dict]:
+    path = output_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def start_monitor(start, prefix: str, output_dir: Path, *flags: str, name: str = "monitor", **options):
+    """The script, and its address as it prints it."""
+    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", "0.2"]
+    monitor = start(name, *command, "--output_dir", output_dir, *flags, **options)
+    address = monitor.wait_for(r"(?m)^--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$", 60).group(1)
+    return monitor, address
+
+
+def publish_until_seen(peers: list[Peer], epoch: int, output_dir: Path, **fields) -> None:
+    for peer in peers:
+        peer.publish(make_metrics(epoch, **fields).dict())
+    wait_until(lambda: [e for e in read_epochs(output_dir) if e["epoch"] == epoch], 30, f"epoch {epoch}")
+
+
+def test_monitor_follows_a_run_and_ends_cleanly(start, tmp_path):
+    prefix, output_dir = make_prefix(), tmp_path / "out"
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    monitor, address = start_monitor(start, prefix, output_dir, env=environment)
+    assert f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {address}\n" in monitor.text
+    with run_peers(prefix, address, True, True, False) as (first, second, attacker):
+        publish_until_seen([first, second], 1, output_dir, loss=18.0)
+        attacker.publish({**make_metrics(2).dict(), "loss": float("nan")})
+        attacker.publish({"epoch": 2})
+        attacker.publish(make_metrics(10**9).dict())  # well formed: a lie
+        first.publish(make_metrics(2, loss=30.0, mini_steps=6, total_samples=300).dict())
+        publish_until_seen([second], 2, output_dir, loss=8.0, mini_steps=2)
+        publish_until_seen([first, second], 3, output_dir, loss=12.0, total_samples=400, skipped_steps=1)
+        wait_until(lambda: monitor.text.count("Epoch #3  loss = 6.00000"), 10, "the log of epoch 3")
+        monitor.process.send_signal(signal.SIGINT)
+        monitor.assert_clean_end(30)
+        labels = {peer_label(first.subkey), peer_label(second.subkey)}
+
+    epochs = read_epochs(output_dir)
+    assert [entry["epoch"] for entry in epochs] == [1, 2, 3]
+    assert [entry["loss"] for entry in epochs[::2]] == [9.0, 6.0]
+    assert epochs[-1]["alive_peers"] == 2
+    assert epochs[-1]["samples"] == 128
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert summary["epochs"] == 3 and summary["last_loss"] == 6.0
+    contribution = {"total_samples": 400, "last_epoch": 3, "skipped_steps": 1}
+    assert summary["peers"] == {label: contribution for label in labels}
+    assert (output_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not any("\033" in line for line in monitor.text.splitlines())  # no colours in a file
+
+    # the dashboard has it, by the command that its users type
+    trackio = Path(sys.executable).with_name("trackio")
+
+    def ask(*question: str) -> dict:
+        command = [trackio, *question, "--project", prefix, "--json"]
+        return json.loads(subprocess.run(command, env={**os.environ, **environment}, capture_output=True).stdout)
+
+    (run,) = ask("list", "runs")["runs"]
+    assert [value["value"] for value in ask("get", "metric", "--run", run, "--metric", "loss")["values"]][-1] == 6.0
+
+
+def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
+    prefix, output_dir = make_prefix(), tmp_path / "out"
+    flags = ["--wandb_project", "test"]
+    environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    for name, epoch, variables in (("one", 4, {"WANDB_DISABLED": "true"}), ("two", 5, environment)):
+        monitor, address = start_monitor(start, prefix, output_dir, *flags, name=name, env=variables)
+        with run_peers(prefix, address, True) as peers:
+            publish_until_seen(peers, epoch, output_dir)
+            monitor.process.send_signal(signal.SIGTERM)
+            monitor.assert_clean_end(30)
+        assert bool(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) is (name == "two")
+    assert [entry["epoch"] for entry in read_epochs(output_dir)] == [4, 5]
+
+
+def test_monitor_refuses_wrong_flags_in_one_line(start):
+    wrong = [["--report_to", "wandb"], ["--refresh_period", "0"], ["--output_dir", "LICENSE"], ["--no_such_flag"]]
+    command = ["run_training_monitor.py", "--experiment_prefix", make_prefix(), *LOOPBACK]
+    for flags, monitor in [(flags, start(flags[0], *command, *flags)) for flags in wrong]:
+        assert monitor.wait(60) == 2
+        assert monitor.text.count("\n") == 1 and flags[0] in monitor.text
+
+
+@pytest.fixture
+def model_and_tokenizer(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")))
+    shape = {"embedding_size": 8, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
+    return AlbertForMaskedLM(AlbertConfig(vocab_size=20_000, **shape)), tokenizer
+
+
+def test_checkpoints_are_whole_and_few(model_and_tokenizer, tmp_path):
+    model, tokenizer = model_and_tokenizer
+    (tmp_path / ".checkpoint-2.unfinished").mkdir()  # what a killed process left
+    for epoch in (1, 2, 10, 10):
+        assert save_checkpoint(model, tokenizer, tmp_path, epoch, {"swarm_loss": 5.0}, save_total_limit=2)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-2"]
+    newest = tmp_path / "checkpoint-10"
+    assert (newest / "model.safetensors").exists()
+    loaded = AlbertForMaskedLM.from_pretrained(newest)
+    for name, tensor in model.state_dict().items():
+        assert loaded.state_dict()[name].equal(tensor), name
+    assert AutoTokenizer.from_pretrained(newest).get_vocab() == tokenizer.get_vocab()
+    assert json.loads((newest / "training_state.json").read_text()) == {"epoch": 10, "swarm_loss": 5.0}
+
+
+def test_full_disk_is_a_warning(model_and_tokenizer, tmp_path, caplog):
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        assert not save_model(*model_and_tokenizer, mount / "checkpoint-1", {})
+        assert not list(mount.iterdir())
+        (warning,) = [record for record in caplog.records if record.levelname.startswith("WARN")]
+        assert "No space left" in warning.getMessage()
+    finally:
+        subprocess.run(["umount", mount], check=True)

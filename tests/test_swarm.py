@@ -1,0 +1,162 @@
+"""Whole swarms of the scripts that users run, on loopback: they learn, agree, join late, mix and end."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from processes import LOOPBACK, Script, make_prefix, wait_until
+from safetensors.torch import load_file
+
+from arguments import ModelArguments, OptimizerArguments
+from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
+from model import evaluate, make_model, move_batch
+from optimizer import make_local_optimizer, make_param_groups, make_scheduler
+
+# a small ALBERT, and rounds that start at once when all are there
+TRAINER = {
+    "--config_path": "configs/demo.json",
+    "--optim": "adamw",
+    "--learning_rate": 2e-3,
+    "--warmup_steps": 5,
+    "--total_steps": 100,
+    "--target_batch_size": 384,
+    "--per_device_train_batch_size": 16,
+    "--gradient_accumulation_steps": 1,
+    "--matchmaking_time": 5,
+    "--request_timeout": 2,
+    "--next_chunk_timeout": 8,
+    "--averaging_timeout": 20,
+    "--default_refresh_period": 0.5,
+    "--dataloader_num_workers": 0,
+}
+
+
+def flags(*groups: dict) -> list:
+    merged = {name: value for group in groups for name, value in group.items()}
+    return sum(([name, *(value if isinstance(value, list) else [value])] for name, value in merged.items()), [])
+
+
+def start_monitor(start, prefix: str, *more) -> tuple[Script, str]:
+    """The monitor and the address that it prints for others."""
+    monitor = start("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, *more)
+    return monitor, monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+
+
+def start_trainer(start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict) -> Script:
+    own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
+    return start(name, "run_trainer.py", *LOOPBACK, *flags(TRAINER, own, *groups))
+
+
+def history(tmp_path: Path, name: str) -> dict[int, dict]:
+    """What a trainer has written of its epochs."""
+    path = tmp_path / name / "history.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return {line["epoch"]: line for line in (json.loads(text) for text in lines if text.endswith("\n"))}
+
+
+def largest_difference(tmp_path: Path, *names: str) -> float:
+    """Between any weight of the first trainer's model and the same one of another's."""
+    first, *others = [load_file(tmp_path / name / "model" / "model.safetensors") for name in names]
+    return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
+
+
+def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
+    """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
+    prefix, together = make_prefix(), {**tiny_data, "--max_steps": 16, "--target_group_size": 3}
+    monitor, peers = start_monitor(
+        start, prefix, "--refresh_period", 0.5, "--output_dir", tmp_path / "monitor", "--report_to", "none"
+    )
+    names = ["first", "second", "third"]
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, together) for name in names[:2]]
+    wait_until(lambda: max(history(tmp_path, "first"), default=0) >= 3, 90, "3 epochs")
+    trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together))
+    for trainer in trainers:
+        trainer.assert_clean_end(120)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in names]
+
+    # the same epoch, the same weights
+    assert [summary["epoch"] for summary in summaries] == [16, 16, 16]
+    assert largest_difference(tmp_path, *names) < 1e-6
+
+    # the third began where the others were, not at zero, and went on from their weights: its first loss shows it
+    third = history(tmp_path, "third")
+    joined = min(third)
+    assert joined >= 3
+    untrained = math.log(500) + math.log(2)
+    assert third[max(third)]["loss"] < 0.95 * untrained, third
+    assert summaries[2]["samples"] > 0
+
+    # gradients were averaged, by numbers: equal norms of the averaged gradient on all that took part
+    for epoch, line in third.items():
+        if line["averaged_with"] == 3:
+            norms = [history(tmp_path, name)[epoch]["grad_norm"] for name in names]
+            assert norms == pytest.approx([norms[0]] * 3, rel=1e-3)
+    assert sum(line["averaged_with"] == 3 for line in third.values()) >= 3
+
+    # the monitor has seen the signed metrics of all
+    monitor.interrupt()
+    monitor.assert_clean_end()
+    lines = [json.loads(line) for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["epoch"] == 16
+    assert max(line["alive_peers"] for line in lines) == 3
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    seen = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
+    assert sorted(peer["total_samples"] for peer in seen.values()) == sorted(s["samples"] for s in summaries)
+
+
+def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
+    """Four trainers, of which never more than two average at once."""
+    prefix, pairs = make_prefix(), {**tiny_data, "--target_group_size": 2, "--learning_rate": 1e-4, "--max_steps": 12}
+    monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    names = ["a", "b", "c", "d"]
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, pairs) for name in names]
+    for trainer in trainers:
+        assert trainer.wait(200) == 0, trainer.text[-3000:]
+    averaged = [line["averaged_with"] for name in names for line in history(tmp_path, name).values()]
+    assert max(averaged) == 2
+    # what separate steps pulled apart, mixing in pairs brought together: less apart than one step moves (lr 1e-4)
+    assert largest_difference(tmp_path, *names) < 1e-4
+
+
+def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
+    """Two trainers with a target batch of B against a plain loop with a batch of B: within 1 % after 10 epochs."""
+    epochs, batch_size = 10, 512
+    curve = {
+        **tiny_data,
+        "--target_batch_size": batch_size,
+        "--max_steps": epochs,
+        "--target_group_size": 2,
+        "--do_eval": [],
+    }
+    prefix = make_prefix()
+    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, curve) for name in ("first", "second")]
+    for trainer in trainers:
+        trainer.assert_clean_end(180)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second")]
+    assert all(summary["epochs_averaged"] >= epochs - 2 for summary in summaries)
+
+    options = OptimizerArguments(optim="adamw", learning_rate=2e-3, warmup_steps=5, total_steps=100)
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    dataset, _ = load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
+    model, device = make_model(ModelArguments(config_path="configs/demo.json"), len(tokenizer)), torch.device("cpu")
+    optimizer = make_local_optimizer(options, make_param_groups(model))
+    scheduler = make_scheduler(options, optimizer)
+    batches = iter(
+        make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=1, mlm_probability=0.15, num_workers=0)
+    )
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        for _ in range(batch_size // 16):
+            (model(**move_batch(next(batches), device))["loss"] * 16 / batch_size).backward()
+        optimizer.step()
+        scheduler.step()
+    validation = make_eval_batches(
+        dataset["validation"], tokenizer, batch_size=32, mlm_probability=0.15, max_samples=None
+    )
+    alone = evaluate(model, validation, device)
+    assert alone < summaries[0]["start_loss"] - 0.3  # the curve has moved by far more than the tolerance
+    for summary in summaries:
+        assert summary["final_loss"] == pytest.approx(alone, rel=0.01)

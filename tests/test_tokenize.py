@@ -1,0 +1,238 @@
+"""tokenize_wikitext103.py, run as users run it. Run: python -m pytest tests/test_tokenize.py"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from transformers import AlbertTokenizer
+
+import data
+import tokenize_wikitext103
+from arguments import TokenizeArguments
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = str(ROOT / "tokenize_wikitext103.py")
+RUSSIAN = "Ёлка и йод. Это был мой старый дом, и он стоял у самой реки. Мы жили в нём долго; потом уехали."
+
+
+def tokenize(folder: Path, *flags, name="", check=True, **options):
+    """Run the script; writes folder/dataset{name} and folder/tokenizer{name}."""
+    command = [sys.executable, SCRIPT, *map(str, flags)]
+    paths = {"--dataset_path": f"dataset{name}", "--tokenizer_path": f"tokenizer{name}"}
+    for flag, path in paths.items():
+        if flag not in flags:
+            command += [flag, str(folder / path)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, **options)
+    assert not check or result.returncode == 0, result.stderr
+    return result
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def novel() -> list[str]:
+    return data.read_text(ROOT / "sample_data" / "austen.txt.xz").split("\n")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, novel):
+    """A folder with 40 documents in documents.jsonl, and what the script made of them: 500 pieces, 64 tokens."""
+    folder = tmp_path_factory.mktemp("written")
+    documents = [{"text": "\n".join(novel[start : start + 60])} for start in range(0, 2400, 60)]
+    (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    flags = ("--text_files", "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
+    result = tokenize(folder, *flags)
+    assert "unigram entropy" in result.stdout and "next: python run_training_monitor.py" in result.stdout
+    return folder
+
+
+def test_what_is_written(written):
+    tokenizer = data.load_tokenizer(written / "tokenizer")
+    dataset, corpus = data.load_tokenized_dataset(written / "dataset", tokenizer)
+    assert corpus["vocab_size"] == len(tokenizer) <= 500 and corpus["seq_length"] == 64
+    assert corpus["documents"] == {"train": 38, "validation": 2}
+    labels = Counter(dataset["train"]["sentence_order_label"])
+    assert set(labels) == {0, 1} and 0.4 < labels[1] / labels.total() < 0.6
+    for name, split in dataset.items():
+        assert len(split) == corpus["instances"][name] > 0
+        assert sum(map(len, split["input_ids"])) == corpus["tokens"][name]
+        for row in split:
+            ids, cut = row["input_ids"], row["input_ids"].index(3)
+            assert len(ids) <= 64 and ids[0] == 2 and ids[-1] == 3 and ids.count(3) == 2
+            assert row["token_type_ids"] == [int(place > cut) for place in range(len(ids))]
+            assert row["special_tokens_mask"] == [int(token < 5) for token in ids]
+    counts = Counter(token for ids in dataset["validation"]["input_ids"] for token in ids if token >= 5)
+    shares = [count / counts.total() for count in counts.values()]
+    assert corpus["unigram_entropy"] == pytest.approx(-sum(share * math.log(share) for share in shares))
+    assert sorted(path.name for path in written.iterdir()) == ["dataset", "documents.jsonl", "tokenizer"]
+
+
+def test_all_text_arrives_and_no_instance_crosses_documents(written):
+    tokenizer = data.load_tokenizer(written / "tokenizer")
+    dataset, _ = data.load_tokenized_dataset(written / "dataset", tokenizer)
+    documents = data.read_documents(written / "documents.jsonl")
+    texts = [sum(tokenizer(d, add_special_tokens=False)["input_ids"], []) for d in documents]
+    found = []
+    for split in dataset.values():
+        text = []
+        for row in split:
+            cut = row["input_ids"].index(3)
+            segments = [row["input_ids"][1:cut], row["input_ids"][cut + 1 : -1]]
+            text += sum(segments[::-1] if row["sentence_order_label"] else segments, [])
+            if text in texts:  # a document is complete, and the next instance begins the next one
+                found.append(texts.index(text))
+                text = []
+        assert text == []
+    assert sorted(found) == list(range(40))
+
+
+def test_same_bytes_whatever_num_proc_and_hash_seed(written, tmp_path):
+    flags = ("--text_files", written / "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
+    # the trainer of the tokenizer walks through hash tables whose order changes from run to run
+    tokenize(tmp_path, *flags, "--num_proc", 2, env={**os.environ, "PYTHONHASHSEED": "1"})
+    for name in ("dataset", "tokenizer"):
+        assert read_files(tmp_path / name) == read_files(written / name)
+
+
+def test_several_tasks_same_for_one_and_two_processes(written, tmp_path, novel):
+    text = tmp_path / "lines.jsonl"
+    text.write_text("\n".join(json.dumps({"text": "\n".join(novel[k : k + 250])}) for k in range(0, 25_000, 250)))
+    flags = ("--text_files", text, "--tokenizer", written / "tokenizer", "--seq_length", 128)
+    for name, num_proc in (("1", 1), ("2", 2)):
+        tokenize(tmp_path, *flags, "--num_proc", num_proc, name=name)
+    assert read_files(tmp_path / "dataset1") == read_files(tmp_path / "dataset2")
+    corpus = json.loads((tmp_path / "dataset1" / "corpus.json").read_text())
+    assert corpus["documents"] == {"train": 95, "validation": 5}
+    assert text.stat().st_size > 2 * tokenize_wikitext103.CHUNK_CHARACTERS
+
+
+def test_other_seed_other_instances(written, tmp_path):
+    flags = ("--text_files", written / "documents.jsonl", "--tokenizer", written / "tokenizer", "--seq_length", 64)
+    # the tokenizer's own folder as --tokenizer_path: a second dataset for it
+    tokenize(tmp_path, *flags, "--seed", 7, "--tokenizer_path", written / "tokenizer")
+    first, second = (f / "dataset" / "train" / "data-00000-of-00001.arrow" for f in (written, tmp_path))
+    assert first.read_bytes() != second.read_bytes()
+    data.load_tokenized_dataset(tmp_path / "dataset", data.load_tokenizer(written / "tokenizer"))
+
+
+def test_dataset_of_another_tokenizer_is_refused(written, tmp_path, capsys):
+    pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
+    AlbertTokenizer(vocab=[(piece, 0.0) for piece in pieces]).save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(SystemExit) as stop:
+        data.load_tokenized_dataset(written / "dataset", data.load_tokenizer(tmp_path / "tokenizer"))
+    assert stop.value.code == 2 and "another tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cased, keep_accents", [(False, False), (True, True), (False, True)])
+def test_save_and_load_change_no_line(tmp_path, novel, cased, keep_accents):
+    lines = [line for line in novel if line.strip()][:4600]
+    lines += [f"{line} — {RUSSIAN} ``Été'' naïve １２３ {number}" for number, line in enumerate(lines[:400])]
+    args = TokenizeArguments(vocab_size=2000, cased=cased, keep_accents=keep_accents)
+    trained = tokenize_wikitext103.train_tokenizer([lines], args)
+    trained.save_pretrained(tmp_path / "once")
+    loaded = data.load_tokenizer(tmp_path / "once")
+    loaded.save_pretrained(tmp_path / "twice")
+    before = [encoding.ids for encoding in trained.backend_tokenizer.encode_batch(lines)]
+    assert len(before) == 5000
+    for again in (loaded, data.load_tokenizer(tmp_path / "twice"), AlbertTokenizer.from_pretrained(tmp_path / "twice")):
+        assert again(lines, verbose=False)["input_ids"] == before
+    pair = loaded("one", "two")
+    assert "token_type_ids" in pair and pair["token_type_ids"][-1] == 1
+    assert (loaded("йод")["input_ids"] == loaded("иод")["input_ids"]) != keep_accents
+    assert (loaded("Emma")["input_ids"] == loaded("emma")["input_ids"]) != cased
+    assert loaded("naive")["input_ids"].count(loaded.unk_token_id) == 0
+
+
+def test_sentences_one_by_one_are_the_joined_text(written):
+    """Pairs are put together from ids of sentences: they must be the ids of the text."""
+    tokenizer = data.load_tokenizer(written / "tokenizer")
+    for paragraphs in data.read_documents(written / "documents.jsonl"):
+        sentences = data.split_sentences(paragraphs)
+        apart = tokenizer(sentences, add_special_tokens=False)["input_ids"]
+        assert sum(apart, []) == tokenizer(" ".join(sentences), add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def test_special_tokens_in_a_text_are_text(written, tmp_path):
+    (tmp_path / "a.txt").write_text("He wrote [SEP] and [MASK] here. Then [CLS] and nothing.\n\n" * 20)
+    tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
+    dataset, _ = data.load_tokenized_dataset(tmp_path / "dataset", data.load_tokenizer(tmp_path / "tokenizer"))
+    for split in dataset.values():
+        for ids in split["input_ids"]:
+            assert (ids.count(2), ids.count(3), ids.count(4)) == (1, 2, 0)
+
+
+def test_single_document_gives_up_its_last_paragraphs(written, tmp_path, novel):
+    (tmp_path / "a.txt").write_text("\n".join(novel[:600]))
+    result = tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
+    assert "one document: its last" in result.stdout
+    dataset, _ = data.load_tokenized_dataset(tmp_path / "dataset", data.load_tokenizer(tmp_path / "tokenizer"))
+    assert 0 < len(dataset["validation"]) < 0.2 * len(dataset["train"])
+
+
+FAULTS = {
+    "missing": (b"", ["--text_files", "none.txt"], "no file none.txt"),
+    "empty": (b" \n\n", ["--text_files", "input.txt"], "no text in input.txt"),
+    "encoding": (b"caf\xe9", ["--text_files", "input.txt"], "not UTF-8"),
+    "gzip": (b"no gzip", ["--text_files", "input.gz"], "damaged or not a .gz"),
+    "xz": (b"\xfd7zXZ\x00\x00", ["--text_files", "input.xz"], "damaged or not a .xz"),
+    "folder": (b"", ["--text_files", "."], "is a folder"),
+    "no JSON": (b"plain\n", ["--text_files", "input.jsonl"], "line 1 is not JSON"),
+    "field": (b'{"body": "x"}\n', ["--text_files", "input.jsonl"], "--text_column"),
+    "no text": (b'{"text": 3}\n', ["--text_files", "input.jsonl"], "--text_column"),
+    "one sentence": (b"Hello.", ["--text_files", "input.txt"], "give more"),
+    "flag": (b"", ["--nonsense"], "unknown argument --nonsense"),
+    "exists": (b"", ["--corpus", "sample", "--dataset_path", "input.txt"], "exists already"),
+    "nested": (b"", ["--dataset_path", "x/y", "--tokenizer_path", "x"], "neither inside the other"),
+    "place": (b"A b.\n\nC d.", ["--text_files", "input.txt", "--dataset_path", "input.txt/x"], "cannot write"),
+    "no tokenizer": (b"A b. C d.", ["--text_files", "input.txt", "--tokenizer", "."], "no readable tokenizer"),
+    "language": (b"", ["--language", "klingon"], "choose one of"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_end_in_one_line_and_leave_nothing(tmp_path, fault):
+    content, flags, expected = FAULTS[fault]
+    suffix = next((Path(flag).suffix for flag in flags if flag.startswith("input")), ".txt")
+    (tmp_path / f"input{suffix}").write_bytes(content)
+    result = tokenize(tmp_path, *flags, *([] if "--tokenizer" in flags else ["--train_tokenizer"]), check=False)
+    assert result.returncode == 2, result.stderr
+    assert expected in result.stderr and result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.rglob("*")] == [f"input{suffix}"]
+
+
+def test_no_hub(tmp_path):
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    cache = ["--cache_dir", str(tmp_path / "home")]
+    for flags, cure in (([], "--corpus sample"), (["--corpus", "sample"], "--train_tokenizer")):
+        result = tokenize(tmp_path, *flags, *cache, check=False, env=environment)
+        assert result.returncode == 2
+        assert "Hugging Face Hub" in result.stderr and cure in result.stderr and result.stderr.count("\n") == 1
+        assert {path.name for path in tmp_path.iterdir()} <= {"home"}
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_run_leaves_nothing(written, tmp_path, number, code):
+    flags = ["--corpus", "sample", "--tokenizer", str(written / "tokenizer"), "--num_proc", "2"]
+    flags += ["--dataset_path", "deep/er/dataset", "--tokenizer_path", "deep/tokenizer"]
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *flags], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    seen = ""
+    while "tokenizing" not in seen:  # the progress bar: work has begun
+        assert (character := process.stderr.read(1)), seen
+        seen += character
+    os.killpg(process.pid, number)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
