@@ -32,13 +32,12 @@ class Peer:
             initial_peers=[initial_peer], host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators
         )
 
+    def store(self, values: dict) -> bool:
+        return self.dht.store(self.key, values, subkey=self.subkey, expiration_time=get_dht_time() + 300)
+
     def publish(self, values: dict) -> None:
         """Store a record; tried again, as a request may time out on a loaded machine."""
-
-        def store() -> bool:
-            return self.dht.store(self.key, values, subkey=self.subkey, expiration_time=get_dht_time() + 300)
-
-        wait_until(store, 30, "a record stored")
+        wait_until(lambda: self.store(values), 30, "a record stored")
 
 
 @contextlib.contextmanager
@@ -79,8 +78,8 @@ def test_monitor_follows_a_run_and_ends_cleanly(start, tmp_path):
     assert f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {address}\n" in monitor.text
     with run_peers(prefix, address, True, True, False) as (first, second, attacker):
         publish_until_seen([first, second], 1, output_dir, loss=18.0)
-        attacker.publish({**make_metrics(2).dict(), "loss": float("nan")})
-        attacker.publish({"epoch": 2})
+        attacker.store({**make_metrics(2).dict(), "loss": float("nan")})
+        attacker.store({"epoch": 2})
         attacker.publish(make_metrics(10**9).dict())  # well formed: a lie
         first.publish(make_metrics(2, loss=30.0, mini_steps=6, total_samples=300).dict())
         publish_until_seen([second], 2, output_dir, loss=8.0, mini_steps=2)

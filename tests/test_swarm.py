@@ -64,20 +64,24 @@ def largest_difference(tmp_path: Path, *names: str) -> float:
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
-    prefix, together = make_prefix(), {**tiny_data, "--max_steps": 16, "--target_group_size": 3}
+    prefix, together = make_prefix(), {**tiny_data, "--max_steps": 24, "--target_group_size": 3}
     monitor, peers = start_monitor(
         start, prefix, "--refresh_period", 0.5, "--output_dir", tmp_path / "monitor", "--report_to", "none"
     )
     names = ["first", "second", "third"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, together) for name in names[:2]]
     wait_until(lambda: max(history(tmp_path, "first"), default=0) >= 3, 90, "3 epochs")
+    stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
+    assert stranger.wait(60) == 2
+    assert "target_batch_size: the run has 384, you have 64" in stranger.text
+    assert not stranger.left_processes()
     trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together))
     for trainer in trainers:
         trainer.assert_clean_end(120)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in names]
 
     # the same epoch, the same weights
-    assert [summary["epoch"] for summary in summaries] == [16, 16, 16]
+    assert [summary["epoch"] for summary in summaries] == [24, 24, 24]
     assert largest_difference(tmp_path, *names) < 1e-6
 
     # the third began where the others were, not at zero, and went on from their weights: its first loss shows it
@@ -99,7 +103,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     monitor.interrupt()
     monitor.assert_clean_end()
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["epoch"] == 16
+    assert lines[-1]["epoch"] == 24
     assert max(line["alive_peers"] for line in lines) == 3
     assert lines[-1]["loss"] < lines[0]["loss"]
     seen = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
@@ -108,7 +112,9 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
 
 def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
     """Four trainers, of which never more than two average at once."""
-    prefix, pairs = make_prefix(), {**tiny_data, "--target_group_size": 2, "--learning_rate": 1e-4, "--max_steps": 12}
+    # from epoch 10 on the learning rate is zero, and only the averaging of parameters moves them
+    pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 10, "--max_steps": 20}
+    prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
     names = ["a", "b", "c", "d"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, pairs) for name in names]
@@ -116,8 +122,8 @@ def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
         assert trainer.wait(200) == 0, trainer.text[-3000:]
     averaged = [line["averaged_with"] for name in names for line in history(tmp_path, name).values()]
     assert max(averaged) == 2
-    # what separate steps pulled apart, mixing in pairs brought together: less apart than one step moves (lr 1e-4)
-    assert largest_difference(tmp_path, *names) < 1e-4
+    # one step of 2e-4 moves weights by about as much; mixing has brought them closer by far
+    assert largest_difference(tmp_path, *names) < 1e-5
 
 
 def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
@@ -136,7 +142,8 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     for trainer in trainers:
         trainer.assert_clean_end(180)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second")]
-    assert all(summary["epochs_averaged"] >= epochs - 2 for summary in summaries)
+    # whoever is ready first goes alone until the other is there
+    assert all(summary["epochs_averaged"] >= epochs / 2 for summary in summaries)
 
     options = OptimizerArguments(optim="adamw", learning_rate=2e-3, warmup_steps=5, total_steps=100)
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
@@ -160,3 +167,41 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     assert alone < summaries[0]["start_loss"] - 0.3  # the curve has moved by far more than the tolerance
     for summary in summaries:
         assert summary["final_loss"] == pytest.approx(alone, rel=0.01)
+
+
+def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
+    """While the imports run, and in the middle of training: no traceback, no process left, the model is saved."""
+    alone = [*LOOPBACK, *flags(TRAINER, tiny_data, {"--experiment_prefix": make_prefix(), "--output_dir": tmp_path})]
+    early = start("early", "-X", "importtime", "run_trainer.py", *alone)
+    early.wait_for("import time:.*torch")
+    early.interrupt()
+    early.wait(20)
+    assert "Traceback" not in early.text
+    wait_until(lambda: not early.left_processes(), 5, "no process left")
+
+    trainer = start("trainer", "run_trainer.py", *alone)
+    trainer.wait_for("Epoch #2")
+    trainer.interrupt()
+    trainer.assert_clean_end(30)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["epoch"] >= 2
+    assert summary["samples"] == sum(line["samples_accumulated"] for line in history(tmp_path, ".").values())
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_unreachable_or_malformed_peers_are_one_line(start, tmp_path, tiny_data):
+    """Wrong addresses: exit code 2, and a line that shows a right one."""
+    peer_id = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+    for number, (address, words) in enumerate(
+        [
+            ("127.0.0.1:31337", "is no address like /ip4/203.0.113.1/tcp/31337/p2p/"),
+            ("/ip4/127.0.0.1/tcp/31337", "is no address like /ip4/203.0.113.1/tcp/31337/p2p/"),
+            (f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id}", "cannot reach --initial_peers"),
+        ]
+    ):
+        trainer = start_trainer(start, tmp_path, f"wrong{number}", make_prefix(), address, tiny_data)
+        assert trainer.wait(90) == 2, trainer.text
+        errors = [line for line in trainer.text.splitlines() if "error:" in line]
+        assert len(errors) == 1 and words in errors[0], trainer.text
+        assert "Traceback" not in trainer.text
+        wait_until(lambda trainer=trainer: not trainer.left_processes(), 5, "no process left")

@@ -1,0 +1,77 @@
+"""Every flag is read by something, has help, and a wrong one is one clear line."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+from processes import ROOT
+
+import arguments
+
+GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)]
+FIELDS = [(group, field) for group in GROUPS for field in dataclasses.fields(group)]
+SCRIPTS = {path.name: path.read_text() for path in ROOT.glob("*.py")}
+
+
+@pytest.mark.parametrize("group, field", FIELDS, ids=[f"{group.__name__}.{field.name}" for group, field in FIELDS])
+def test_flag_has_help_and_is_read(group, field):
+    assert len(field.metadata.get("help", "")) > 20
+    # read outside the checks of its own dataclass
+    readers = [name for name, text in SCRIPTS.items() if name != "arguments.py"]
+    assert any(re.search(rf"\.{field.name}\b", SCRIPTS[name]) for name in readers), f"nothing reads --{field.name}"
+
+
+def test_flags_of_one_script_do_not_collide():
+    trainer = ["SwarmArguments", "ModelArguments", "OptimizerArguments", "AveragingArguments", "TrainerArguments"]
+    for groups in (trainer, [*trainer[:-1], "MonitorArguments"]):
+        names = [f.name for group, f in FIELDS if group.__name__ in groups]
+        assert len(names) == len(set(names))
+
+
+def test_steps_count_epochs_and_say_so():
+    for _, field in FIELDS:
+        if field.name.endswith("_steps"):
+            assert re.search(r"[Ee]poch", field.metadata["help"]), field.name
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], ["--experiment_prefix"]),
+        (["--run_id", "a.b"], ["dot", "a_b"]),
+        (["--run_id", "a", "--no_such_flag", "1"], ["--no_such_flag"]),
+        (["--run_id", "a", "--learning", "1"], ["--learning"]),
+        (["--run_id", "a", "--learning_rate", "fast"], ["--learning_rate", "fast"]),
+        (["--run_id", "a", "--matchmaking_time", "2"], ["--matchmaking_time", "--request_timeout"]),
+        (["--run_id", "a", "--averaging_timeout", "9"], ["--averaging_timeout", "--matchmaking_time"]),
+        (["--run_id", "a", "--delay_grad_averaging"], ["--delay_optimizer_step"]),
+        (["--run_id", "a", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
+        (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["./run_trainer.py", *flags])
+    with pytest.raises(SystemExit) as error:
+        arguments.parse_arguments(
+            arguments.SwarmArguments,
+            arguments.ModelArguments,
+            arguments.OptimizerArguments,
+            arguments.AveragingArguments,
+            arguments.TrainerArguments,
+        )
+    assert error.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("run_trainer.py: error: ")
+    assert all(word in line for word in words), line
+
+
+def test_a_missing_tokenizer_names_the_script_that_makes_it():
+    command = [sys.executable, "run_trainer.py", "--run_id", "a", "--tokenizer_path", "no/such/folder"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    [line] = [line for line in run.stderr.splitlines() if "error:" in line]
+    assert "tokenize_wikitext103.py" in line
