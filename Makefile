@@ -10,7 +10,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+PIP = .venv/bin/python -m pip --disable-pip-version-check install -qq
 
 .PHONY: demo test test-all lint setup
 

@@ -141,7 +141,7 @@ class AveragingArguments:
         default=0,
         metadata={
             "help": "Begin to look for a group this many samples before target_batch_size is reached; raise it when "
-            "rounds start late. ALL PEERS."
+            "rounds start late."
         },
     )
     matchmaking_time: float = field(
@@ -268,7 +268,7 @@ class TrainerArguments:
     bf16: bool = field(
         default=False, metadata={"help": "Mixed precision with bfloat16; needs a GPU or CPU that supports it."}
     )
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens that are masked. ALL PEERS."})
+    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens that are masked."})
     dataloader_num_workers: int = field(
         default=4, metadata={"help": "Processes that prepare batches; 0: the training process does it itself."}
     )
@@ -381,7 +381,7 @@ class TokenizeArguments:
     cased: bool = field(default=False, metadata={"help": "With --train_tokenizer: tell capital letters from small."})
     keep_accents: bool = field(
         default=False,
-        metadata={"help": "With --train_tokenizer: keep marks on letters. Russian needs it: without, a short i is an i."},
+        metadata={"help": "With --train_tokenizer: keep marks on letters; Russian needs them."},
     )
     language: str = field(
         default="english", metadata={"help": "Language of the text, for finding the ends of its sentences."}

@@ -68,6 +68,7 @@ class DHT(hivemind.DHT):
     """Ends without a traceback when a helper that has asked it something ended first, as happens in each clean stop."""
 
     def run(self) -> None:
+        live_as_helper()
         try:
             super().run()
         except EOFError:
@@ -197,6 +198,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     was left out of the part that this peer averaged, and all parts came back. A round in which nobody else took part
     raises AllreduceException.
     """
+
+    def run(self) -> None:
+        live_as_helper()
+        super().run()
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         gathered = await super()._aggregate_with_group(group_info, **kwargs)
@@ -452,6 +457,23 @@ def calm_log() -> None:
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
+def live_as_helper() -> None:
+    """What each helper process does first: leave Ctrl-C to its parent, and end when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # a terminal sends Ctrl-C to the whole process group: out of it, or p2pd is gone before we have said goodbye
+    os.setpgrp()
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        end_helpers(find_helpers())
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()
+
+
 def end_when_it_dies(process: multiprocessing.Process, name: str) -> None:
     """End this process and its helpers when that helper dies: whoever waits for its answer would wait for ever."""
     # a snapshot of what the helper itself has started: these are nobody's children once it is dead
@@ -509,14 +531,8 @@ def clean_end() -> Iterator[None]:
             traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
             end_process(1)
 
-    def start_as_helper() -> None:
-        # helpers leave Ctrl-C, which the terminal sends to all processes, to their parent
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
-    os.register_at_fork(after_in_child=start_as_helper)
     threading.excepthook = end_after_thread_failed
     code = 0
     try:

@@ -10,9 +10,11 @@ import math
 import os
 import time
 
+import psutil
 import torch
 from hivemind import DHT
 from hivemind.utils import get_dht_time
+from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments
@@ -42,6 +44,7 @@ class CollaborativeCallback:
         self.epoch_loss = math.nan
         self.last_epoch, self.epoch_start = 0, time.monotonic()
         self.epochs = self.averaged_epochs = 0
+        self.has_contributed = False
         self.backup: tuple[torch.Tensor, ...] | None = None
         self.history = open(os.path.join(args.output_dir, "history.jsonl"), "w", buffering=1)  # noqa: SIM115
         # a bar for a terminal, lines for a log file
@@ -78,6 +81,10 @@ class CollaborativeCallback:
             publish_contract(
                 self.dht, self.swarm.experiment_prefix, self.public_key, self.contract, self.args.statistics_expiration
             )
+        if not self.has_contributed and self.optimizer.grad_averager.local_samples_accumulated:
+            self.has_contributed = True
+            seconds = time.time() - psutil.Process().create_time()
+            logger.info(f"first contribution {seconds:.1f} s after the start, to epoch {self.optimizer.local_epoch}")
         if self.optimizer.local_epoch != self.last_epoch:
             self.on_epoch_end(now)
         if now >= self.next_bar_time:
@@ -95,32 +102,35 @@ class CollaborativeCallback:
         loss_sum = float(self.loss_sum)
         if self.mini_steps:
             self.epoch_loss = loss_sum / self.mini_steps
-        metrics = LocalMetrics(
-            epoch=epoch,
-            samples_per_second=float(optimizer.tracker.performance_ema.samples_per_second),
-            samples_accumulated=optimizer.epoch_samples,
-            loss=loss_sum,
-            mini_steps=self.mini_steps,
-            averaged_with=optimizer.averaged_with,
-            num_peers=max(1, optimizer.tracker.global_progress.num_peers),
-            # a poisoned average has no norm that a record may hold
-            grad_norm=optimizer.opt.grad_norm if math.isfinite(optimizer.opt.grad_norm) else 0.0,
-            learning_rate=float(optimizer.opt.param_groups[0]["lr"]),
-            total_samples=optimizer.total_samples,
-            skipped_steps=self.skipped_steps,
-        )
-        self.dht.store(
-            f"{self.swarm.experiment_prefix}_metrics",
-            subkey=self.public_key,
-            value=metrics.dict(),
-            expiration_time=get_dht_time() + self.args.statistics_expiration,
-            return_future=True,
-        )
-        self.history.write(json.dumps(metrics.dict() | {"loss": self.epoch_loss, "time": time.time()}) + "\n")
+        metrics = {
+            "epoch": epoch,
+            "samples_per_second": float(optimizer.tracker.performance_ema.samples_per_second),
+            "samples_accumulated": optimizer.epoch_samples,
+            "loss": loss_sum,
+            "mini_steps": self.mini_steps,
+            "averaged_with": optimizer.averaged_with,
+            "num_peers": max(1, optimizer.tracker.global_progress.num_peers),
+            "grad_norm": optimizer.opt.grad_norm,
+            "learning_rate": float(optimizer.opt.param_groups[0]["lr"]),
+            "total_samples": optimizer.total_samples,
+            "skipped_steps": self.skipped_steps,
+        }
+        try:
+            self.dht.store(
+                f"{self.swarm.experiment_prefix}_metrics",
+                subkey=self.public_key,
+                value=LocalMetrics.parse_obj(metrics).dict(),
+                expiration_time=get_dht_time() + self.args.statistics_expiration,
+                return_future=True,
+            )
+        except ValidationError as e:
+            # a loss that has run away, say: the others would refuse the record
+            logger.warning(f"epoch {epoch} is not reported: {'; '.join(error['msg'] for error in e.errors())}")
+        self.history.write(json.dumps(metrics | {"loss": self.epoch_loss, "time": time.time()}) + "\n")
         if self.bar.disable and epoch % self.args.logging_steps == 0:
             logger.info(
-                f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics.averaged_with} of "
-                f"{metrics.num_peers}  {now - self.epoch_start:.1f} s  own samples {metrics.samples_accumulated}"
+                f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
+                f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}"
             )
         self.loss_sum, self.mini_steps = 0.0, 0
         self.last_epoch, self.epoch_start = epoch, now

@@ -321,22 +321,18 @@ class MaskedBatches:
         input_ids[replaced] = generator.choice(self.ordinary_ids, len(replaced))
         return {**flat, "input_ids": input_ids, "labels": labels}
 
-    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray) -> dict:
-        """Tensors [rows, width] of int64; width is the longest row's length, rounded up to self.multiple, but never
+    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays [rows, width] of int64; width is the longest row's length, rounded up to self.multiple, but never
         beyond the longest row of the split: a model may have no position for it."""
-        import torch
-
         width = min(-(-lengths.max() // self.multiple) * self.multiple, self.lengths.max())
         is_filled = np.arange(width) < lengths[:, None]
-        batch = {"attention_mask": torch.from_numpy(is_filled.astype(np.int64))}
+        batch = {"attention_mask": is_filled.astype(np.int64), "sentence_order_label": flat["sentence_order_label"]}
         for name, value in (("input_ids", self.pad_id), ("token_type_ids", 0), ("labels", IGNORED_LABEL)):
-            padded = np.full(is_filled.shape, value, dtype=np.int64)
-            padded[is_filled] = flat[name]
-            batch[name] = torch.from_numpy(padded)
-        batch["sentence_order_label"] = torch.from_numpy(flat["sentence_order_label"])
+            batch[name] = np.full(is_filled.shape, value, dtype=np.int64)
+            batch[name][is_filled] = flat[name]
         return batch
 
-    def __getitem__(self, key: tuple[np.ndarray, list[int]]) -> dict:
+    def __getitem__(self, key: tuple[np.ndarray, list[int]]) -> dict[str, np.ndarray]:
         rows, mask_seed = key
         flat, lengths = self.read_rows(rows)
         return self.pad(self.mask_tokens(flat, np.random.default_rng(mask_seed)), lengths)
@@ -362,13 +358,13 @@ class LengthGroupedOrder:
 
 
 @contextlib.contextmanager
-def hold_signals():
-    """For the start of worker processes: a Ctrl-C or SIGTERM within takes effect at the end, in this process only.
+def hold_signals(*numbers: int):
+    """For the start of worker processes: such a signal takes effect at the end, and in this process only.
 
-    The forked processes never see either. A terminal, systemd or Slurm sends them to all processes, but it is for this
-    one to end the others; and Python swallows an exception that a signal handler raises while it forks.
+    The forked processes never see it. A terminal sends Ctrl-C to all processes, but it is for this one to end the
+    others; and Python swallows an exception that a signal handler raises while it forks.
     """
-    numbers, held = (signal.SIGINT, signal.SIGTERM), []
+    held: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}
@@ -383,16 +379,30 @@ def hold_signals():
             signal.raise_signal(number)
 
 
+def to_tensors(batch: dict[str, np.ndarray]) -> dict:
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def keep_arrays(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What workers send. Tensors would travel in shared memory, of which containers have little, through threads that
+    print tracebacks when the trainer ends first; arrays go through a pipe."""
+    return batch
+
+
 class UninterruptedLoader:
-    """A DataLoader whose workers never see Ctrl-C: the trainer still needs batches, or a quiet end of the workers,
-    while it shuts down."""
+    """A DataLoader of arrays, as tensors, whose workers never see Ctrl-C: the trainer still needs batches, or a quiet
+    end of the workers, while it shuts down."""
 
     def __init__(self, loader):
         self.loader = loader
 
     def __iter__(self):
-        with hold_signals():
-            return iter(self.loader)
+        # not SIGTERM: by it Python ends workers that are left at exit, and then waits for them
+        with hold_signals(signal.SIGINT):
+            batches = iter(self.loader)
+        return map(to_tensors, batches)
 
 
 def make_train_batches(dataset, tokenizer, *, batch_size: int, seed: int, mlm_probability=0.15, num_workers: int = 0):
@@ -410,6 +420,7 @@ def make_train_batches(dataset, tokenizer, *, batch_size: int, seed: int, mlm_pr
         batches,
         sampler=order,
         batch_size=None,  # an item of the "dataset" is a whole batch
+        collate_fn=keep_arrays,
         num_workers=num_workers,
         multiprocessing_context="fork" if num_workers else None,
     )
@@ -436,5 +447,5 @@ def make_eval_batches(
         tokens = slice(ends[start] - lengths[start], ends[stop - 1])
         part = {name: values[tokens] for name, values in flat.items() if name != "sentence_order_label"}
         part["sentence_order_label"] = flat["sentence_order_label"][start:stop]
-        result.append(batches.pad(part, lengths[start:stop]))
+        result.append(to_tensors(batches.pad(part, lengths[start:stop])))
     return result

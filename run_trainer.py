@@ -20,13 +20,11 @@ import logging
 import os
 import platform
 import signal
-import time
 
 # Ctrl-C while the imports below run: the end, without a traceback
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hivemind
-import psutil
 import torch
 import transformers
 
@@ -89,7 +87,10 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
     autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
     callback = CollaborativeCallback(dht, optimizer, swarm, args, public_key, contract)
-    logger.info(f"run {swarm.experiment_prefix}, peer {dht.peer_id}, {model.num_parameters():,} parameters")
+    logger.info(
+        f"run {swarm.experiment_prefix} until epoch {max_epoch}, {model.num_parameters():,} parameters, "
+        f"peer {dht.peer_id}"
+    )
 
     eval_options = dict(
         batch_size=args.per_device_eval_batch_size,
@@ -113,8 +114,6 @@ def main() -> None:
         num_workers=args.dataloader_num_workers,
     )
     callback.on_train_begin()
-    seconds = time.time() - psutil.Process().create_time()
-    logger.info(f"ready {seconds:.1f} s after the start, at epoch {optimizer.local_epoch} of {max_epoch}")
 
     for number, batch in enumerate(batches, start=1):
         if stop.is_set() or optimizer.local_epoch >= max_epoch:

@@ -300,7 +300,7 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: Path, ar
         with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", mininterval=interval) as progress:
             for name in splits:
                 work = functools.partial(tokenize_chunk, split=name, tokenizer_path=tokenizer_path, args=args)
-                with data.hold_signals():  # processes start here
+                with data.hold_signals(signal.SIGINT, signal.SIGTERM):  # processes start here
                     results = executor.map(work, chunks[name]) if executor else map(work, chunks[name])
                 parts = []
                 for size, table in zip(sizes[name], results, strict=True):

@@ -82,21 +82,30 @@ class Script:
             raise AssertionError(f"{self.command} did not end within {seconds} s:\n{self.text[-3000:]}") from None
 
     def interrupt(self) -> None:
-        """Ctrl-C, as a terminal sends it: to the script and to all it has started."""
+        """Ctrl-C, as a terminal sends it: to the script's process group."""
         os.killpg(self.session, signal.SIGINT)
 
     def kill(self) -> None:
         """kill -9 of the script and all it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.session, signal.SIGKILL)
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
-    def left_processes(self) -> list[str]:
-        """What still runs of the script's session."""
-        left = []
+    def processes(self) -> list[psutil.Process]:
+        """What runs of the script's session."""
+        running = []
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, psutil.Error):
                 if os.getsid(process.pid) == self.session and process.status() != psutil.STATUS_ZOMBIE:
-                    left.append(" ".join(process.cmdline()))
+                    running.append(process)
+        return running
+
+    def left_processes(self) -> list[str]:
+        """Command lines of what still runs of the script's session."""
+        left = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                left.append(" ".join(process.cmdline()))
         return left
 
     def assert_clean_end(self, seconds: float = 60) -> None:

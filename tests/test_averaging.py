@@ -94,3 +94,12 @@ def test_a_peer_ends_when_its_helper_dies(start):
     assert peer.wait(30) == 1
     assert "process died" in peer.text
     wait_until(lambda: not peer.left_processes(), 10, "no process left")
+
+
+def test_helpers_end_when_their_parent_dies(start):
+    """kill -9 of the trainer alone, by the system that runs out of memory: no orphan goes on taking part (note 21)."""
+    peer = start_peer(start, "peer", make_prefix(), gradient=1.0, batch_size=16)
+    wait_until(lambda: epochs(peer), 60, "an epoch")
+    os.kill(peer.process.pid, signal.SIGKILL)
+    peer.process.wait(10)
+    wait_until(lambda: not peer.left_processes(), 15, "no process left")
