@@ -274,33 +274,47 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
 
 class StateAverager(TrainingStateAverager, VerifiedAverager):
-    """Tries a bounded number of times to load a peer's state, and tells whether it did."""
+    """Gives whole states to peers that join, takes them in a bounded number of tries, and tells whether it did."""
 
     loaded_state = False
 
-    def load_state_from_peers(self, tries: int = 3, **kwargs) -> bool:
+    def __init__(self, *args, **kwargs):
+        self._lock_step = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    def step(self, *args, increment_epoch: bool = False, **kwargs):
+        # hivemind counts the epoch first and steps then: who downloads in between gets the old parameters as new ones
+        with self._lock_step if increment_epoch else contextlib.nullcontext():
+            return super().step(*args, increment_epoch=increment_epoch, **kwargs)
+
+    def get_current_state(self):
+        with self._lock_step:
+            metadata, tensors, infos = super().get_current_state()
+            # copies, or the next step changes what is still being sent
+            return metadata, [tensor.clone() for tensor in tensors], infos
+
+    def load_state_from_peers(self, min_epoch: int = 0, tries: int = 4, **kwargs) -> bool:
         """Download the state of the peer that is furthest; hivemind alone tries for ever and hides the end (note 25).
 
+        :param min_epoch: try again when the state is of an earlier epoch, as long as there are tries
         :returns: whether parameters, optimizer and epoch are now that peer's
         """
         self.loaded_state = False
         for attempt in range(tries):
-            time.sleep(attempt)
+            time.sleep(attempt / 2)
             self._downloaded_epoch = None
             try:
                 super().load_state_from_peers(**kwargs)
             except (IndexError, TimeoutError, asyncio.TimeoutError, RuntimeError, ValueError, KeyError) as e:
-                logger.warning(
-                    f"a peer's state did not load ({type(e).__name__}: {e}), {tries - attempt - 1} tries left"
-                )
+                logger.warning(f"a peer's state did not load ({type(e).__name__}: {e})")
                 continue
-            self.loaded_state = self._downloaded_epoch is not None
-            if self.loaded_state:
+            self.loaded_state = self.loaded_state or self._downloaded_epoch is not None
+            if self._downloaded_epoch is not None and self._downloaded_epoch >= min_epoch:
                 break
         return self.loaded_state
 
     def _update_scheduler(self):
-        # the last thing that hivemind does with a state that it has accepted, and with nothing else between
+        # the last thing that hivemind does with a state that it has accepted
         self._downloaded_epoch = self.local_epoch
         super()._update_scheduler()
 
@@ -318,7 +332,6 @@ class Optimizer(hivemind.Optimizer):
     #: samples of this peer in the last step, and in all steps together
     epoch_samples = 0
     total_samples = 0
-    _retrying = False
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
@@ -329,11 +342,10 @@ class Optimizer(hivemind.Optimizer):
 
         :returns: whether a peer gave it; otherwise the local state stays
         """
-        # the gradients of a round that failed here, while the others went one epoch ahead, still count there
-        if self._retrying and self.tracker.global_epoch - self.local_epoch <= 1:
+        if self.local_epoch and self.tracker.global_epoch - self.local_epoch <= 1:
+            # gradients of a round that the others went through without us are one epoch old, and still good
             self.grad_averager.keep_accumulated()
-        self._retrying = False
-        super().load_state_from_peers(**kwargs)
+        super().load_state_from_peers(min_epoch=self.tracker.global_epoch, **kwargs)
         return self.state_averager.loaded_state
 
     def _make_state_averager(self, **kwargs) -> StateAverager:
@@ -389,9 +401,20 @@ class Optimizer(hivemind.Optimizer):
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
         self._load_averaged_gradients_into_optimizer_()
         self.averaged_with = len(group)
-        self._retrying = False
+
+    def _has_missed_the_round(self) -> bool:
+        """Whether the others have stepped without this peer.
+
+        hivemind would then step by its own gradients alone; the averaging of parameters brings those together again,
+        but not the moments. Where the swarm averages in several groups, another group may simply have been faster.
+        """
+        group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
+        is_one_group = group_size is None or self.tracker.global_progress.num_peers <= group_size
+        return not self.auxiliary and is_one_group and self.tracker.global_epoch > self.local_epoch
 
     def _update_global_epoch(self, grad_scaler) -> None:
+        if self._has_missed_the_round() and self.load_state_from_peers():
+            return
         samples = self.grad_averager.local_samples_accumulated
         try:
             super()._update_global_epoch(grad_scaler)
@@ -402,7 +425,6 @@ class Optimizer(hivemind.Optimizer):
                 f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
                 "samples go into the next round"
             )
-            self._retrying = True
             # look, with fresh eyes, whether the others went on without us
             self.tracker.fetched_global_progress_this_epoch.clear()
             self._should_check_synchronization_on_update = True

@@ -27,13 +27,14 @@ ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
 MONITOR = "run_training_monitor.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2"
-# A group of two is full, and averages, as soon as both are there; an epoch takes about 1.5 s. AdamW at a high rate:
-# the real run's LAMB wants larger batches and thousands of epochs.
+# A group of two is full, and averages, as soon as both are there; an epoch takes about a second. AdamW at a
+# high rate: the real run's LAMB wants larger batches and thousands of epochs.
 TRAINER = (
     "run_trainer.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --config_path configs/demo.json "
     "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 --per_device_train_batch_size 64 "
-    "--gradient_accumulation_steps 1 --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30 "
-    "--target_group_size 2 --average_state_every 4 --dataloader_num_workers 0 --do_eval --max_eval_samples 512"
+    "--gradient_accumulation_steps 1 --matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 "
+    "--next_chunk_timeout 5 --target_group_size 2 --average_state_every 16 --dataloader_num_workers 0 "
+    "--do_eval --max_eval_samples 512"
 )
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -202,36 +203,32 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
             if scripts.has_ended("monitor"):
                 raise DemoFailed(f"the monitor ended before the trainers did, see {scripts.log('monitor')}")
             metrics = read_json_lines(metrics_file)
-            elapsed = minutes(time.monotonic() - start_time)
+            elapsed = time.monotonic() - start_time
             if metrics:
                 if metrics[-1]["epoch"] != epoch:
                     epoch, last_change = metrics[-1]["epoch"], time.monotonic()
-                line.show(f"{describe_progress(metrics, epochs)}{elapsed} elapsed, {estimate_left(metrics, epochs)}")
+                line.show(describe_progress(metrics, epochs, elapsed))
             else:
-                line.show(f"the trainers start and measure their loss before training; {elapsed} elapsed")
+                line.show(f"the trainers start and measure their loss before training  {minutes(elapsed)} elapsed")
             if time.monotonic() - last_change > STALL_LIMIT:
                 logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
                 raise DemoFailed(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
             time.sleep(0.5)
 
 
-def describe_progress(metrics: list[dict], epochs: int) -> str:
-    last = metrics[-1]
+def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
+    """One line; pace and time left are those of the last 20 reports, waiting and averaging included."""
+    first, last = metrics[-20:][0], metrics[-1]
+    done = last["epoch"] - first["epoch"]
+    pace = (last["time"] - first["time"]) / done if done else math.nan  # seconds per epoch
+    speed = sum(entry["samples"] for entry in metrics[-20:]) / len(metrics[-20:]) / pace
+    left = f"about {minutes(pace * (epochs - last['epoch']))} left" if done else "time left not known yet"
+    if last["epoch"] >= epochs:
+        left = "measuring the loss after training"
     return (
         f"epoch {last['epoch']} of {epochs}  training loss {last['loss']:.3f}  {last['alive_peers']} peers  "
-        f"{last['samples_per_second']:.0f} samples/s  "
+        f"{speed:.0f} samples/s  {minutes(elapsed)} elapsed  {left}".replace("nan samples/s", "- samples/s")
     )
-
-
-def estimate_left(metrics: list[dict], epochs: int) -> str:
-    """In words, from the pace of the last 20 reports."""
-    first, last = metrics[-20:][0], metrics[-1]
-    if last["epoch"] >= epochs:
-        return "measuring the loss after training"
-    if last["epoch"] == first["epoch"]:
-        return "time left unknown yet"
-    pace = (last["time"] - first["time"]) / (last["epoch"] - first["epoch"])
-    return f"about {minutes(pace * (epochs - last['epoch']) + max(0.0, last['time'] - time.time()))} left"
 
 
 def report(output_dir: Path, epochs: int) -> str | None:
