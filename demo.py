@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -49,18 +50,23 @@ class DemoFailed(Exception):
     """One line that says what went wrong and where to look."""
 
 
+class Stopped(Exception):
+    """The user has pressed Ctrl-C."""
+
+
 class Scripts:
     """The scripts that run, each in a session of its own, with a log of its own. They end when the block ends."""
 
-    def __init__(self, output_dir: Path):
-        self.output_dir = output_dir
+    def __init__(self, output_dir: Path, stop: threading.Event):
+        self.output_dir, self.stop = output_dir, stop
         self.running: dict[str, subprocess.Popen] = {}
 
-    def start(self, name: str, what: str, command: str, **environment: str) -> None:
+    def start(self, name: str, what: str, command: str, environment: dict[str, str], is_shown: bool = True) -> None:
         """Print and start `python {command}`; its output goes to {name}.log."""
-        python = shlex.quote(os.path.relpath(sys.executable) if is_inside(sys.executable, ROOT) else sys.executable)
-        settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
-        print(f"\n{what} (log: {self.log(name)}):\n{wrap_command(f'{settings}{python} {command}')}", flush=True)
+        print(f"\n{what} (log: {self.log(name)})", flush=True)
+        if is_shown:
+            settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
+            print(wrap_command(f"{settings}{shlex.quote(show_path(sys.executable))} {command}"), flush=True)
         with open(self.log(name), "w") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *shlex.split(command)],
@@ -83,12 +89,18 @@ class Scripts:
             raise DemoFailed(f"{name} ended {how}, see {self.log(name)}; its last line: {lines[-1].strip()}")
         return code == 0
 
+    def pause(self, seconds: float) -> None:
+        """Wait; the one place where Ctrl-C is noticed, so that no script is lost in the middle of its start."""
+        if self.stop.wait(seconds):
+            print("\nstopping", flush=True)
+            raise Stopped
+
     def wait(self, name: str, seconds: float) -> None:
-        try:
-            self.running[name].wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise DemoFailed(f"{name} did not end within {seconds:g} s, see {self.log(name)}") from None
-        self.has_ended(name)
+        deadline = time.monotonic() + seconds
+        while not self.has_ended(name):
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"{name} did not end within {seconds:g} s, see {self.log(name)}")
+            self.pause(0.1)
 
     def interrupt(self, name: str) -> None:
         """Ctrl-C, as a terminal sends it: to the script and to all that it has started."""
@@ -99,8 +111,6 @@ class Scripts:
         return self
 
     def __exit__(self, *_) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # what follows takes STOP_LIMIT at most
         for name, process in self.running.items():
             if process.poll() is None:
                 self.interrupt(name)
@@ -136,14 +146,16 @@ class ProgressLine:
             print(flush=True)
 
 
-def is_inside(path: str, folder: Path) -> bool:
-    return Path(path).absolute().is_relative_to(folder)
+def show_path(path: str | Path) -> str:
+    """Short, where it lies in the project's folder, in which the demo runs."""
+    return os.path.relpath(path) if Path(path).absolute().is_relative_to(ROOT) else str(path)
 
 
-def wrap_command(command: str, width: int = 110) -> str:
-    """The command on lines that a shell takes as one, with each flag beside its value."""
+def wrap_command(command: str) -> str:
+    """The command on lines that fit the terminal and that a shell takes as one, each flag beside its value."""
+    width = min(110, shutil.get_terminal_size().columns) - 4
     lines = [""]
-    for words in re.findall(r"(?:--)?\S+(?: (?!-)\S+)*", command) if "--" in command else [command]:
+    for words in re.findall(r"--\S+(?: (?!--)\S+)*|\S+", command):
         if lines[-1] and len(lines[-1]) + 1 + len(words) > width:
             lines.append("   ")
         lines[-1] = f"{lines[-1]} {words}" if lines[-1] else words
@@ -173,7 +185,7 @@ def tokenize(scripts: Scripts, data: Path) -> str:
         print(f"\nThe sample corpus, six novels by Jane Austen, is tokenized already: {data}")
         return flags
     shutil.rmtree(data, ignore_errors=True)
-    scripts.start("tokenize", "Tokenizing the sample corpus, six novels by Jane Austen", f"{TOKENIZE} {flags}")
+    scripts.start("tokenize", "Tokenize the sample corpus, six novels by Jane Austen", f"{TOKENIZE} {flags}", {})
     scripts.wait("tokenize", STALL_LIMIT)
     return flags
 
@@ -186,12 +198,12 @@ def start_monitor(scripts: Scripts, folder: Path) -> str:
     # the dashboard's data beside everything else, not in the user's home
     environment = {"TRACKIO_DIR": str(folder / "trackio")}
     command = f"{MONITOR} --output_dir {shlex.quote(str(folder))}"
-    scripts.start("monitor", "The monitor, whom others find first", command, **environment)
+    scripts.start("monitor", "Start the monitor, whom others find first", command, environment)
     deadline = time.monotonic() + STALL_LIMIT
     while not (found := re.search(r"^--initial_peers .+$", scripts.log("monitor").read_text(), re.MULTILINE)):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
             raise DemoFailed(f"the monitor gave no address to join, see {scripts.log('monitor')}")
-        time.sleep(0.1)
+        scripts.pause(0.1)
     return found.group()
 
 
@@ -209,11 +221,11 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
                     epoch, last_change = metrics[-1]["epoch"], time.monotonic()
                 line.show(describe_progress(metrics, epochs, elapsed))
             else:
-                line.show(f"the trainers start and measure their loss before training  {minutes(elapsed)} elapsed")
+                line.show(f"the trainers start and measure their loss before training, {minutes(elapsed)} elapsed")
             if time.monotonic() - last_change > STALL_LIMIT:
                 logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
                 raise DemoFailed(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
-            time.sleep(0.5)
+            scripts.pause(0.5)
 
 
 def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
@@ -222,12 +234,12 @@ def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
     done = last["epoch"] - first["epoch"]
     pace = (last["time"] - first["time"]) / done if done else math.nan  # seconds per epoch
     speed = sum(entry["samples"] for entry in metrics[-20:]) / len(metrics[-20:]) / pace
-    left = f"about {minutes(pace * (epochs - last['epoch']))} left" if done else "time left not known yet"
+    left = f"{minutes(pace * (epochs - last['epoch']))} left" if done else "? left"
     if last["epoch"] >= epochs:
-        left = "measuring the loss after training"
+        left = "measuring the final loss"
     return (
-        f"epoch {last['epoch']} of {epochs}  training loss {last['loss']:.3f}  {last['alive_peers']} peers  "
-        f"{speed:.0f} samples/s  {minutes(elapsed)} elapsed  {left}".replace("nan samples/s", "- samples/s")
+        f"epoch {last['epoch']}/{epochs}  loss {last['loss']:.3f}  {last['alive_peers']} peers  "
+        f"{speed:.0f} samples/s  {minutes(elapsed)} elapsed, {left}".replace("nan samples/s", "- samples/s")
     )
 
 
@@ -260,8 +272,7 @@ def report(output_dir: Path, epochs: int) -> str | None:
     difference = max(float(abs(weights[0][name] - weights[1][name]).max()) for name in weights[0])
     agreement = "agree" if difference <= SAME_WEIGHTS else "do NOT agree"
 
-    trackio = Path(sys.executable).with_name("trackio")
-    trackio = os.path.relpath(trackio) if is_inside(str(trackio), ROOT) else trackio
+    trackio = show_path(Path(sys.executable).with_name("trackio"))
     print(f"final loss {final_loss:.3f} (start {start_loss:.3f}, unigram entropy {entropy:.3f})")
     print(", ".join(shares))
     print(f"averaged with 2 of 2 in {len(averaged)} of {epochs} epochs")
@@ -277,10 +288,10 @@ def report(output_dir: Path, epochs: int) -> str | None:
     return None
 
 
-def run(output_dir: Path, epochs: int) -> None:
+def run(output_dir: Path, epochs: int, stop: threading.Event) -> None:
     start_time = time.monotonic()
     output_dir.mkdir(parents=True, exist_ok=True)
-    with open(output_dir / ".lock", "w") as lock, Scripts(output_dir) as scripts:
+    with open(output_dir / ".lock", "w") as lock, Scripts(output_dir, stop) as scripts:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -292,9 +303,12 @@ def run(output_dir: Path, epochs: int) -> None:
         data_flags = tokenize(scripts, output_dir / "data")
         initial_peers = start_monitor(scripts, output_dir / "monitor")
         for name in TRAINERS:
-            flags = f"{TRAINER} --total_steps {epochs} {data_flags} --output_dir {output_dir / name} {initial_peers}"
-            scripts.start(name, f"A peer, {name}", flags, **TRAINER_ENVIRONMENT)
-        print("\nThe training loss is that of masked words plus that of the order of sentences (0.69 when guessed).")
+            folder = shlex.quote(str(output_dir / name))
+            is_first = name == TRAINERS[0]
+            what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
+            command = f"{TRAINER} --total_steps {epochs} {data_flags} --output_dir {folder} {initial_peers}"
+            scripts.start(name, what, command, TRAINER_ENVIRONMENT, is_shown=is_first)
+        print("\nThe loss while they train: of masked words plus of the order of sentences (0.69 when guessed)")
         watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
@@ -309,17 +323,15 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=128, help="optimizer steps of the swarm; fewer learn less")
     args = parser.parse_args()
 
-    def interrupt(*_) -> None:
-        raise KeyboardInterrupt
-
     os.chdir(ROOT)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, interrupt)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda *_: stop.set())
     try:
-        run(Path(args.output_dir), args.epochs)
-    except KeyboardInterrupt:
-        print("\nstopped: all processes of the demo have ended", flush=True)
+        run(Path(args.output_dir), args.epochs, stop)
+    except Stopped:
+        print("stopped, no process is left", flush=True)
         return 130
     except DemoFailed as e:
         print(f"error: {e}", file=sys.stderr)
