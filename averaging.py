@@ -100,7 +100,7 @@ def make_dht(swarm: SwarmArguments, *, client_mode: bool = False) -> tuple[hivem
             # hivemind's 15 s are short for a loaded machine (note 13)
             startup_timeout=60,
         )
-    except P2PDaemonError as e:
+    except (P2PDaemonError, OSError, ValueError) as e:
         stop_for_user(explain_failed_start(swarm, str(e)))
     end_when_it_dies(dht, "DHT")
     return dht, public_key
@@ -113,6 +113,11 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
         return f"--identity_path {swarm.identity_path} is in use by a running peer: give each peer a file of its own"
     if "address already in use" in error or "failed to listen" in error:
         return f"--host_maddrs {' '.join(swarm.host_maddrs)}: the port is in use, choose another or 0 ({last_line})"
+    if swarm.identity_path and ("proto:" in error or swarm.identity_path in error or "saving the identity" in error):
+        return (
+            f"--identity_path {swarm.identity_path} is no key file ({last_line}): name one that a peer has made, or one "
+            "that does not exist yet, in a folder that does"
+        )
     if swarm.initial_peers:
         return (
             f"cannot reach --initial_peers {' '.join(swarm.initial_peers)}: check that the peer runs, that its port is "

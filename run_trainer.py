@@ -74,7 +74,10 @@ def main() -> None:
             f"--dataset_path {args.dataset_path} has instances of {corpus['seq_length']} tokens, the model takes "
             f"{model.config.max_position_embeddings}: tokenize with a smaller --seq_length"
         )
-    os.makedirs(args.output_dir, exist_ok=True)
+    try:
+        os.makedirs(args.output_dir, exist_ok=True)
+    except OSError as e:
+        stop_for_user(f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder")
 
     # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
     dht, public_key = make_dht(swarm, client_mode=args.client_mode)
