@@ -115,8 +115,8 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
         return f"--host_maddrs {' '.join(swarm.host_maddrs)}: the port is in use, choose another or 0 ({last_line})"
     if swarm.identity_path and ("proto:" in error or swarm.identity_path in error or "saving the identity" in error):
         return (
-            f"--identity_path {swarm.identity_path} is no key file ({last_line}): name one that a peer has made, or one "
-            "that does not exist yet, in a folder that does"
+            f"--identity_path {swarm.identity_path} is no key file ({last_line}): name one that a peer has made, or "
+            "one that does not exist yet, in a folder that does"
         )
     if swarm.initial_peers:
         return (
@@ -324,6 +324,24 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         super()._update_scheduler()
 
 
+class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
+    """Reports at most once in min_refresh_period within an epoch; hivemind reports each step (note 12).
+
+    A report is a signature and a message to several peers, and nobody looks more often than that.
+    """
+
+    _last_report = -float("inf")
+
+    def report_local_progress(self, local_epoch: int, *args, **kwargs) -> None:
+        has_new_epoch = local_epoch != self.local_progress.epoch
+        super().report_local_progress(local_epoch, *args, **kwargs)
+        now = time.monotonic()
+        if has_new_epoch or now - self._last_report >= self.min_refresh_period:
+            self._last_report = now
+        else:
+            self.should_report_progress.clear()
+
+
 class Optimizer(hivemind.Optimizer):
     """hivemind.Optimizer whose failed rounds lose no gradients and take no step.
 
@@ -352,6 +370,17 @@ class Optimizer(hivemind.Optimizer):
             self.grad_averager.keep_accumulated()
         super().load_state_from_peers(min_epoch=self.tracker.global_epoch, **kwargs)
         return self.state_averager.loaded_state
+
+    def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
+        return ProgressTracker(
+            dht=self.dht,
+            prefix=self.run_id,
+            target_batch_size=target_batch_size,
+            client_mode=self.client_mode,
+            status_loglevel=self.status_loglevel,
+            start=True,
+            **kwargs,
+        )
 
     def _make_state_averager(self, **kwargs) -> StateAverager:
         averager = StateAverager(
