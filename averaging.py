@@ -182,7 +182,8 @@ def join_run(
             if published:
                 publish_contract(dht, prefix, public_key, None, expiration).result(timeout=30)
             stop_for_user(
-                f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over the run's flags."
+                f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over its flags, or choose "
+                "another --experiment_prefix"
             )
         if not published:
             publish_contract(dht, prefix, public_key, mine, expiration).result(timeout=30)

@@ -1,0 +1,134 @@
+"""One trainer's own affairs: steps that must not count, parameters that must be restored, and what all roles build."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from processes import LOOPBACK, ROOT, make_prefix
+from safetensors.torch import load_file
+
+TINY = [
+    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
+    *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
+    *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "0", "--max_steps", "4"),
+]
+
+# Runs run_trainer.py with a fault in the model: the output of every fifth forward pass is NaN, a bad machine's work.
+FAULTY_TRAINER = """
+import sys
+import run_trainer
+
+make_model, passes = run_trainer.make_model, 0
+
+def make_faulty_model(*args):
+    model = make_model(*args)
+
+    def spoil(module, inputs, output):
+        global passes
+        passes += 1
+        return output * float("nan") if passes % 5 == 0 else output
+
+    model.predictions.register_forward_hook(spoil)
+    return model
+
+run_trainer.make_model = make_faulty_model
+with run_trainer.clean_end():
+    run_trainer.main()
+"""
+
+# A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer's parameters break and are restored.
+ROLES = """
+import json, sys
+import torch
+from arguments import *
+from averaging import clean_end, make_dht, shut_down
+from callback import CollaborativeCallback
+from model import make_model
+from optimizer import make_optimizer, make_param_groups
+from utils import RunContract
+
+with clean_end():
+    swarm = SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    facts, optimizers = {}, []
+    for role, auxiliary in (("monitor", True), ("trainer", False)):
+        dht, public_key = make_dht(swarm)
+        model = make_model(ModelArguments("configs/demo.json"), 300)
+        optimizer = make_optimizer(model, dht, swarm, OptimizerArguments(), AveragingArguments(), auxiliary=auxiliary)
+        by_value = {param.data.double().pow(2).sum().item(): name for name, param in model.named_parameters()}
+        # names by what stands at each position of the state that peers exchange, where the values tell
+        _, tensors, _ = optimizer.state_averager.get_current_state()
+        count = sum(len(group["params"]) for group in optimizer.opt.param_groups)
+        shapes = [list(tensor.shape) for tensor in tensors]
+        names = [name for group in make_param_groups(model) for name in group["names"]]
+        at = [by_value[tensor.double().pow(2).sum().item()] for tensor in tensors[:count] if tensor.dim() == 2]
+        facts[role] = {"names": names, "shapes": shapes, "matrices": at}
+        optimizers.append(optimizer)
+
+    contract = RunContract(joined=0.0, contract={})
+    arguments = TrainerArguments(output_dir=sys.argv[2])
+    callback = CollaborativeCallback(dht, optimizer, swarm, arguments, public_key, contract)
+    callback.back_up()
+    good = [param.clone() for param in model.parameters()]
+    with torch.no_grad():
+        for tensor in callback.state_tensors():
+            tensor.fill_(float("nan"))
+    facts["finite_before"] = callback.parameters_are_finite()
+    callback.on_epoch_end(0.0)
+    facts["finite_after"] = callback.parameters_are_finite()
+    facts["restored"] = all(torch.equal(a, b) for a, b in zip(good, model.parameters()))
+    print(json.dumps(facts), flush=True)
+    optimizers[0].shutdown()
+    shut_down(dht, optimizer)
+"""
+
+
+def run(code: str, *arguments: object, expect: int = 0) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert result.returncode == expect, result.stderr[-3000:]
+    return result
+
+
+def test_steps_that_are_not_finite_are_skipped_counted_and_never_contributed(tmp_path, tiny_data):
+    data = [str(word) for flag in tiny_data.items() for word in flag]
+    where = ["--experiment_prefix", make_prefix(), "--output_dir", tmp_path]
+    run(FAULTY_TRAINER, *TINY, *LOOPBACK, *data, *where)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    # 4 epochs of 64 samples in steps of 16: 16 good steps, and every fifth of all is bad
+    assert summary["samples"] == 256
+    assert summary["skipped_steps"] == 3
+    assert history[-1]["skipped_steps"] == 3
+    assert all(line["loss"] == pytest.approx(line["loss"], nan_ok=False) for line in history)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory) -> dict:
+    return json.loads(run(ROLES, make_prefix(), tmp_path_factory.mktemp("roles")).stdout.splitlines()[-1])
+
+
+def test_all_roles_have_the_same_ordered_parameters(facts):
+    """State is exchanged by position (note 9): names, and what really stands at each position."""
+    assert facts["trainer"] == facts["monitor"]
+    matrices = [name for name in facts["trainer"]["names"] if name in facts["trainer"]["matrices"]]
+    assert facts["trainer"]["matrices"] == matrices
+    assert len(matrices) >= 8
+
+
+def test_parameters_that_are_not_finite_are_restored(facts):
+    assert not facts["finite_before"]
+    assert facts["finite_after"]
+    assert facts["restored"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do --fp16")
+def test_fp16_where_it_cannot_work_is_an_error():
+    command = [sys.executable, "run_trainer.py", "--run_id", "a", "--fp16"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.count("error:") == 1
+    assert "--fp16 needs a CUDA GPU" in result.stderr
