@@ -63,7 +63,7 @@ class Scripts:
 
     def start(self, name: str, what: str, command: str, environment: dict[str, str], is_shown: bool = True) -> None:
         """Print and start `python {command}`; its output goes to {name}.log."""
-        print(f"\n{what} (log: {self.log(name)})", flush=True)
+        print(f"\n{what} (log: {self.log(name)})" if is_shown else f"\n{what}", flush=True)
         if is_shown:
             settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
             print(wrap_command(f"{settings}{shlex.quote(show_path(sys.executable))} {command}"), flush=True)

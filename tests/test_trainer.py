@@ -38,7 +38,7 @@ with run_trainer.clean_end():
     run_trainer.main()
 """
 
-# A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer's parameters break and are restored.
+# A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer's parameters break and are mended.
 ROLES = """
 import json, sys
 import torch
