@@ -7,6 +7,7 @@ specific to a model: an experiment is edited in data.py, model.py and optimizer.
 import asyncio
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import multiprocessing
 import os
@@ -197,6 +198,10 @@ class AveragingFailed(Exception):
     """A gradient averaging round came to nothing; its gradients are kept."""
 
 
+class OutOfStep(AllreduceException):
+    """The group is at another epoch (the argument) than this peer, which has to take over the swarm's state."""
+
+
 class VerifiedAverager(hivemind.DecentralizedAverager):
     """Tells whose data verifiably entered the average, as hivemind reports success for rounds that failed.
 
@@ -222,11 +227,20 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
 
+def is_pair_of_integers(item: object) -> bool:
+    return isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(number, int) for number in item)
+
+
 class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
     """Keeps the gradients of a failed round, which hivemind loses: it empties the accumulators when a round starts.
 
-    Also spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
+    Averages peers of one epoch only: hivemind lets a peer that has lost a round average its old gradients with
+    everybody's new ones, for ever one epoch behind. And spares a joining peer a second download: hivemind fetches the
+    averaged gradients of a peer and drops them.
     """
+
+    #: set by the optimizer: the epoch whose gradients are gathered, and the size of the swarm
+    epoch, num_peers = 0, 1
 
     def __init__(self, *args, **kwargs):
         self._in_flight = self._kept = None
@@ -234,7 +248,29 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
     def schedule_step(self, *args, **kwargs):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place
-        return super().schedule_step(*args, allow_retries=False, **kwargs)
+        return super().schedule_step(*args, gather=[self.epoch, self.num_peers], allow_retries=False, **kwargs)
+
+    async def _aggregate_with_group(self, group_info, **kwargs):
+        # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
+        gathered = [self.serializer.loads(self.serializer.loads(data)[2]) for data in group_info.gathered]
+        epochs = [item[0] if is_pair_of_integers(item) else -1 for item in gathered]
+        num_peers = max((item[1] for item in gathered if is_pair_of_integers(item)), default=0)
+        group_size = self.matchmaking_kwargs["target_group_size"]
+        # in a swarm of several groups, each moves on by itself, and neighbours an epoch apart are nothing unusual
+        if group_size is None or num_peers <= group_size:
+            votes = Counter(epochs)
+            epoch = max(votes, key=lambda epoch: (votes[epoch], epoch))
+            if epochs[group_info.peer_ids.index(self.peer_id)] != epoch:
+                raise OutOfStep(epoch)
+            if votes[epoch] == 1:
+                raise AllreduceException(f"no other peer of epoch {epoch} in a group of {len(epochs)}")
+            chosen = [index for index, its_epoch in enumerate(epochs) if its_epoch == epoch]
+            group_info = dataclasses.replace(
+                group_info,
+                peer_ids=tuple(group_info.peer_ids[index] for index in chosen),
+                gathered=tuple(group_info.gathered[index] for index in chosen),
+            )
+        return await super()._aggregate_with_group(group_info, **kwargs)
 
     def step(self, *args, **kwargs):
         self._in_flight = self._snapshot()
@@ -356,6 +392,8 @@ class Optimizer(hivemind.Optimizer):
     #: samples of this peer in the last step, and in all steps together
     epoch_samples = 0
     total_samples = 0
+    #: epoch of the last group that has left this peer out
+    _group_epoch = -1
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
@@ -369,7 +407,9 @@ class Optimizer(hivemind.Optimizer):
         if self.local_epoch and self.tracker.global_epoch - self.local_epoch <= 1:
             # gradients of a round that the others went through without us are one epoch old, and still good
             self.grad_averager.keep_accumulated()
-        super().load_state_from_peers(min_epoch=self.tracker.global_epoch, **kwargs)
+        # a group that left us out is about to step to the epoch after its own: wait for that one
+        min_epoch = max(self.tracker.global_epoch, self._group_epoch + 1)
+        super().load_state_from_peers(min_epoch=min_epoch, **kwargs)
         return self.state_averager.loaded_state
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
@@ -410,6 +450,8 @@ class Optimizer(hivemind.Optimizer):
     def _maybe_schedule_gradient_averaging(self) -> None:
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
+        self.grad_averager.epoch = self.local_epoch
+        self.grad_averager.num_peers = self.tracker.global_progress.num_peers
         if self.tracker.global_progress.num_peers > 1:
             super()._maybe_schedule_gradient_averaging()
 
@@ -433,6 +475,8 @@ class Optimizer(hivemind.Optimizer):
                 maybe_step_control.cancel()
             self.grad_averager.keep_gradients()
             self.failed_rounds += 1
+            if isinstance(e, OutOfStep):
+                self._group_epoch = e.args[0]
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
         self._load_averaged_gradients_into_optimizer_()
         self.averaged_with = len(group)
@@ -460,9 +504,8 @@ class Optimizer(hivemind.Optimizer):
                 f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
                 "samples go into the next round"
             )
-            # look, with fresh eyes, whether the others went on without us
-            self.tracker.fetched_global_progress_this_epoch.clear()
-            self._should_check_synchronization_on_update = True
+            if self._group_epoch >= self.local_epoch:
+                self.load_state_from_peers()
 
 
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:

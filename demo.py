@@ -28,14 +28,15 @@ ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
 MONITOR = "run_training_monitor.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2"
-# A group of two is full, and averages, as soon as both are there; an epoch takes about a second. AdamW at a
-# high rate: the real run's LAMB wants larger batches and thousands of epochs.
+# A group of two is full, and averages, as soon as both are there; an epoch takes about a second, so that peers must look
+# for each other more often than the default's every 3 s. AdamW at a high rate: the real run's LAMB wants larger batches
+# and thousands of epochs.
 TRAINER = (
     "run_trainer.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --config_path configs/demo.json "
     "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 --per_device_train_batch_size 64 "
     "--gradient_accumulation_steps 1 --matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 "
-    "--next_chunk_timeout 5 --target_group_size 2 --average_state_every 16 --dataloader_num_workers 0 "
-    "--do_eval --max_eval_samples 512"
+    "--next_chunk_timeout 5 --default_refresh_period 0.5 --target_group_size 2 --average_state_every 16 "
+    "--dataloader_num_workers 0 --do_eval --max_eval_samples 512"
 )
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
