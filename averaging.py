@@ -227,8 +227,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
 
-def is_pair_of_integers(item: object) -> bool:
-    return isinstance(item, (list, tuple)) and len(item) == 2 and all(isinstance(number, int) for number in item)
+def is_epoch_in_step(item: object) -> bool:
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step]."""
+    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool]
 
 
 class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
@@ -239,8 +240,8 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
     averaged gradients of a peer and drops them.
     """
 
-    #: set by the optimizer: the epoch whose gradients are gathered, and the size of the swarm
-    epoch, num_peers = 0, 1
+    #: set by the optimizer: the epoch whose gradients are gathered, and whether the whole swarm averages in step
+    epoch, in_step = 0, False
 
     def __init__(self, *args, **kwargs):
         self._in_flight = self._kept = None
@@ -248,16 +249,13 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
     def schedule_step(self, *args, **kwargs):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place
-        return super().schedule_step(*args, gather=[self.epoch, self.num_peers], allow_retries=False, **kwargs)
+        return super().schedule_step(*args, gather=[self.epoch, self.in_step], allow_retries=False, **kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
         gathered = [self.serializer.loads(self.serializer.loads(data)[2]) for data in group_info.gathered]
-        epochs = [item[0] if is_pair_of_integers(item) else -1 for item in gathered]
-        num_peers = max((item[1] for item in gathered if is_pair_of_integers(item)), default=0)
-        group_size = self.matchmaking_kwargs["target_group_size"]
-        # in a swarm of several groups, each moves on by itself, and neighbours an epoch apart are nothing unusual
-        if group_size is None or num_peers <= group_size:
+        epochs = [item[0] if is_epoch_in_step(item) else -1 for item in gathered]
+        if all(is_epoch_in_step(item) and item[1] for item in gathered):
             votes = Counter(epochs)
             epoch = max(votes, key=lambda epoch: (votes[epoch], epoch))
             if epochs[group_info.peer_ids.index(self.peer_id)] != epoch:
@@ -451,7 +449,7 @@ class Optimizer(hivemind.Optimizer):
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
         self.grad_averager.epoch = self.local_epoch
-        self.grad_averager.num_peers = self.tracker.global_progress.num_peers
+        self.grad_averager.in_step = self._averages_in_step()
         if self.tracker.global_progress.num_peers > 1:
             super()._maybe_schedule_gradient_averaging()
 
@@ -463,7 +461,8 @@ class Optimizer(hivemind.Optimizer):
         if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
             # hivemind steps alone when the group that it looked for in advance came to nothing, while others are there
             self.scheduled_grads = None
-        self.averaged_with = 1
+        if not self.delay_grad_averaging:
+            self.averaged_with = 1
         return super()._begin_averaging_gradients(grad_scaler)
 
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control) -> None:
@@ -475,21 +474,30 @@ class Optimizer(hivemind.Optimizer):
                 maybe_step_control.cancel()
             self.grad_averager.keep_gradients()
             self.failed_rounds += 1
+            self.averaged_with = 1
             if isinstance(e, OutOfStep):
                 self._group_epoch = e.args[0]
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
         self._load_averaged_gradients_into_optimizer_()
         self.averaged_with = len(group)
 
+    def _averages_in_step(self) -> bool:
+        """Whether all peers go from epoch to epoch together.
+
+        Not where the swarm averages in several groups, of which one may be faster, nor where rounds run on in the
+        background: neighbours an epoch apart are nothing unusual there.
+        """
+        group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
+        is_one_group = group_size is None or self.tracker.global_progress.num_peers <= group_size
+        return is_one_group and not self.delay_grad_averaging
+
     def _has_missed_the_round(self) -> bool:
         """Whether the others have stepped without this peer.
 
         hivemind would then step by its own gradients alone; the averaging of parameters brings those together again,
-        but not the moments. Where the swarm averages in several groups, another group may simply have been faster.
+        but not the moments.
         """
-        group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
-        is_one_group = group_size is None or self.tracker.global_progress.num_peers <= group_size
-        return not self.auxiliary and is_one_group and self.tracker.global_epoch > self.local_epoch
+        return not self.auxiliary and self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
 
     def _update_global_epoch(self, grad_scaler) -> None:
         if self._has_missed_the_round() and self.load_state_from_peers():
