@@ -22,6 +22,8 @@ TRAINER = {
     "--warmup_steps": 5,
     "--total_steps": 100,
     "--target_batch_size": 384,
+    # what 16 bits round off differs from peer to peer, by 5e-6 in weights between two averagings of parameters
+    "--compression": "none",
     "--per_device_train_batch_size": 16,
     "--gradient_accumulation_steps": 1,
     "--matchmaking_time": 3,
@@ -66,7 +68,7 @@ def largest_difference(tmp_path: Path, *names: str) -> float:
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
-    prefix, together = make_prefix(), {**tiny_data, "--max_steps": 16, "--target_group_size": 3}
+    prefix, together = make_prefix(), {**tiny_data, "--max_steps": 20, "--target_group_size": 3}
     monitor, peers = start_monitor(
         start, prefix, "--refresh_period", 0.5, "--output_dir", tmp_path / "monitor", "--report_to", "none"
     )
@@ -83,7 +85,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in names]
 
     # the same epoch, the same weights
-    assert [summary["epoch"] for summary in summaries] == [16, 16, 16]
+    assert [summary["epoch"] for summary in summaries] == [20, 20, 20]
     assert largest_difference(tmp_path, *names) < 1e-6
 
     # the third began where the others were, not at zero, and went on from their weights: its first loss shows it
@@ -105,7 +107,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     monitor.interrupt()
     monitor.assert_clean_end()
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["epoch"] == 16
+    assert lines[-1]["epoch"] == 20
     assert max(line["alive_peers"] for line in lines) == 3
     assert lines[-1]["loss"] < lines[0]["loss"]
     seen = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
@@ -115,7 +117,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
 def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
     """Four trainers, of which never more than two average at once."""
     # from epoch 8 on the learning rate is zero, and only the averaging of parameters moves them
-    pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 16}
+    pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 20}
     pairs["--average_state_every"] = 1
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
