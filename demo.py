@@ -18,6 +18,7 @@ import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -28,9 +29,9 @@ ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
 MONITOR = "run_training_monitor.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2"
-# A group of two is full, and averages, as soon as both are there; an epoch takes about a second, so that peers must look
-# for each other more often than the default's every 3 s. AdamW at a high rate: the real run's LAMB wants larger batches
-# and thousands of epochs.
+# A group of two is full, and averages, as soon as both are there. An epoch takes about a second: peers must look for
+# each other more often than every 3 s, the default. AdamW at a high rate: the real run's LAMB wants larger batches and
+# thousands of epochs.
 TRAINER = (
     "run_trainer.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --config_path configs/demo.json "
     "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 --per_device_train_batch_size 64 "
@@ -231,17 +232,16 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
 
 def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
     """One line; pace and time left are those of the last 20 reports, waiting and averaging included."""
-    first, last = metrics[-20:][0], metrics[-1]
-    done = last["epoch"] - first["epoch"]
-    pace = (last["time"] - first["time"]) / done if done else math.nan  # seconds per epoch
-    speed = sum(entry["samples"] for entry in metrics[-20:]) / len(metrics[-20:]) / pace
-    left = f"{minutes(pace * (epochs - last['epoch']))} left" if done else "? left"
+    recent, last = metrics[-20:], metrics[-1]
+    parts = [f"epoch {last['epoch']}/{epochs}", f"loss {last['loss']:.3f}", f"{last['alive_peers']} peers"]
+    passed, left = f"{minutes(elapsed)} elapsed", ""
+    if done := last["epoch"] - recent[0]["epoch"]:
+        pace = (last["time"] - recent[0]["time"]) / done  # seconds per epoch
+        parts.append(f"{statistics.mean(entry['samples'] for entry in recent) / pace:.0f} samples/s")
+        left = f", {minutes(pace * (epochs - last['epoch']))} left"
     if last["epoch"] >= epochs:
-        left = "measuring the final loss"
-    return (
-        f"epoch {last['epoch']}/{epochs}  loss {last['loss']:.3f}  {last['alive_peers']} peers  "
-        f"{speed:.0f} samples/s  {minutes(elapsed)} elapsed, {left}".replace("nan samples/s", "- samples/s")
-    )
+        left = ", measuring the final loss"
+    return "  ".join([*parts, passed + left])
 
 
 def report(output_dir: Path, epochs: int) -> str | None:
