@@ -5,7 +5,7 @@
 #
 # PYTHON=python3.12   another interpreter than python3 (3.10 or newer) for .venv
 # TORCH=...           another torch, e.g. one without CUDA, which is a tenth of the size:
-#                     make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#                     make demo TORCH="torch==2.13.0 --index-url URL_OF_PYTORCH_CPU_WHEELS"
 # Both take effect when .venv is made; to change them later: rm -rf .venv
 
 PYTHON ?= python3

@@ -214,6 +214,11 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         live_as_helper()
         super().run()
 
+    def step(self, *args, allow_retries: bool = False, **kwargs):
+        # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
+        # for others who have gone on
+        return super().step(*args, allow_retries=allow_retries, **kwargs)
+
     async def _aggregate_with_group(self, group_info, **kwargs):
         gathered = await super()._aggregate_with_group(group_info, **kwargs)
         runner = self._running_groups[group_info.group_id].result()
@@ -248,8 +253,7 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         super().__init__(*args, **kwargs)
 
     def schedule_step(self, *args, **kwargs):
-        # a retry inside hivemind would start from tensors that the failed round has half averaged, in place
-        return super().schedule_step(*args, gather=[self.epoch, self.in_step], allow_retries=False, **kwargs)
+        return super().schedule_step(*args, gather=[self.epoch, self.in_step], **kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
@@ -563,6 +567,8 @@ def calm_log() -> None:
     sys.unraisablehook = lambda unraisable: None if STOPPING.value else show(unraisable)
     # hivemind brings the schedule to the epoch of a downloaded state before the first step of this process
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+    # the default number of data loader workers suits a machine with a GPU; torch warns of it on two cores
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 def live_as_helper() -> None:

@@ -92,7 +92,8 @@ def start_dashboard(args: MonitorArguments, prefix: str, config: dict):
             return None
         # beside the interpreter when .venv is not activated
         command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
-        logger.info(f"Dashboard: {command} show --project {shlex.quote(prefix)}")
+        folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
+        logger.info(f"Dashboard: {folder}{command} show --project {shlex.quote(prefix)}")
         return trackio
     if args.report_to == "wandb":
         if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):  # wandb itself dropped this variable
@@ -163,7 +164,7 @@ def draw_learning_curve(history: list[dict], prefix: str, path: Path) -> None:
     )
     dot = "." if len(epochs) < 50 else None
     upper.plot(epochs, [entry["loss"] for entry in history], color="#1f5fa8", linewidth=1.8, marker=dot)
-    upper.set_ylabel("loss (nats, mean over the swarm)")
+    upper.set_ylabel("training loss (nats): masked words + order")
     peers = history[-1]["alive_peers"]
     upper.set_title(f"{prefix}: loss {history[-1]['loss']:.3f} at epoch {epochs[-1]}, {peers} peer{'s'[: peers != 1]}")
     lower.plot(epochs, [entry["samples_per_second"] for entry in history], color="#c2571a", linewidth=1.2, marker=dot)

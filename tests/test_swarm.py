@@ -114,10 +114,11 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     assert sorted(peer["total_samples"] for peer in seen.values()) == sorted(s["samples"] for s in summaries)
 
 
+@pytest.mark.slow
 def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
     """Four trainers, of which never more than two average at once."""
     # from epoch 8 on the learning rate is zero, and only the averaging of parameters moves them
-    pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 20}
+    pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 32}
     pairs["--average_state_every"] = 1
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
