@@ -40,7 +40,7 @@ class CollaborativeCallback:
         self.public_key, self.contract = public_key, contract
         self.next_contract_time = 0.0
         self.loss_sum: torch.Tensor | float = 0.0
-        self.mini_steps = self.skipped_steps = self.restored = 0
+        self.mini_steps = self.skipped_steps = 0
         self.epoch_loss = math.nan
         self.last_epoch, self.epoch_start = 0, time.monotonic()
         self.epochs = self.averaged_epochs = 0
@@ -168,7 +168,6 @@ class CollaborativeCallback:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the backup in place of parameters that are not finite any more; averaging brings the swarm's later."""
-        self.restored += 1
         logger.warning(f"non-finite parameters at epoch {self.optimizer.local_epoch}, restoring the last backup")
         with self.optimizer.state_averager.lock_averaged_tensors:
             for tensor, saved in zip(self.state_tensors(), self.backup, strict=True):
