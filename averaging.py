@@ -5,12 +5,15 @@ specific to a model: an experiment is edited in data.py, model.py and optimizer.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -18,7 +21,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import wait as wait_for_processes
 
 # Two public peers that dial each other at the same moment can both fail, and a round is lost: 10 of 20 first dials did,
@@ -29,11 +33,19 @@ import hivemind
 import numpy
 import psutil
 import torch
-from hivemind.averaging.allreduce import AllreduceException
-from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.averaging.allreduce import AllreduceException, AveragingMode
+from hivemind.averaging.control import AveragingStage
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.compression import deserialize_torch_tensor
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
+from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-from hivemind.utils import get_dht_time
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, MSGPackSerializer, ValueWithExpiration, get_dht_time
+from hivemind.utils.asyncio import aiter_with_timeout
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.streaming import combine_from_streaming
 
 from arguments import SwarmArguments, stop_for_user
 from utils import RunContract, make_validators
@@ -42,6 +54,21 @@ logger = logging.getLogger("averaging")
 
 # Shared with the helper processes, which inherit it when they fork: once it is set, what they log is noise.
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)
+# Set by Ctrl-C and SIGTERM: whoever waits for others waits no longer.
+STOP_REQUESTED = threading.Event()
+
+# All in seconds.
+TOUCH_PERIOD = 10.0  # between two pings of peers that have been lost; a peer that moved or was cut off is found again
+FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself gives up on a peer after 3
+FIRST_LOOK = 2.0  # of waiting for a group before asking whether anybody is there; a live group forms within it
+RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
+RETRY_PERIOD = 10.0  # between two downloads of the state when the first has failed or came too late
+PROGRESS_PERIOD = 5.0  # between two lines about a running download
+
+TOUCHES = 60  # pings after which a lost peer is given up
+QUESTIONED = 8  # peers pinged at once while waiting for a group: enough to see that somebody is there
+DOWNLOAD_TRIES = 5  # passes over all donors, with growing pauses between them, 7.5 s together
+MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
 
 # --- starting ---------------------------------------------------------------------------------------------------------
@@ -65,8 +92,35 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
             stop_for_user(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})")
 
 
+async def keep_in_touch(dht: hivemind.DHT, node: hivemind.dht.DHTNode) -> None:
+    """Runs in the DHT's process, for ever: look for peers that were lost.
+
+    hivemind forgets a peer that has failed to answer once. A monitor that was restarted would stay alone, and the two
+    halves of a network that was cut in two might never meet again.
+    """
+    initial_peers = {PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in dht.initial_peers or ()}
+    known, lost = set(), dict.fromkeys(initial_peers, 0)
+    while True:
+        await asyncio.sleep(TOUCH_PERIOD)
+        present = set(node.protocol.routing_table.peer_id_to_uid)
+        lost = {peer: touches for peer, touches in lost.items() if peer not in present}
+        lost |= dict.fromkeys(known - present - lost.keys(), 0)
+        known |= present
+        answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in lost))
+        for peer, answer in zip(list(lost), answers, strict=True):
+            lost[peer] += 1
+            if answer is None and lost[peer] >= TOUCHES and peer not in initial_peers:
+                del lost[peer]
+                known.discard(peer)
+
+
 class DHT(hivemind.DHT):
-    """Ends without a traceback when a helper that has asked it something ended first, as happens in each clean stop."""
+    """Finds lost peers again, and ends without a traceback when a helper that has asked it something ended first, as
+    happens in each clean stop."""
+
+    def run_in_background(self, *args, **kwargs) -> None:
+        super().run_in_background(*args, **kwargs)
+        self.touching = self.run_coroutine(keep_in_touch, return_future=True)
 
     def run(self) -> None:
         live_as_helper()
@@ -199,7 +253,42 @@ class AveragingFailed(Exception):
 
 
 class OutOfStep(AllreduceException):
-    """The group is at another epoch (the argument) than this peer, which has to take over the swarm's state."""
+    """The group goes on without this peer, which has to take over the state of one of those that do.
+
+    Arguments: the epoch of that state, and the ids (bytes) of the peers that have it.
+    """
+
+    def __str__(self) -> str:
+        return f"the group goes on from another state, which is of epoch {self.args[0]} then"
+
+
+class PromptMatchmaking(Matchmaking):
+    """Starts a group as soon as every peer that is known to be there has come.
+
+    hivemind waits for a full group or until matchmaking_time has passed: a swarm smaller than target_group_size waits
+    it out in each round (note 11), and one that was just large enough does so once a peer has died (note 22).
+    """
+
+    #: peers that compute gradients and are there, this one included; set by VerifiedAverager
+    expected_peers: ctypes.c_int
+
+    async def rpc_join_group(self, request, context):
+        async with contextlib.aclosing(super().rpc_join_group(request, context)) as messages:
+            async for message in messages:
+                if message.code == averaging_pb2.ACCEPTED:
+                    # the parent holds the lock that starting needs, until this message is under way
+                    self.starting = asyncio.create_task(self.start_when_complete())
+                yield message
+
+    async def start_when_complete(self) -> None:
+        async with self.lock_request_join_group:
+            if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
+                return
+            gathered = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]
+            # auxiliary peers (mode 2) come on top
+            workers = sum(MSGPackSerializer.loads(data)[1] != AveragingMode.AUX.value for data in gathered)
+            if workers >= max(2, self.expected_peers.value):
+                await self.leader_assemble_group()
 
 
 class VerifiedAverager(hivemind.DecentralizedAverager):
@@ -210,6 +299,11 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     raises AllreduceException.
     """
 
+    def __init__(self, *args, **kwargs):
+        # shared with the averager's process; a group of this size starts at once
+        self.expected_peers = multiprocessing.Value(ctypes.c_int, 2**31 - 1)
+        super().__init__(*args, **kwargs)
+
     def run(self) -> None:
         live_as_helper()
         super().run()
@@ -218,6 +312,12 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
         # for others who have gone on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
+
+    async def _step(self, **kwargs) -> None:
+        # hivemind makes it from a fixed class (hivemind/averaging/averager.py)
+        self._matchmaking.__class__ = PromptMatchmaking
+        self._matchmaking.expected_peers = self.expected_peers
+        await super()._step(**kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         gathered = await super()._aggregate_with_group(group_info, **kwargs)
@@ -232,47 +332,49 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
 
-def is_epoch_in_step(item: object) -> bool:
-    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step]."""
-    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool]
+def is_standing(item: object) -> bool:
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, lineage]."""
+    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str]
 
 
 class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
     """Keeps the gradients of a failed round, which hivemind loses: it empties the accumulators when a round starts.
 
-    Averages peers of one epoch only: hivemind lets a peer that has lost a round average its old gradients with
-    everybody's new ones, for ever one epoch behind. And spares a joining peer a second download: hivemind fetches the
-    averaged gradients of a peer and drops them.
+    Averages peers of one state only. hivemind lets a peer that has lost a round average its old gradients with
+    everybody's new ones, for ever one epoch behind; and two halves of a swarm that could not reach each other for a
+    while, or a peer that has stepped alone, go on with other weights and moments than the rest. So peers gather where
+    they stand, their epoch and their lineage (see StateAverager): the majority goes on, the others take over its state.
+    And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
     """
 
-    #: set by the optimizer: the epoch whose gradients are gathered, and whether the whole swarm averages in step
-    epoch, in_step = 0, False
+    #: set by the optimizer: [epoch, whether the whole swarm averages in step, lineage] of the gradients
+    standing = [0, False, ""]
 
     def __init__(self, *args, **kwargs):
         self._in_flight = self._kept = None
         super().__init__(*args, **kwargs)
 
     def schedule_step(self, *args, **kwargs):
-        return super().schedule_step(*args, gather=[self.epoch, self.in_step], **kwargs)
+        return super().schedule_step(*args, gather=self.standing, **kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
         gathered = [self.serializer.loads(self.serializer.loads(data)[2]) for data in group_info.gathered]
-        epochs = [item[0] if is_epoch_in_step(item) else -1 for item in gathered]
-        if all(is_epoch_in_step(item) and item[1] for item in gathered):
-            votes = Counter(epochs)
-            epoch = max(votes, key=lambda epoch: (votes[epoch], epoch))
-            if epochs[group_info.peer_ids.index(self.peer_id)] != epoch:
-                raise OutOfStep(epoch)
-            if votes[epoch] == 1:
-                raise AllreduceException(f"no other peer of epoch {epoch} in a group of {len(epochs)}")
-            chosen = [index for index, its_epoch in enumerate(epochs) if its_epoch == epoch]
-            group_info = dataclasses.replace(
-                group_info,
-                peer_ids=tuple(group_info.peer_ids[index] for index in chosen),
-                gathered=tuple(group_info.gathered[index] for index in chosen),
-            )
-        return await super()._aggregate_with_group(group_info, **kwargs)
+        if all(is_standing(item) and item[1] for item in gathered):
+            standings = [(epoch, lineage) for epoch, _, lineage in gathered]
+            votes = Counter(standings)
+            chosen_standing = max(votes, key=lambda standing: (votes[standing], standing))
+            chosen = [index for index, standing in enumerate(standings) if standing == chosen_standing]
+            epoch, peer_ids = chosen_standing[0], tuple(group_info.peer_ids[index] for index in chosen)
+            if self.peer_id not in peer_ids:
+                # one that is left alone cannot step now; two or more are about to
+                raise OutOfStep(epoch + (len(chosen) > 1), [peer_id.to_bytes() for peer_id in peer_ids])
+            if len(chosen) == 1:
+                raise AllreduceException(f"nobody else of the same state in a group of {len(gathered)} peers")
+            gathered = tuple(group_info.gathered[index] for index in chosen)
+            group_info = dataclasses.replace(group_info, peer_ids=peer_ids, gathered=gathered)
+        averaged = await super()._aggregate_with_group(group_info, **kwargs)
+        return dict.fromkeys(averaged, group_info.group_id)
 
     def step(self, *args, **kwargs):
         self._in_flight = self._snapshot()
@@ -290,6 +392,10 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
     def keep_accumulated(self) -> None:
         """Put the gradients accumulated so far aside, for the next `accumulate_grads_`."""
         self._kept = self._snapshot() if self.local_samples_accumulated else self._kept
+
+    def drop_kept(self) -> None:
+        """Forget the gradients that were put aside."""
+        self._kept = None
 
     @property
     def kept_samples(self) -> int:
@@ -317,59 +423,272 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         self._local_accumulators = tuple(accumulator.to(device) for accumulator in self._local_accumulators)
 
 
-class StateAverager(TrainingStateAverager, VerifiedAverager):
-    """Gives whole states to peers that join, takes them in a bounded number of tries, and tells whether it did."""
+# --- taking over the swarm's state ------------------------------------------------------------------------------------
 
-    loaded_state = False
+
+class UnusableState(Exception):
+    """A peer's state that this peer cannot or should not take over."""
+
+
+class StateAverager(TrainingStateAverager, VerifiedAverager):
+    """Gives whole states to peers that join, and takes them: from another donor when one fails, in bounded time.
+
+    hivemind (note 25) tries for ever, believes what it gets, and ends with the first answer that is truncated.
+    """
+
+    #: names the common history of peers whose state is the same: a digest of the groups that each epoch was made with
+    lineage = ""
+    #: id of the group whose gradient the next step takes, or of this peer that is alone; set by the optimizer
+    group_id = b""
 
     def __init__(self, *args, **kwargs):
         self._lock_step = threading.Lock()
+        # of the running download: bytes and numbers so far
+        self.received = multiprocessing.Array(ctypes.c_longlong, 2)
         super().__init__(*args, **kwargs)
 
     def step(self, *args, increment_epoch: bool = False, **kwargs):
+        if not increment_epoch:
+            return super().step(*args, **kwargs)
         # hivemind counts the epoch first and steps then: who downloads in between gets the old parameters as new ones
-        with self._lock_step if increment_epoch else contextlib.nullcontext():
-            return super().step(*args, increment_epoch=increment_epoch, **kwargs)
+        with self._lock_step:
+            result = super().step(*args, increment_epoch=True, **kwargs)
+            history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
+            self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+            return result
 
     def get_current_state(self):
         with self._lock_step:
             metadata, tensors, infos = super().get_current_state()
             # copies, or the next step changes what is still being sent
-            return metadata, [tensor.clone() for tensor in tensors], infos
+            return metadata | {"lineage": self.lineage}, [tensor.clone() for tensor in tensors], infos
 
-    def load_state_from_peers(self, min_epoch: int = 0, tries: int = 4, **kwargs) -> bool:
-        """Download the state of the peer that is furthest; hivemind alone tries for ever and hides the end (note 25).
+    def state_shapes(self) -> list[torch.Size]:
+        """Shapes of the tensors that make up a state, in the order in which peers exchange them."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        _, optimizer_tensors = dump_optimizer_state(self.optimizer)
+        return [tensor.shape for tensor in (*params, *self.extra_tensors, *optimizer_tensors)]
 
-        :param min_epoch: try again when the state is of an earlier epoch, as long as there are tries
-        :returns: whether parameters, optimizer and epoch are now that peer's
+    def load_state_from_peers(
+        self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
+    ) -> bool:
+        """Download the state of the peer that is furthest, and take it over as a whole or not at all.
+
+        :param min_epoch: wait some seconds for a state of this epoch before taking an earlier one
+        :param donors: ids of peers to ask before the others
+        :param avoid: ids of peers to ask last
+        :param timeout: seconds for one donor's whole state
+        :returns: whether parameters, optimizer, epoch and lineage are now that peer's
         """
-        self.loaded_state = False
-        for attempt in range(tries):
-            time.sleep(attempt / 2)
-            self._downloaded_epoch = None
+        future = MPFuture()
+        options = dict(min_epoch=min_epoch, local_epoch=self.local_epoch, donors=donors, avoid=avoid, timeout=timeout)
+        self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
+        sizes = sum(shape.numel() for shape in self.state_shapes())
+        start = next_report = time.monotonic()
+        while True:
             try:
-                super().load_state_from_peers(**kwargs)
-            except (IndexError, TimeoutError, asyncio.TimeoutError, RuntimeError, ValueError, KeyError) as e:
-                logger.warning(f"a peer's state did not load ({type(e).__name__}: {e})")
-                continue
-            self.loaded_state = self.loaded_state or self._downloaded_epoch is not None
-            if self._downloaded_epoch is not None and self._downloaded_epoch >= min_epoch:
+                loaded = future.result(timeout=0.5)
                 break
-        return self.loaded_state
+            except concurrent.futures.TimeoutError:
+                received_bytes, received_numbers = self.received
+                seconds = time.monotonic() - start
+                if received_bytes and time.monotonic() >= next_report + PROGRESS_PERIOD:
+                    next_report = time.monotonic()
+                    logger.info(
+                        f"downloading the swarm's state: {received_numbers / sizes:.0%}, "
+                        f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-6 / seconds:.1f} Mbit/s"
+                    )
+                if STOP_REQUESTED.is_set():
+                    return False
+        if loaded is None:
+            return False
+        metadata, tensors = loaded
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        targets = (*params, *self.extra_tensors)
+        # the run's own: all peers have the same, unless one lies
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        with self._lock_step, torch.no_grad(), self.lock_averaged_tensors:
+            load_optimizer_state(self.optimizer, metadata["optimizer_metadata"], tensors[len(targets) :])
+            for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update(own)
+            for target, tensor in zip(targets, tensors, strict=False):
+                target.copy_(tensor)
+            self.local_epoch, self.lineage = metadata["epoch"], metadata["lineage"]
+        if self.offload_optimizer:
+            self._apply_optimizer_parameters_()
+        if not self.reuse_tensors:
+            self._load_local_tensors_into_averager_()
+        self._update_scheduler()
+        return True
 
-    def _update_scheduler(self):
-        # the last thing that hivemind does with a state that it has accepted
-        self._downloaded_epoch = self.local_epoch
-        super()._update_scheduler()
+    async def _load_state_from_peers(self, future, timeout: float, **options) -> None:
+        """Runs in the averager's process."""
+        try:
+            future.set_result(await self._download_state(timeout, **options))
+        finally:
+            if not future.done():
+                future.set_result(None)
+
+    async def _download_state(
+        self, timeout: float, min_epoch: int, local_epoch: int, donors: Sequence[bytes], avoid: Sequence[bytes]
+    ) -> tuple[dict, list[torch.Tensor]] | None:
+        failures: dict[PeerID, int] = Counter()
+        for attempt in range(DOWNLOAD_TRIES):
+            key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
+            entry = await self.dht.get(key, latest=True, return_future=True)
+            declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
+            epochs = {
+                PeerID(peer): float(info.value)
+                for peer, info in declared
+                if isinstance(info, ValueWithExpiration) and isinstance(info.value, (int, float))
+            }
+            epochs = {peer: epoch for peer, epoch in epochs.items() if peer != self.peer_id and epoch >= local_epoch}
+            ranks = {
+                peer: (-failures[peer], peer.to_bytes() in donors, peer.to_bytes() not in avoid, epoch, random.random())
+                for peer, epoch in epochs.items()
+            }
+            # the last time, a state that is older than wanted is better than none
+            wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else local_epoch
+            for peer in sorted(ranks, key=ranks.get, reverse=True):
+                try:
+                    return await asyncio.wait_for(self._download_from(peer, wanted), timeout)
+                except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
+                    failures[peer] += not isinstance(e, UnusableState)
+                    reason = str(e) if isinstance(e, UnusableState) else f"{type(e).__name__}: {e}"
+                    logger.log(
+                        logging.DEBUG if epochs[peer] < wanted else logging.WARNING,
+                        f"the state of peer {peer} is of no use ({reason}), asking another one",
+                    )
+            await asyncio.sleep(0.5 * 2**attempt)
+        return None
+
+    async def _download_from(self, peer: PeerID, min_epoch: int) -> tuple[dict, list[torch.Tensor]]:
+        """One peer's state, checked; raises UnusableState, TimeoutError or what the network and the bytes cause."""
+        shapes, metadata, tensors, parts = self.state_shapes(), None, [], []
+        self.received[:] = 0, 0
+
+        def complete_tensor() -> None:
+            tensor = deserialize_torch_tensor(combine_from_streaming(parts))
+            if len(tensors) == len(shapes) or tensor.shape != shapes[len(tensors)]:
+                raise UnusableState(f"tensor {len(tensors)} has the shape {tuple(tensor.shape)}")
+            if not tensor.isfinite().all():
+                raise UnusableState(f"tensor {len(tensors)} is not finite")
+            tensors.append(tensor)
+            self.received[1] += tensor.numel()
+            parts.clear()
+
+        stream = await self.get_stub(self._p2p, peer, namespace=self.prefix).rpc_download_state(
+            averaging_pb2.DownloadRequest()
+        )
+        try:
+            async for message in aiter_with_timeout(stream, timeout=self.next_chunk_timeout):
+                self.received[0] += message.ByteSize()
+                if metadata is None:
+                    metadata = self.serializer.loads(message.metadata)
+                    self._check_metadata(metadata, min_epoch)
+                if message.tensor_part.dtype and parts:  # the first part of a tensor names its type
+                    complete_tensor()
+                parts.append(message.tensor_part)
+        finally:
+            await stream.aclose()
+        if parts:
+            complete_tensor()
+        if len(tensors) != len(shapes):
+            raise UnusableState(f"it ended after {len(tensors)} of {len(shapes)} tensors")
+        return metadata, tensors
+
+    def _check_metadata(self, metadata: object, min_epoch: int) -> None:
+        """Raise UnusableState unless everything that load_state_from_peers will read is there."""
+        own, _ = dump_optimizer_state(self.optimizer)
+        if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
+            raise UnusableState("it has no lineage")
+        if type(metadata.get("epoch")) is not int or metadata["epoch"] < min_epoch:
+            raise UnusableState(f"it is of epoch {metadata.get('epoch')}, {min_epoch} is wanted")
+        theirs = metadata.get("optimizer_metadata")
+        kinds = [item.get("type") if isinstance(item, dict) else None for item in theirs or ()]
+        if kinds != [item["type"] for item in own]:
+            raise UnusableState("its optimizer is another one")
+        indices = [item.get("index") for item in theirs if item["type"] == "tensor"]
+        if indices != list(range(len(indices))):
+            raise UnusableState("its optimizer's tensors are out of order")
+
+
+# --- who is there -----------------------------------------------------------------------------------------------------
+
+
+async def find_answering_peers(dht: hivemind.DHT, node: hivemind.dht.DHTNode, peer_ids: list[bytes]) -> set[bytes]:
+    """Runs in the DHT's process: those of these peers that answer a ping (within 3 s)."""
+    answers = await asyncio.gather(*(node.protocol.call_ping(PeerID(peer_id)) for peer_id in peer_ids))
+    return {peer_id for peer_id, answer in zip(peer_ids, answers, strict=True) if answer is not None}
 
 
 class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
-    """Reports at most once in min_refresh_period within an epoch; hivemind reports each step (note 12).
+    """Counts only peers that are there, and reports at most once in min_refresh_period within an epoch.
 
-    A report is a signature and a message to several peers, and nobody looks more often than that.
+    hivemind counts a peer until its last record expires: for all that time a dead peer's samples are expected and
+    others wait for it in each round (note 22). Here a peer that was found silent does not count until it reports
+    something new. And hivemind reports each step (note 12): a signature and a message to several peers, and nobody
+    looks more often than min_refresh_period.
     """
 
     _last_report = -float("inf")
+
+    def __init__(self, *args, **kwargs):
+        #: newest records of the other peers, by peer id
+        self.others: dict[bytes, LocalTrainingProgress] = {}
+        #: what the records of silent peers said when they fell silent: (epoch, samples)
+        self.silent: dict[bytes, tuple[int, int]] = {}
+        self.last_fetch = -float("inf")
+        super().__init__(*args, **kwargs)
+
+    def _parse_swarm_progress_data(self, metadata):
+        own_id = self.dht.peer_id.to_bytes()
+        newest: dict[bytes, tuple[bytes, LocalTrainingProgress]] = {}
+        for key, entry in metadata.items() if isinstance(metadata, dict) else ():
+            if entry.value is not None:
+                record = LocalTrainingProgress.parse_obj(entry.value)
+                # a peer that was restarted has the records of both lives
+                if record.peer_id not in newest or record.time > newest[record.peer_id][1].time:
+                    newest[record.peer_id] = key, record
+        self.others = {peer_id: record for peer_id, (_, record) in newest.items() if peer_id != own_id}
+        for peer_id, said in list(self.silent.items()):
+            record = self.others.get(peer_id)
+            if record is None:
+                del self.silent[peer_id]
+            elif (record.epoch, record.samples_accumulated) != said:
+                del self.silent[peer_id]
+                logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
+        counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
+        self.last_fetch = time.monotonic()
+        progress = super()._parse_swarm_progress_data(counted)
+        # hivemind does not count a peer that has not reported yet: it would make its first step alone
+        progress.num_peers = len(self.present) + 1
+        return progress
+
+    @property
+    def present(self) -> dict[bytes, LocalTrainingProgress]:
+        """Newest records of the other peers that are not silent, by peer id."""
+        return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
+
+    def leave_out(self, peer_ids: Iterable[bytes]) -> None:
+        """From now on these peers do not count, until they report something new."""
+        gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
+        for peer_id in gone:
+            self.silent[peer_id] = self.others[peer_id].epoch, self.others[peer_id].samples_accumulated
+        if gone:
+            names = ", ".join(str(PeerID(peer_id)) for peer_id in gone)
+            logger.warning(f"no answer from peer {names}: going on with {len(self.present)} other peers")
+            self.fetch_soon(0.0)
+
+    def fetch_soon(self, seconds: float) -> None:
+        """Look at the swarm's progress again after this time."""
+        self.global_progress.next_fetch_time = get_dht_time() + seconds
+        self.global_state_updated.set()
+
+    def fetch_now(self, timeout: float) -> None:
+        """Look at the swarm's progress at once. The caller has paused updates."""
+        entry = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout=timeout)
+        self.global_progress = self._parse_swarm_progress_data(entry.value if entry else None)
 
     def report_local_progress(self, local_epoch: int, *args, **kwargs) -> None:
         has_new_epoch = local_epoch != self.local_progress.epoch
@@ -382,9 +701,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
 
 
 class Optimizer(hivemind.Optimizer):
-    """hivemind.Optimizer whose failed rounds lose no gradients and take no step.
+    """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that waits for nobody in vain.
 
-    After a failed round the epoch stays, the gradients are kept, and the next `step` tries again.
+    After a failed round the epoch stays, the gradients are kept, and a later `step` tries again.
     """
 
     #: peers whose gradients verifiably entered the last step, this one included
@@ -394,25 +713,90 @@ class Optimizer(hivemind.Optimizer):
     #: samples of this peer in the last step, and in all steps together
     epoch_samples = 0
     total_samples = 0
-    #: epoch of the last group that has left this peer out
-    _group_epoch = -1
+    #: how often in a row a downloaded state was already behind the swarm when it arrived
+    late_downloads = 0
+    _download_after = -float("inf")  # time before which no download is tried
+    _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
+    _questions: list = []  # pings under way
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
         self.grad_averager.accumulate_on(device)
 
-    def load_state_from_peers(self, **kwargs) -> bool:
-        """Take over the newest state of the swarm.
+    def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
+        if not self.auxiliary and self._should_load_state_from_peers():
+            # hivemind drops what this step has computed
+            self.grad_averager.accumulate_grads_(batch_size)
+            self.load_state_from_peers()
+            return None
+        return super().step(closure, batch_size, grad_scaler)
 
-        :returns: whether a peer gave it; otherwise the local state stays
+    def _should_load_state_from_peers(self) -> bool:
+        return time.monotonic() >= self._download_after and super()._should_load_state_from_peers()
+
+    def load_state_from_peers(self, min_epoch: int = 0, donors: Sequence[bytes] = ()) -> bool:
+        """Take over the newest state of the swarm; gradients that are not yet averaged are kept.
+
+        :param min_epoch: take an earlier state only after some seconds without this one
+        :param donors: ids of peers to ask first
+        :returns: whether a peer gave it; otherwise the local state stays, and peers that do not answer do not count
+            any more, so that training goes on without them
         """
-        if self.local_epoch and self.tracker.global_epoch - self.local_epoch <= 1:
-            # gradients of a round that the others went through without us are one epoch old, and still good
-            self.grad_averager.keep_accumulated()
-        # a group that left us out is about to step to the epoch after its own: wait for that one
-        min_epoch = max(self.tracker.global_epoch, self._group_epoch + 1)
-        super().load_state_from_peers(min_epoch=min_epoch, **kwargs)
-        return self.state_averager.loaded_state
+        if self.scheduled_grads is not None and not self.scheduled_grads.done():
+            looking = self.scheduled_grads.stage in (AveragingStage.LOOKING_FOR_GROUP, AveragingStage.AWAITING_TRIGGER)
+            if looking and self._averages_in_step():
+                # the group would leave this peer out
+                self.scheduled_grads.cancel()
+            else:
+                self._tag_along_with_zero_weight(self.scheduled_grads)
+            self.scheduled_grads = None
+        self.state_averager.step(wait_for_delayed_updates=True)
+        start, old_epoch = time.monotonic(), self.local_epoch
+        with self.tracker.performance_ema.pause():
+            loaded = self.state_averager.load_state_from_peers(
+                min_epoch=max(self.tracker.global_epoch, min_epoch),
+                donors=donors,
+                avoid=list(self.tracker.silent),
+                timeout=self.load_state_timeout,
+            )
+        if not loaded:
+            ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
+            logger.warning("no peer gave its state: going on with the local one")
+            self._question(ahead)
+            self._download_after = time.monotonic() + RETRY_PERIOD
+            return False
+
+        self.grad_averager.keep_accumulated()
+        if self.local_epoch - old_epoch > MAX_STALENESS and self.grad_averager.kept_samples:
+            logger.warning(f"dropped {self.grad_averager.kept_samples} samples: their epoch {old_epoch} is too old")
+            self.grad_averager.drop_kept()
+        logger.info(
+            f"took over the state of epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of "
+            f"{self.grad_averager.kept_samples} samples"
+        )
+        self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
+        self.grad_averager.reset_accumulated_grads_()
+        if not self.client_mode:
+            self.state_averager.state_sharing_priority = self.local_epoch
+        self._note_late_download(time.monotonic() - start)
+        return True
+
+    def _note_late_download(self, seconds: float) -> None:
+        """Tell a peer that can never catch up why, and let it try less often."""
+        with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
+            self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+        epochs = self.tracker.global_epoch - self.local_epoch
+        self.late_downloads = self.late_downloads + 1 if epochs > 0 else 0
+        if self.late_downloads >= 3:
+            megabytes = self.state_averager.received[0] / 1e6
+            pause = min(300.0, RETRY_PERIOD * 2 ** (self.late_downloads - 3))
+            logger.warning(
+                f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.0f} s "
+                f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
+                f"{seconds / epochs:.0f} s. It takes a faster connection, or a larger --target_batch_size for all. "
+                f"Next try in {pause:.0f} s"
+            )
+            self._download_after = time.monotonic() + pause
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
         return ProgressTracker(
@@ -450,10 +834,12 @@ class Optimizer(hivemind.Optimizer):
         return averager
 
     def _maybe_schedule_gradient_averaging(self) -> None:
+        self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
+        others = len(self.tracker.present)
+        for averager in (self.grad_averager, self.state_averager):
+            averager.expected_peers.value = others + 1
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
-        self.grad_averager.epoch = self.local_epoch
-        self.grad_averager.in_step = self._averages_in_step()
         if self.tracker.global_progress.num_peers > 1:
             super()._maybe_schedule_gradient_averaging()
 
@@ -467,23 +853,83 @@ class Optimizer(hivemind.Optimizer):
             self.scheduled_grads = None
         if not self.delay_grad_averaging:
             self.averaged_with = 1
+        self.state_averager.group_id = self.dht.peer_id.to_bytes()
         return super()._begin_averaging_gradients(grad_scaler)
 
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control) -> None:
         # hivemind would go on with its accumulators here, which are zeros by now (note 16)
         try:
-            group = maybe_step_control.result(self.averaging_timeout)
+            group = self._wait_for_round(maybe_step_control)
         except (Exception, asyncio.CancelledError) as e:
             if not maybe_step_control.done():
                 maybe_step_control.cancel()
             self.grad_averager.keep_gradients()
             self.failed_rounds += 1
             self.averaged_with = 1
-            if isinstance(e, OutOfStep):
-                self._group_epoch = e.args[0]
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
         self._load_averaged_gradients_into_optimizer_()
         self.averaged_with = len(group)
+        if self._averages_in_step():
+            self.state_averager.group_id = next(iter(group.values()))
+            present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
+            absent = [peer_id for peer_id in present if peer_id not in took_part]
+            # nobody can ping a peer in client mode
+            self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
+            self._question(absent)
+
+    def _wait_for_round(self, control) -> dict:
+        """The round's result. While no group is found, look whether anybody is there, and whether the others are here.
+
+        hivemind waits for averaging_timeout in both cases: for dead peers whose records are still there (note 22), and
+        for a round that was over before this peer came.
+        """
+        deadline = time.monotonic() + self.averaging_timeout
+        next_look = time.monotonic() + FIRST_LOOK
+        while True:
+            try:
+                return control.result(max(0.0, min(0.2, deadline - time.monotonic())))
+            except concurrent.futures.TimeoutError:
+                if control.done():
+                    return control.result()  # just now, or its failure is a TimeoutError too
+                if time.monotonic() >= deadline:
+                    if control.stage == AveragingStage.LOOKING_FOR_GROUP and self._averages_in_step():
+                        self.tracker.leave_out(self.tracker.present)
+                    raise
+            if control.stage != AveragingStage.LOOKING_FOR_GROUP or time.monotonic() < next_look:
+                continue
+            if STOP_REQUESTED.is_set():
+                raise AllreduceException("this peer was asked to stop")
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+            if self._has_missed_the_round():
+                raise AllreduceException("the others have stepped without this peer")
+            if self._averages_in_step():
+                present = list(self.tracker.present)
+                self._question(random.sample(present, min(QUESTIONED, len(present))), wait=True)
+                if not self.tracker.present:
+                    raise AllreduceException("nobody else is there")
+                # whoever is there is enough
+                self.grad_averager.expected_peers.value = len(self.tracker.present) + 1
+            next_look = time.monotonic() + FIRST_LOOK
+
+    def _question(self, peer_ids: Iterable[bytes], wait: bool = False) -> None:
+        """Ping those of these peers that accept connections; who does not answer does not count any more.
+
+        :param wait: for the answers, up to about 3 s; otherwise they are dealt with when they come
+        """
+        present = self.tracker.present
+        asked = {peer_id for peer_id in peer_ids if peer_id in present and not present[peer_id].client_mode}
+        if not asked:
+            return
+        future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
+        if wait:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self.tracker.leave_out(asked - future.result(timeout=FETCH_TIMEOUT))
+        else:
+            self._questions = [question for question in self._questions if not question.done()] + [future]
+            future.add_done_callback(
+                lambda done: done.cancelled() or done.exception() or self.tracker.leave_out(asked - done.result())
+            )
 
     def _averages_in_step(self) -> bool:
         """Whether all peers go from epoch to epoch together.
@@ -504,7 +950,11 @@ class Optimizer(hivemind.Optimizer):
         return not self.auxiliary and self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
 
     def _update_global_epoch(self, grad_scaler) -> None:
-        if self._has_missed_the_round() and self.load_state_from_peers():
+        if self._has_missed_the_round():
+            if time.monotonic() >= self._download_after:
+                self.load_state_from_peers()
+            return
+        if self.tracker.last_fetch < self._retry_after:
             return
         samples = self.grad_averager.local_samples_accumulated
         try:
@@ -516,8 +966,16 @@ class Optimizer(hivemind.Optimizer):
                 f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
                 "samples go into the next round"
             )
-            if self._group_epoch >= self.local_epoch:
+            cause = e.__cause__
+            if isinstance(cause, OutOfStep):
+                self.load_state_from_peers(*cause.args)
+            elif self._has_missed_the_round():
                 self.load_state_from_peers()
+            else:
+                if self._averages_in_step():
+                    self._question(self.tracker.present)
+                self._retry_after = time.monotonic() + RETRY_AFTER
+                self.tracker.fetch_soon(RETRY_AFTER)
 
 
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
@@ -546,14 +1004,17 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
 
 
 class CalmLog(logging.Filter):
-    """Makes one line of each exception that hivemind has caught and handled, and drops all it logs while stopping."""
+    """Makes one line of each exception that hivemind has caught and handled, and drops what it logs of each round and
+    while stopping."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.name.startswith(("hivemind", "asyncio")):
             return True
-        if record.exc_info and not os.environ.get("HIVEMIND_LOGLEVEL"):
+        if not os.environ.get("HIVEMIND_LOGLEVEL"):
             # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
             record.exc_info = record.exc_text = None
+            if record.name.startswith("hivemind.averaging"):
+                return False  # Optimizer says what became of a round
         return not STOPPING.value
 
 
@@ -666,16 +1127,15 @@ def handle_stop_signals() -> threading.Event:
 
     Call it when everything is built: hivemind's constructors set SIGINT to be ignored (note 36).
     """
-    stop = threading.Event()
 
     def request_stop(*_) -> None:
-        if stop.is_set():
+        if STOP_REQUESTED.is_set():
             end_process(0)
-        stop.set()
+        STOP_REQUESTED.set()
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    return stop
+    return STOP_REQUESTED
 
 
 def shut_down(dht: hivemind.DHT, optimizer: Optimizer | None = None) -> None:

@@ -53,11 +53,10 @@ class CollaborativeCallback:
 
     def on_train_begin(self) -> None:
         """Take over the swarm's state, when there is a swarm that is further than the initial weights."""
-        progress = self.optimizer.tracker.global_progress
-        if progress.num_peers and progress.epoch > 0:
-            logger.info(f"loading the state of epoch {progress.epoch} from {progress.num_peers} peers")
-            if not self.optimizer.load_state_from_peers():
-                logger.warning("no peer gave its state, starting from the local one")
+        progress, others = self.optimizer.tracker.global_progress, len(self.optimizer.tracker.present)
+        if others and progress.epoch > self.optimizer.local_epoch:
+            logger.info(f"taking over the state of epoch {progress.epoch}, {others} other peers are there")
+            self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
         self.on_step_end()

@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, required=True)
     parser.add_argument("--step_seconds", type=float, default=0.3)
     parser.add_argument("--target_batch_size", type=int, default=128)
+    parser.add_argument("--group_size", type=int, default=2)
     parser.add_argument("--numbers", type=int, default=100_000)
     parser.add_argument("--eight_bit", action="store_true")
     args = parser.parse_args()
@@ -44,10 +45,11 @@ def main() -> None:
         optimizer=partial(torch.optim.SGD, lr=1.0),
         target_batch_size=args.target_batch_size,
         matchmaking_time=2.0,
-        averaging_timeout=8.0,
+        averaging_timeout=10.0,
+        next_chunk_timeout=4.0,
         grad_compression=Uniform8BitQuantization() if args.eight_bit else NoCompression(),
-        grad_averager_factory=partial(GradientAverager, target_group_size=2, request_timeout=1.0),
-        averager_opts=dict(target_group_size=2, request_timeout=1.0),
+        grad_averager_factory=partial(GradientAverager, target_group_size=args.group_size, request_timeout=1.0),
+        averager_opts=dict(target_group_size=args.group_size, request_timeout=1.0),
         # parameters that only gradients move
         average_state_every=10**6,
         tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=6.0),

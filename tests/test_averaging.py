@@ -25,13 +25,13 @@ def epochs(peer) -> dict[int, dict]:
 
 
 def joint_epochs(a, b) -> list[int]:
-    """Epochs that both peers have averaged together, and whose predecessor both report too."""
-    both = sorted(set(epochs(a)) & set(epochs(b)))
-    return [
+    """Epochs that both peers have averaged together, as they have the epoch before."""
+    joint = [
         epoch
-        for epoch in both
-        if epoch - 1 in both and epochs(a)[epoch]["averaged_with"] == epochs(b)[epoch]["averaged_with"] == 2
+        for epoch in sorted(set(epochs(a)) & set(epochs(b)))
+        if epochs(a)[epoch]["averaged_with"] == epochs(b)[epoch]["averaged_with"] == 2
     ]
+    return [epoch for epoch in joint if epoch - 1 in joint]
 
 
 @pytest.mark.parametrize("flags, tolerance", [((), 1e-5), (("--eight_bit",), 3e-2)], ids=["exact", "8bit"])
