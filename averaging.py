@@ -273,6 +273,14 @@ class PromptMatchmaking(Matchmaking):
     expected_peers: ctypes.c_int
 
     async def rpc_join_group(self, request, context):
+        arrival = time.monotonic()
+        async with self.lock_request_join_group:
+            # held while this peer asks another one in turn; who has waited so long here may have given up, and to count
+            # it would make everybody wait for its data in vain
+            is_stale = time.monotonic() - arrival > self.request_timeout / 2
+        if is_stale:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.CANCELLED)
+            return
         async with contextlib.aclosing(super().rpc_join_group(request, context)) as messages:
             async for message in messages:
                 if message.code == averaging_pb2.ACCEPTED:
@@ -320,7 +328,11 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         await super()._step(**kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
-        gathered = await super()._aggregate_with_group(group_info, **kwargs)
+        watch = asyncio.create_task(self._end_when_a_peer_is_gone(group_info))
+        try:
+            gathered = await super()._aggregate_with_group(group_info, **kwargs)
+        finally:
+            watch.cancel()
         runner = self._running_groups[group_info.group_id].result()
         if runner.tensor_part_container.failed_size:
             # a reducer did not answer: for its parts we hold our own values alone
@@ -330,6 +342,30 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         if self.peer_id in runner.sender_peer_ids and averaged <= {self.peer_id}:
             raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
+
+    async def _end_when_a_peer_is_gone(self, group_info) -> None:
+        """End the running round as soon as a peer that it waits for does not answer any more: it has failed anyway, and
+        hivemind waits for twice next_chunk_timeout."""
+        while True:
+            await asyncio.sleep(FIRST_LOOK)
+            runner = await asyncio.shield(self._running_groups[group_info.group_id])
+            parts, received = runner.tensor_part_container, runner.tensor_part_reducer.num_parts_received
+            awaited = {
+                peer_id
+                for peer_id, sent in zip(runner.sender_peer_ids, received, strict=True)
+                if sent < runner.tensor_part_reducer.num_parts and peer_id not in runner.banned_senders
+            }
+            for index, peer_id in enumerate(runner.ordered_peer_ids):
+                if parts._outputs_registered_by_peer[index] < parts.num_parts_by_peer[index]:
+                    awaited.add(peer_id)
+                if runner.modes[index] == AveragingMode.CLIENT:  # which cannot be pinged
+                    awaited.discard(peer_id)
+            awaited = [peer_id.to_bytes() for peer_id in awaited - {self.peer_id}]
+            if awaited:
+                question = partial(find_answering_peers, peer_ids=awaited)
+                if gone := set(awaited) - await self.dht.run_coroutine(question, return_future=True):
+                    names = ", ".join(str(PeerID(peer_id)) for peer_id in gone)
+                    runner.finalize(exception=AllreduceException(f"peer {names} is gone"))
 
 
 def is_standing(item: object) -> bool:
@@ -492,7 +528,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             except concurrent.futures.TimeoutError:
                 received_bytes, received_numbers = self.received
                 seconds = time.monotonic() - start
-                if received_bytes and time.monotonic() >= next_report + PROGRESS_PERIOD:
+                if received_numbers and time.monotonic() >= next_report + PROGRESS_PERIOD:
                     next_report = time.monotonic()
                     logger.info(
                         f"downloading the swarm's state: {received_numbers / sizes:.0%}, "
@@ -1013,7 +1049,7 @@ class CalmLog(logging.Filter):
         if not os.environ.get("HIVEMIND_LOGLEVEL"):
             # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
             record.exc_info = record.exc_text = None
-            if record.name.startswith("hivemind.averaging"):
+            if record.name.startswith(("hivemind.averaging", "asyncio")):
                 return False  # Optimizer says what became of a round
         return not STOPPING.value
 

@@ -66,6 +66,7 @@ def main() -> None:
             epoch = optimizer.local_epoch
             report = {
                 "epoch": epoch,
+                "clock": time.strftime("%H:%M:%S"),
                 "steps": steps,
                 "samples": optimizer.epoch_samples,
                 "total_samples": optimizer.total_samples,
