@@ -67,7 +67,7 @@ PROGRESS_PERIOD = 5.0  # between two lines about a running download
 
 TOUCHES = 60  # pings after which a lost peer is given up
 QUESTIONED = 8  # peers pinged at once while waiting for a group: enough to see that somebody is there
-DOWNLOAD_TRIES = 5  # passes over all donors, with growing pauses between them, 7.5 s together
+DOWNLOAD_TRIES = 4  # passes over all donors, with growing pauses between them, 3.5 s together
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
 
@@ -570,6 +570,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     ) -> tuple[dict, list[torch.Tensor]] | None:
         failures: dict[PeerID, int] = Counter()
         for attempt in range(DOWNLOAD_TRIES):
+            await asyncio.sleep(0.5 * 2 ** (attempt - 1) if attempt else 0.0)
             key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
             entry = await self.dht.get(key, latest=True, return_future=True)
             declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
@@ -590,12 +591,11 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                     return await asyncio.wait_for(self._download_from(peer, wanted), timeout)
                 except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
                     failures[peer] += not isinstance(e, UnusableState)
-                    reason = str(e) if isinstance(e, UnusableState) else f"{type(e).__name__}: {e}"
+                    reason = str(e) if isinstance(e, UnusableState) else f"{type(e).__name__}: {e}".splitlines()[0]
                     logger.log(
                         logging.DEBUG if epochs[peer] < wanted else logging.WARNING,
                         f"the state of peer {peer} is of no use ({reason}), asking another one",
                     )
-            await asyncio.sleep(0.5 * 2**attempt)
         return None
 
     async def _download_from(self, peer: PeerID, min_epoch: int) -> tuple[dict, list[torch.Tensor]]:

@@ -4,7 +4,36 @@ import os
 import signal
 
 import pytest
-from processes import make_prefix, wait_until
+from bad_donor import KINDS
+from processes import ROOT, make_prefix, wait_until
+
+# A peer that takes over the swarm's state again and again, each time from a parameter of its own.
+TAKER = """
+import json, sys
+import torch
+from arguments import SwarmArguments
+from averaging import clean_end, make_dht, shut_down
+from gradient_peer import make_gradient_optimizer
+from utils import setup_logging
+
+with clean_end():
+    prefix, times, numbers, *maddrs = sys.argv[1:]
+    setup_logging("taker")
+    dht, *_ = make_dht(SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    parameter = torch.nn.Parameter(torch.zeros(int(numbers)))
+    optimizer = make_gradient_optimizer(dht, prefix, parameter, target_batch_size=10**6, group_size=2)
+    own = next(iter(optimizer.opt.param_groups))["params"][0]
+    for _ in range(int(times)):
+        optimizer.state_averager.local_epoch, optimizer.state_averager.lineage = 0, "own"
+        with torch.no_grad():
+            own.fill_(-1.0)
+        loaded = optimizer.load_state_from_peers()
+        state = optimizer.state_averager
+        values = [own.min().item(), own.max().item(), parameter.mean().item()]
+        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.lineage == "own", values=values)
+        print(json.dumps(facts), flush=True)
+    shut_down(dht, optimizer)
+"""
 
 
 def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):
@@ -103,3 +132,40 @@ def test_helpers_end_when_their_parent_dies(start):
     os.kill(peer.process.pid, signal.SIGKILL)
     peer.process.wait(10)
     wait_until(lambda: not peer.left_processes(), 15, "no process left")
+
+
+def test_a_bad_state_is_refused_and_another_donor_asked(start):
+    """Truncated, of wrong shapes, not finite, broken or no answer (note 25): the next donor's is taken as a whole."""
+    prefix = make_prefix()
+    good = start_peer(start, "good", prefix, gradient=1.0, batch_size=128)
+    maddrs = good.json_lines()[0]["maddrs"]
+    bad = start("bad", "tests/bad_donor.py", "--experiment_prefix", prefix, "--initial_peers", *maddrs)
+    bad.wait_for('"maddrs"')
+    wait_until(lambda: epochs(good), 60, "an epoch")
+    taker = start(
+        "taker", "-c", TAKER, prefix, len(KINDS), 100_000, *maddrs, env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    )
+    taker.assert_clean_end(120)
+    assert [line["gave"] for line in bad.json_lines() if "gave" in line] == list(KINDS)
+    taken = taker.json_lines()
+    assert len(taken) == len(KINDS)
+    for line in taken:
+        # the good peer's parameter is minus its epoch, as it steps alone by 1
+        assert line["loaded"] and not line["own"]
+        assert 0 < line["epoch"] < 1000
+        assert line["values"] == [-line["epoch"]] * 3
+
+    # with the bad donor alone, nothing is taken over, and it takes bounded time
+    good.kill()
+    alone = start(
+        "alone",
+        "-c",
+        TAKER,
+        prefix,
+        1,
+        100_000,
+        *bad.json_lines()[0]["maddrs"],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+    )
+    alone.assert_clean_end(120)
+    assert alone.json_lines() == [{"loaded": False, "epoch": 0, "own": True, "values": [-1.0, -1.0, 0.0]}]
