@@ -829,7 +829,7 @@ class Optimizer(hivemind.Optimizer):
             logger.warning(
                 f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.0f} s "
                 f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
-                f"{seconds / epochs:.0f} s. It takes a faster connection, or a larger --target_batch_size for all. "
+                f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger --target_batch_size for all. "
                 f"Next try in {pause:.0f} s"
             )
             self._download_after = time.monotonic() + pause
