@@ -42,7 +42,7 @@ from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import averaging_pb2
-from hivemind.utils import MPFuture, MSGPackSerializer, ValueWithExpiration, get_dht_time
+from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.streaming import combine_from_streaming
@@ -269,8 +269,8 @@ class PromptMatchmaking(Matchmaking):
     it out in each round (note 11), and one that was just large enough does so once a peer has died (note 22).
     """
 
-    #: peers that compute gradients and are there, this one included; set by VerifiedAverager
-    expected_peers: ctypes.c_int
+    #: ids (bytes) of the other peers that should come; set by VerifiedAverager
+    expected: frozenset[bytes] = frozenset()
 
     async def rpc_join_group(self, request, context):
         arrival = time.monotonic()
@@ -292,10 +292,8 @@ class PromptMatchmaking(Matchmaking):
         async with self.lock_request_join_group:
             if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
                 return
-            gathered = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]
-            # auxiliary peers (mode 2) come on top
-            workers = sum(MSGPackSerializer.loads(data)[1] != AveragingMode.AUX.value for data in gathered)
-            if workers >= max(2, self.expected_peers.value):
+            here = {peer_id.to_bytes() for peer_id in self.current_followers}
+            if self.expected and self.expected <= here:
                 await self.leader_assemble_group()
 
 
@@ -307,10 +305,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     raises AllreduceException.
     """
 
-    def __init__(self, *args, **kwargs):
-        # shared with the averager's process; a group of this size starts at once
-        self.expected_peers = multiprocessing.Value(ctypes.c_int, 2**31 - 1)
-        super().__init__(*args, **kwargs)
+    _expected: frozenset[bytes] = frozenset()
 
     def run(self) -> None:
         live_as_helper()
@@ -321,11 +316,18 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # for others who have gone on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    async def _step(self, **kwargs) -> None:
-        # hivemind makes it from a fixed class (hivemind/averaging/averager.py)
+    def expect(self, peer_ids: Iterable[bytes]) -> None:
+        """A group with these other peers in it is complete and starts at once, also one that has formed already."""
+        if (expected := frozenset(peer_ids)) != self._expected:
+            self._expected = expected
+            self._outer_pipe.send(("_expect", [expected], {}))
+
+    async def _expect(self, expected: frozenset[bytes]) -> None:
+        """Runs in the averager's process."""
+        # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
         self._matchmaking.__class__ = PromptMatchmaking
-        self._matchmaking.expected_peers = self.expected_peers
-        await super()._step(**kwargs)
+        self._matchmaking.expected = expected
+        await self._matchmaking.start_when_complete()
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         watch = asyncio.create_task(self._end_when_a_peer_is_gone(group_info))
@@ -675,6 +677,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         #: what the records of silent peers said when they fell silent: (epoch, samples)
         self.silent: dict[bytes, tuple[int, int]] = {}
         self.last_fetch = -float("inf")
+        #: the epoch in which peers that are behind have been waited for long enough
+        self.impatient_epoch = -1
         super().__init__(*args, **kwargs)
 
     def _parse_swarm_progress_data(self, metadata):
@@ -697,14 +701,22 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
         self.last_fetch = time.monotonic()
         progress = super()._parse_swarm_progress_data(counted)
-        # hivemind does not count a peer that has not reported yet: it would make its first step alone
-        progress.num_peers = len(self.present) + 1
+        # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
+        # one that is far behind, for which the others would wait in each round
+        progress.num_peers = len(self.in_step) + 1
         return progress
 
     @property
     def present(self) -> dict[bytes, LocalTrainingProgress]:
         """Newest records of the other peers that are not silent, by peer id."""
         return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
+
+    @property
+    def in_step(self) -> list[bytes]:
+        """Ids of the other peers that are there and at this peer's epoch, or about to be."""
+        # who is one epoch behind takes over the state just now; worth to wait for a little, once
+        epoch = self.local_progress.epoch - (self.local_progress.epoch != self.impatient_epoch)
+        return [peer_id for peer_id, record in self.present.items() if record.epoch >= epoch]
 
     def leave_out(self, peer_ids: Iterable[bytes]) -> None:
         """From now on these peers do not count, until they report something new."""
@@ -825,7 +837,7 @@ class Optimizer(hivemind.Optimizer):
         self.late_downloads = self.late_downloads + 1 if epochs > 0 else 0
         if self.late_downloads >= 3:
             megabytes = self.state_averager.received[0] / 1e6
-            pause = min(300.0, RETRY_PERIOD * 2 ** (self.late_downloads - 3))
+            pause = min(300.0, seconds * 2 ** (self.late_downloads - 3))
             logger.warning(
                 f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.0f} s "
                 f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
@@ -871,9 +883,8 @@ class Optimizer(hivemind.Optimizer):
 
     def _maybe_schedule_gradient_averaging(self) -> None:
         self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
-        others = len(self.tracker.present)
         for averager in (self.grad_averager, self.state_averager):
-            averager.expected_peers.value = others + 1
+            averager.expect(self.tracker.in_step)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1:
@@ -908,7 +919,7 @@ class Optimizer(hivemind.Optimizer):
         if self._averages_in_step():
             self.state_averager.group_id = next(iter(group.values()))
             present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
-            absent = [peer_id for peer_id in present if peer_id not in took_part]
+            absent = [peer_id for peer_id in self.tracker.in_step if peer_id in present and peer_id not in took_part]
             # nobody can ping a peer in client mode
             self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
             self._question(absent)
@@ -940,12 +951,13 @@ class Optimizer(hivemind.Optimizer):
             if self._has_missed_the_round():
                 raise AllreduceException("the others have stepped without this peer")
             if self._averages_in_step():
-                present = list(self.tracker.present)
-                self._question(random.sample(present, min(QUESTIONED, len(present))), wait=True)
-                if not self.tracker.present:
+                self.tracker.impatient_epoch = self.local_epoch
+                others = self.tracker.in_step
+                self._question(random.sample(others, min(QUESTIONED, len(others))), wait=True)
+                if not self.tracker.in_step:
                     raise AllreduceException("nobody else is there")
                 # whoever is there is enough
-                self.grad_averager.expected_peers.value = len(self.tracker.present) + 1
+                self.grad_averager.expect(self.tracker.in_step)
             next_look = time.monotonic() + FIRST_LOOK
 
     def _question(self, peer_ids: Iterable[bytes], wait: bool = False) -> None:
@@ -974,7 +986,7 @@ class Optimizer(hivemind.Optimizer):
         background: neighbours an epoch apart are nothing unusual there.
         """
         group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
-        is_one_group = group_size is None or self.tracker.global_progress.num_peers <= group_size
+        is_one_group = group_size is None or len(self.tracker.present) + 1 <= group_size
         return is_one_group and not self.delay_grad_averaging
 
     def _has_missed_the_round(self) -> bool:

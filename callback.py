@@ -108,7 +108,7 @@ class CollaborativeCallback:
             "loss": loss_sum,
             "mini_steps": self.mini_steps,
             "averaged_with": optimizer.averaged_with,
-            "num_peers": max(1, optimizer.tracker.global_progress.num_peers),
+            "num_peers": len(optimizer.tracker.present) + 1,
             "grad_norm": optimizer.opt.grad_norm,
             "learning_rate": float(optimizer.opt.param_groups[0]["lr"]),
             "total_samples": optimizer.total_samples,
@@ -139,12 +139,13 @@ class CollaborativeCallback:
     def describe_progress(self) -> str:
         """One line on the swarm, from what the tracker already knows."""
         progress, optimizer = self.optimizer.tracker.global_progress, self.optimizer
+        peers = len(optimizer.tracker.present) + 1
         eta = progress.eta_next_epoch - get_dht_time()
         speed = (progress.target_batch_size - progress.samples_accumulated) / eta if 0 < eta < math.inf else math.nan
         percent = min(100, 100 * progress.samples_accumulated // progress.target_batch_size)
         return (
             f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  "
-            f"peers {max(1, progress.num_peers)}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
+            f"peers {peers}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
             f"mine {optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated:,} samples"
         )
 

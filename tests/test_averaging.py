@@ -172,16 +172,16 @@ def test_a_bad_state_is_refused_and_another_donor_asked(start):
 
 
 def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
-    """Its state is behind the swarm's as soon as it has arrived: it says how large it is, how fast it came, and how fast
-    the swarm is, and tries less often."""
+    """Its state is behind the swarm's as soon as it has arrived: it says how large it is, how fast it came, and how
+    fast the swarm is, and tries less often."""
     prefix = make_prefix()
     quick = ("--numbers", 4_000_000, "--step_seconds", 0.05, "--target_batch_size", 16)
     swarm = start_peer(start, "swarm", prefix, gradient=1e-3, batch_size=16, flags=quick)
     wait_until(lambda: epochs(swarm), 60, "an epoch")
     newcomer = start_peer(start, "newcomer", prefix, gradient=1e-3, batch_size=16, others=[swarm], flags=quick)
     reason = newcomer.wait_for(
-        r"cannot catch up: the state of ([\d.]+) MB took (\d+) s \(([\d.]+) Mbit/s\), and meanwhile the swarm made (\d+) "
-        r"epochs of about ([\d.]+) s",
+        r"cannot catch up: the state of ([\d.]+) MB took (\d+) s \(([\d.]+) Mbit/s\), and meanwhile the swarm made "
+        r"(\d+) epochs of about ([\d.]+) s",
         90,
     )
     megabytes, _, speed, made, _ = map(float, reason.groups())

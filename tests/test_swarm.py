@@ -68,7 +68,10 @@ def largest_difference(tmp_path: Path, *names: str) -> float:
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
-    prefix, together = make_prefix(), {**tiny_data, "--max_steps": 45, "--target_group_size": 3}
+    prefix, together = (
+        make_prefix(),
+        {**tiny_data, "--max_steps": 20, "--target_group_size": 3, "--target_batch_size": 1536},
+    )
     monitor, peers = start_monitor(
         start, prefix, "--refresh_period", 0.5, "--output_dir", tmp_path / "monitor", "--report_to", "none"
     )
@@ -78,14 +81,14 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together))
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
-    assert "target_batch_size: the run has 384, you have 64" in stranger.text
+    assert "target_batch_size: the run has 1536, you have 64" in stranger.text
     wait_until(lambda: not stranger.left_processes(), 5, "no process left")
     for trainer in trainers:
         trainer.assert_clean_end(120)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in names]
 
     # the same epoch, the same weights
-    assert [summary["epoch"] for summary in summaries] == [45, 45, 45]
+    assert [summary["epoch"] for summary in summaries] == [20, 20, 20]
     assert largest_difference(tmp_path, *names) < 1e-6
 
     # the third began where the others were, not at zero, and went on from their weights: its first loss shows it
@@ -107,7 +110,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     monitor.interrupt()
     monitor.assert_clean_end()
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["epoch"] == 45
+    assert lines[-1]["epoch"] == 20
     assert max(line["alive_peers"] for line in lines) == 3
     assert lines[-1]["loss"] < lines[0]["loss"]
     seen = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
