@@ -6,6 +6,7 @@ specific to a model: an experiment is edited in data.py, model.py and optimizer.
 
 import asyncio
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import logging
@@ -400,6 +401,69 @@ class Optimizer(hivemind.Optimizer):
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
         self.grad_averager.accumulate_on(device)
+
+    def training_state(self) -> dict:
+        """A copy of all that this peer's next step depends on but its gradients, at any moment between two steps.
+
+        Without waiting for an averaging of parameters that runs in the background: for some of them the copy may hold
+        the values before it, for others those after it, as all peers do that lose their connection in it.
+
+        :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
+            local_epoch, total_samples; all of it of types that torch.load reads with weights_only=True
+        """
+        averager = self.state_averager
+        with averager.lock_optimizer, torch.no_grad():
+            # a step in the background counts when it has ended, which is when it moves the schedule on
+            return {
+                "parameters": [param.detach().clone() for group in self.opt.param_groups for param in group["params"]],
+                "optimizer": copy.deepcopy(self.opt.state_dict()),
+                "scheduler": copy.deepcopy(averager.scheduler.state_dict()),
+                "local_epoch": averager.scheduler.last_epoch,
+                "total_samples": self.total_samples,
+            }
+
+    def load_training_state(self, state: dict) -> None:
+        """Take over what `training_state` returned, also that of another process or device.
+
+        Learning rate and other options remain those of this process, which the run's contract names. hivemind's
+        load_state_dict would leave the parameters, the schedule, and what the swarm hears of this peer (note 26).
+
+        :raises ValueError: the tensors have other shapes than this optimizer's; nothing has changed then
+        """
+        averager, epoch = self.state_averager, state["local_epoch"]
+        own = self.opt.state_dict()
+        params = [param for group in self.opt.param_groups for param in group["params"]]
+        moments = state["optimizer"]["state"]
+
+        def shapes(parameters: list[torch.Tensor], moments: dict[int, dict]) -> list:
+            kept = [
+                {name: tuple(value.shape) if torch.is_tensor(value) else type(value) for name, value in entry.items()}
+                for _, entry in sorted(moments.items())
+            ]
+            return [tuple(tensor.shape) for tensor in parameters] + kept
+
+        if shapes(state["parameters"], moments) != shapes(params, own["state"]):
+            raise ValueError("its optimizer is another one (--optim), or its tensors have other shapes")
+        with averager.lock_optimizer, averager.lock_averaged_tensors, torch.no_grad():
+            for param, saved in zip(params, state["parameters"], strict=True):
+                param.copy_(saved)
+            # a copy: torch would keep these tensors and change them in place
+            self.opt.load_state_dict({"state": copy.deepcopy(moments), "param_groups": own["param_groups"]})
+            scheduler = averager.scheduler
+            scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
+            # a step to the epoch sets the learning rate; hivemind's only ever goes forward
+            scheduler.last_epoch, scheduler._step_count = epoch - 1, epoch
+            scheduler.step()
+            averager.local_epoch = epoch
+        averager._apply_optimizer_parameters_()
+        self.grad_averager.reset_accumulated_grads_()
+        self.total_samples = state["total_samples"]
+        with self.tracker.pause_updates():
+            self.tracker.update_epoch(epoch)
+        self._should_check_synchronization_on_update = True
+        if not self.client_mode:
+            # newcomers ask those who are furthest
+            averager.state_sharing_priority = self.grad_averager.state_sharing_priority = epoch
 
     def load_state_from_peers(self, **kwargs) -> bool:
         """Take over the newest state of the swarm.
