@@ -436,11 +436,11 @@ class Optimizer(hivemind.Optimizer):
         moments = state["optimizer"]["state"]
 
         def shapes(parameters: list[torch.Tensor], moments: dict[int, dict]) -> list:
-            kept = [
-                {name: tuple(value.shape) if torch.is_tensor(value) else type(value) for name, value in entry.items()}
+            # single numbers are tensors at one time and not at another: LAMB's trust ratio
+            return [tuple(tensor.shape) for tensor in parameters] + [
+                {name: tuple(getattr(value, "shape", ())) for name, value in entry.items()}
                 for _, entry in sorted(moments.items())
             ]
-            return [tuple(tensor.shape) for tensor in parameters] + kept
 
         if shapes(state["parameters"], moments) != shapes(params, own["state"]):
             raise ValueError("its optimizer is another one (--optim), or its tensors have other shapes")
