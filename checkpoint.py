@@ -15,6 +15,7 @@ state_dict), local_epoch; and, where a trainer wrote it: total_samples, counters
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -27,7 +28,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 import hivemind
 import numpy
@@ -42,10 +43,27 @@ logger = logging.getLogger("checkpoint")
 
 #: folders and files that could not be written the last time: one warning, not one at each try
 UNWRITABLE: set[Path] = set()
+OPEN_LOCKS: list[TextIO] = []
 
 
 class CheckpointError(Exception):
     """What is there cannot be taken for a training state, or not for one of this model; the text says why."""
+
+
+def lock_folder(flag: str, folder: str | Path) -> None:
+    """Keep others out of a folder until this process ends; ends it now when another one is in there.
+
+    Two trainers in one folder would take each other's checkpoints for their own.
+    """
+    try:
+        file = open(Path(folder) / ".lock", "a")  # noqa: SIM115 (open until the end)
+        OPEN_LOCKS.append(file)
+        # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as e:
+        stop_for_user(f"{flag} {folder} is in use by another trainer, or not yours: choose another one ({e.strerror})")
+    except OSError as e:  # a full disk, or one that knows no locks
+        logger.info(f"{folder} is not locked ({e.strerror}): see that no other trainer uses it")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

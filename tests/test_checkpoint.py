@@ -14,7 +14,7 @@ import pytest
 import torch
 from processes import LOOPBACK, ROOT, Script, make_prefix, wait_until
 from safetensors.torch import load_file
-from test_swarm import TRAINER, flags, history
+from test_swarm import TRAINER, flags, history, start_monitor
 from transformers import AlbertForPreTraining, AutoTokenizer
 
 import checkpoint
@@ -354,6 +354,15 @@ def kill_after_epoch(trainer: Script, tmp_path: Path, name: str, epoch: int) -> 
     return history(tmp_path, name)
 
 
+def assert_loss_goes_on(lines: dict[int, dict], epoch: int) -> None:
+    """The loss before and after a restart at an epoch is the same, but for noise, and far from that of a new model."""
+    untrained = math.log(500) + math.log(2)
+    before = sum(lines[number]["loss"] for number in range(epoch - 2, epoch + 1)) / 3
+    after = sum(lines[number]["loss"] for number in range(epoch + 1, epoch + 3)) / 2
+    assert before < untrained - 0.5
+    assert after == pytest.approx(before, abs=0.35)
+
+
 def test_a_full_disk_does_not_end_the_training(start, small_disk, tiny_data, tmp_path):
     """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
     disk = small_disk(1000)
@@ -364,7 +373,7 @@ def test_a_full_disk_does_not_end_the_training(start, small_disk, tiny_data, tmp
     warnings = [line for line in trainer.text.splitlines() if "warning: Could not" in line]
     # one for checkpoints, one for the state file
     assert len(warnings) == 2 and all("No space left" in line for line in warnings), trainer.text
-    assert not find_checkpoints(disk) and not list(disk.glob(".*"))
+    assert not find_checkpoints(disk) and not list(disk.glob(".*.unfinished"))
 
 
 def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
@@ -380,6 +389,8 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
     second = start_alone(start, "second", tmp_path / "out", prefix, own)
     second.wait_for(f"resuming from .*checkpoint-{epoch}, epoch {epoch}")
     second.wait_for(f"Epoch #{epoch + 3} ")
+    with pytest.raises(SystemExit):
+        checkpoint.lock_folder("--output_dir", tmp_path / "out")
     second.interrupt()
     second.assert_clean_end()
     both = history(tmp_path, "out")
@@ -389,11 +400,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
     for number in (epoch, epoch + 1, epoch + 2):
         assert both[number]["learning_rate"] == pytest.approx(2e-3 * (100 - number) / 95)
     assert both[epoch + 1]["total_samples"] == both[epoch]["total_samples"] + both[epoch + 1]["samples_accumulated"]
-    untrained = math.log(500) + math.log(2)
-    before = [both[number]["loss"] for number in range(epoch - 4, epoch + 1)]
-    after = [both[number]["loss"] for number in range(epoch + 1, epoch + 4)]
-    assert max(before) < untrained - 0.3
-    assert sum(after) / 3 == pytest.approx(sum(before) / 5, abs=0.25)
+    assert_loss_goes_on(both, epoch)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["samples"] == both[max(both)]["total_samples"]
     assert summary["epochs_here"] == max(both)
@@ -411,7 +418,58 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
     assert history(tmp_path, "out")[1]["total_samples"] == 64
 
     [aside] = (tmp_path / "out").glob(f"set-aside-*/{last.name}")
+    other = {"--resume_from_checkpoint": aside, "--optim": "lamb"}
+    wrong = start_alone(start, "wrong", tmp_path / "wrong", prefix, own, other)
+    assert wrong.wait() == 2
+    [line] = [line for line in wrong.text.splitlines() if "error:" in line]
+    assert "--optim" in line and "--resume_from_checkpoint none" in line and "Traceback" not in wrong.text
+
     limits = {"--resume_from_checkpoint": aside, "--max_steps": summary["epoch"] + 1}
     start_alone(start, "chosen", tmp_path / "chosen", prefix, own, limits).assert_clean_end()
     assert list(history(tmp_path, "chosen")) == [summary["epoch"] + 1]
     assert json.loads((tmp_path / "chosen" / "summary.json").read_text())["samples"] == summary["samples"] + 64
+
+
+def test_all_dead_and_one_back(start, tmp_path, tiny_data):
+    """Two peers, both killed; one comes back and goes on alone; the other follows and takes over what it missed."""
+    prefix, names = make_prefix(), ["first", "second"]
+    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    own = {
+        **tiny_data,
+        "--initial_peers": peers,
+        "--target_batch_size": 256,
+        "--target_group_size": 2,
+        "--total_steps": 400,
+        "--save_steps": 3,
+        # whoever comes back waits for the dead, as long as the monitor remembers them
+        "--metadata_expiration": 10,
+    }
+    trainers = [start_alone(start, name, tmp_path / name, prefix, own) for name in names]
+
+    def epochs_together() -> list[int]:
+        lines = [history(tmp_path, name) for name in names]
+        return [epoch for epoch in lines[0] if all(line.get(epoch, {}).get("averaged_with") == 2 for line in lines)]
+
+    wait_until(lambda: len(epochs_together()) >= 12, 120, "epochs together")
+    for trainer in trainers:
+        trainer.kill()
+    before = history(tmp_path, "first")
+    epoch = checkpoint.read_epoch(find_checkpoints(tmp_path / "first")[-1])
+
+    back = start_alone(start, "back", tmp_path / "first", prefix, own)
+    back.wait_for(f"Epoch #{epoch + 3} ", 90)
+    after = history(tmp_path, "first")
+    assert sorted(after) == list(range(1, max(after) + 1))
+    assert all(after[number] == before[number] for number in range(1, epoch + 1))
+    assert [after[number]["averaged_with"] for number in range(epoch + 1, epoch + 4)] == [1, 1, 1]
+    for number in range(epoch + 1, epoch + 4):
+        # warm-up of 5, peak at the sixth, zero at 400: the learning rate after an epoch
+        rate = (number + 1) / 6 if number < 5 else (400 - number) / 395
+        assert after[number]["learning_rate"] == pytest.approx(2e-3 * rate)
+    assert_loss_goes_on(after, epoch)
+    assert after[epoch + 1]["total_samples"] == after[epoch]["total_samples"] + after[epoch + 1]["samples_accumulated"]
+
+    start_alone(start, "follower", tmp_path / "second", prefix, own)
+    joint = wait_until(lambda: [e for e in epochs_together() if e > epoch + 3], 90, "an epoch together again")[-1]
+    norms = [history(tmp_path, name)[joint]["grad_norm"] for name in names]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
