@@ -473,3 +473,34 @@ def test_all_dead_and_one_back(start, tmp_path, tiny_data):
     joint = wait_until(lambda: [e for e in epochs_together() if e > epoch + 3], 90, "an epoch together again")[-1]
     norms = [history(tmp_path, name)[joint]["grad_norm"] for name in names]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
+    """What the monitor saves is a whole training state: where all trainers are lost, a new one goes on from it."""
+    prefix = make_prefix()
+    trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
+    shared = {**ALONE, **tiny_data, "--target_batch_size": 256}
+    shared = {name: value for name, value in shared.items() if not name.startswith(trainers_only)}
+    _, peers = start_monitor(
+        start,
+        prefix,
+        *flags(shared, {"--output_dir": tmp_path / "monitor", "--report_to": "none", "--refresh_period": 0.5}),
+        *("--store_checkpoints", "--save_checkpoint_step_interval", 4),
+    )
+    own = {**tiny_data, "--target_batch_size": 256}
+    lost = start_alone(start, "lost", tmp_path / "lost", prefix, own, {"--initial_peers": peers})
+
+    def find_new() -> list[Path]:
+        return [path for path in find_checkpoints(tmp_path / "monitor") if checkpoint.read_epoch(path) >= 8]
+
+    folder = wait_until(find_new, 120, "a checkpoint of the monitor")[0]
+    lost.kill()
+    before, epoch = history(tmp_path, "lost"), checkpoint.read_epoch(folder)
+    assert load_checkpoint(folder)["local_epoch"] == epoch
+
+    limits = {"--resume_from_checkpoint": folder, "--max_steps": epoch + 2}
+    start_alone(start, "revived", tmp_path / "revived", prefix, own, limits).assert_clean_end(90)
+    after = history(tmp_path, "revived")
+    assert sorted(after) == [epoch + 1, epoch + 2]
+    assert after[epoch + 1]["learning_rate"] == pytest.approx(before[epoch]["learning_rate"] - 2e-3 / 95)
+    assert_loss_goes_on(before | after, epoch)
