@@ -7,6 +7,7 @@ specific to a model: an experiment is edited in data.py, model.py and optimizer.
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import hashlib
@@ -464,6 +465,10 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 # --- taking over the swarm's state ------------------------------------------------------------------------------------
 
 
+# of the numbers and settings in an optimizer's state
+PLAIN_TYPES = (int, float, str, type(None))
+
+
 class UnusableState(Exception):
     """A peer's state that this peer cannot or should not take over."""
 
@@ -501,12 +506,6 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             # copies, or the next step changes what is still being sent
             return metadata | {"lineage": self.lineage}, [tensor.clone() for tensor in tensors], infos
 
-    def state_shapes(self) -> list[torch.Size]:
-        """Shapes of the tensors that make up a state, in the order in which peers exchange them."""
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        _, optimizer_tensors = dump_optimizer_state(self.optimizer)
-        return [tensor.shape for tensor in (*params, *self.extra_tensors, *optimizer_tensors)]
-
     def load_state_from_peers(
         self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
     ) -> bool:
@@ -521,7 +520,9 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         future = MPFuture()
         options = dict(min_epoch=min_epoch, local_epoch=self.local_epoch, donors=donors, avoid=avoid, timeout=timeout)
         self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
-        sizes = sum(shape.numel() for shape in self.state_shapes())
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        targets = (*params, *self.extra_tensors)
+        numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
         start = next_report = time.monotonic()
         while True:
             try:
@@ -533,7 +534,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 if received_numbers and time.monotonic() >= next_report + PROGRESS_PERIOD:
                     next_report = time.monotonic()
                     logger.info(
-                        f"downloading the swarm's state: {received_numbers / sizes:.0%}, "
+                        f"downloading the swarm's state: {received_numbers / numbers:.0%}, "
                         f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-6 / seconds:.1f} Mbit/s"
                     )
                 if STOP_REQUESTED.is_set():
@@ -541,8 +542,6 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         if loaded is None:
             return False
         metadata, tensors = loaded
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        targets = (*params, *self.extra_tensors)
         # the run's own: all peers have the same, unless one lies
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         with self._lock_step, torch.no_grad(), self.lock_averaged_tensors:
@@ -602,7 +601,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
     async def _download_from(self, peer: PeerID, min_epoch: int) -> tuple[dict, list[torch.Tensor]]:
         """One peer's state, checked; raises UnusableState, TimeoutError or what the network and the bytes cause."""
-        shapes, metadata, tensors, parts = self.state_shapes(), None, [], []
+        metadata, shapes, tensors, parts = None, [], [], []
         self.received[:] = 0, 0
 
         def complete_tensor() -> None:
@@ -623,7 +622,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 self.received[0] += message.ByteSize()
                 if metadata is None:
                     metadata = self.serializer.loads(message.metadata)
-                    self._check_metadata(metadata, min_epoch)
+                    shapes = self._check_metadata(metadata, min_epoch)
                 if message.tensor_part.dtype and parts:  # the first part of a tensor names its type
                     complete_tensor()
                 parts.append(message.tensor_part)
@@ -635,20 +634,27 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             raise UnusableState(f"it ended after {len(tensors)} of {len(shapes)} tensors")
         return metadata, tensors
 
-    def _check_metadata(self, metadata: object, min_epoch: int) -> None:
-        """Raise UnusableState unless everything that load_state_from_peers will read is there."""
-        own, _ = dump_optimizer_state(self.optimizer)
+    def _check_metadata(self, metadata: object, min_epoch: int) -> list[torch.Size]:
+        """The shapes of the tensors that have to follow; raises UnusableState where something is missing or wrong."""
         if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
             raise UnusableState("it has no lineage")
         if type(metadata.get("epoch")) is not int or metadata["epoch"] < min_epoch:
             raise UnusableState(f"it is of epoch {metadata.get('epoch')}, {min_epoch} is wanted")
-        theirs = metadata.get("optimizer_metadata")
-        kinds = [item.get("type") if isinstance(item, dict) else None for item in theirs or ()]
-        if kinds != [item["type"] for item in own]:
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        shapes = [tensor.shape for tensor in (*params, *self.extra_tensors)]
+        own, own_tensors = dump_optimizer_state(self.optimizer)
+        theirs, count = metadata.get("optimizer_metadata"), 0
+        if not isinstance(theirs, list) or len(theirs) != len(own):
             raise UnusableState("its optimizer is another one")
-        indices = [item.get("index") for item in theirs if item["type"] == "tensor"]
-        if indices != list(range(len(indices))):
-            raise UnusableState("its optimizer's tensors are out of order")
+        for item, own_item in zip(theirs, own, strict=True):
+            # single numbers are tensors at one time and not at another: LAMB's trust ratio
+            shape = own_tensors[own_item["index"]].shape if own_item["type"] == "tensor" else torch.Size()
+            if item == {"type": "tensor", "index": count}:
+                shapes.append(shape)
+                count += 1
+            elif len(shape) or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
+                raise UnusableState("its optimizer is another one")
+        return shapes
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------
@@ -770,6 +776,70 @@ class Optimizer(hivemind.Optimizer):
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
         self.grad_averager.accumulate_on(device)
+
+    def training_state(self) -> dict:
+        """A copy of all that this peer's next step depends on but its gradients, at any moment between two steps.
+
+        Without waiting for an averaging of parameters that runs in the background: for some of them the copy may hold
+        the values before it, for others those after it, as all peers do that lose their connection in it.
+
+        :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
+            local_epoch, lineage, total_samples; all of it of types that torch.load reads with weights_only=True
+        """
+        averager = self.state_averager
+        with averager.lock_optimizer, torch.no_grad():
+            # a step in the background counts when it has ended, which is when it moves the schedule on
+            return {
+                "parameters": [param.detach().clone() for group in self.opt.param_groups for param in group["params"]],
+                "optimizer": copy.deepcopy(self.opt.state_dict()),
+                "scheduler": copy.deepcopy(averager.scheduler.state_dict()),
+                "local_epoch": averager.scheduler.last_epoch,
+                "lineage": averager.lineage,
+                "total_samples": self.total_samples,
+            }
+
+    def load_training_state(self, state: dict) -> None:
+        """Take over what `training_state` returned, also that of another process or device.
+
+        Learning rate and other options remain those of this process, which the run's contract names. hivemind's
+        load_state_dict would leave the parameters, the schedule, and what the swarm hears of this peer (note 26).
+
+        :raises ValueError: the tensors have other shapes than this optimizer's; nothing has changed then
+        """
+        averager, epoch = self.state_averager, state["local_epoch"]
+        own = self.opt.state_dict()
+        params = [param for group in self.opt.param_groups for param in group["params"]]
+        moments = state["optimizer"]["state"]
+
+        def shapes(parameters: list[torch.Tensor], moments: dict[int, dict]) -> list:
+            # single numbers are tensors at one time and not at another: LAMB's trust ratio
+            return [tuple(tensor.shape) for tensor in parameters] + [
+                {name: tuple(getattr(value, "shape", ())) for name, value in entry.items()}
+                for _, entry in sorted(moments.items())
+            ]
+
+        if shapes(state["parameters"], moments) != shapes(params, own["state"]):
+            raise ValueError("its optimizer is another one (--optim), or its tensors have other shapes")
+        with averager.lock_optimizer, averager.lock_averaged_tensors, torch.no_grad():
+            for param, saved in zip(params, state["parameters"], strict=True):
+                param.copy_(saved)
+            # a copy: torch would keep these tensors and change them in place
+            self.opt.load_state_dict({"state": copy.deepcopy(moments), "param_groups": own["param_groups"]})
+            scheduler = averager.scheduler
+            scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
+            # a step to the epoch sets the learning rate; hivemind's only ever goes forward
+            scheduler.last_epoch, scheduler._step_count = epoch - 1, epoch
+            scheduler.step()
+            averager.local_epoch, averager.lineage = epoch, state.get("lineage", "")
+        averager._apply_optimizer_parameters_()
+        self.grad_averager.reset_accumulated_grads_()
+        self.total_samples = state["total_samples"]
+        with self.tracker.pause_updates():
+            self.tracker.update_epoch(epoch)
+        self._should_check_synchronization_on_update = True
+        if not self.client_mode:
+            # newcomers ask those who are furthest
+            averager.state_sharing_priority = self.grad_averager.state_sharing_priority = epoch
 
     def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
         if not self.auxiliary and self._should_load_state_from_peers():

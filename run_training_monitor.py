@@ -11,7 +11,7 @@ On one machine, to try it out:
 
 It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line an
 epoch), learning_curve.png, and at the end (Ctrl-C) summary.json. With --store_checkpoints it also downloads the swarm's
-state every few epochs and saves the model; give it then the trainers' model, optimizer and averaging flags.
+state every few epochs and saves it; give it then the trainers' model, optimizer and averaging flags.
 """
 
 import contextlib
@@ -223,6 +223,8 @@ class CheckpointSaver:
         from optimizer import make_optimizer
 
         self.args, self.last_epoch = args, 0
+        groups = (args, swarm_args, model_args, optimizer_args, averaging_args)
+        self.arguments = {name: value for group in groups for name, value in asdict(group).items()}
         self.tokenizer = load_tokenizer(model_args.tokenizer_path)
         self.model = make_model(model_args, len(self.tokenizer))
         # auxiliary: takes no part in training; its state is the trainers' only right after a download (note 28)
@@ -232,16 +234,18 @@ class CheckpointSaver:
         """Download the swarm's state and save it, when enough epochs have passed since the last time."""
         if epoch < self.last_epoch + self.args.save_checkpoint_step_interval:
             return
-        from checkpoint import save_checkpoint
+        from checkpoint import collect_state, save_checkpoint
 
         if not self.optimizer.load_state_from_peers():
             logger.warning("No peer gave its state, will try to save a checkpoint at the next epoch")
             return
         self.last_epoch = self.optimizer.local_epoch
+        # a whole training state: should all trainers die, one can go on from it (--resume_from_checkpoint)
+        state = collect_state(self.model, self.optimizer, self.arguments)
         extra = {"experiment_prefix": prefix, "swarm_loss": loss}
         limit = self.args.save_total_limit
-        if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, self.last_epoch, extra, limit):
-            logger.info(f"Saved {self.args.output_dir}/checkpoint-{self.last_epoch}")
+        if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, limit):
+            logger.info(f"Saved {self.args.output_dir}/checkpoint-{state['local_epoch']}")
 
 
 def main() -> None:
