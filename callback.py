@@ -137,6 +137,11 @@ class CollaborativeCallback:
         if epoch % self.args.backup_every_steps == 0:
             self.back_up()
 
+    def read_progress(self) -> dict:
+        """For the status page, which asks from a thread of its own."""
+        peers = max(1, self.optimizer.tracker.global_progress.num_peers)
+        return {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
+
     def describe_progress(self) -> str:
         """One line on the swarm, from what the tracker already knows."""
         progress, optimizer = self.optimizer.tracker.global_progress, self.optimizer

@@ -37,12 +37,13 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down
+from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down, warn_of_local_addresses
 from callback import CollaborativeCallback
 from checkpoint import save_model
 from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
+from status import StatusServer
 from utils import setup_logging
 
 logger = logging.getLogger("trainer")
@@ -79,11 +80,12 @@ def main() -> None:
     except OSError as e:
         stop_for_user(f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder")
 
+    page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
-    dht, public_key = make_dht(swarm, client_mode=args.client_mode)
+    dht, public_key = make_dht(swarm)
     contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
     contract = join_run(dht, swarm.experiment_prefix, public_key, contract, args.statistics_expiration)
-    optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=args.client_mode)
+    optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     stop = handle_stop_signals()
     model.to(device).train()
     optimizer.accumulate_on(device)
@@ -92,8 +94,11 @@ def main() -> None:
     callback = CollaborativeCallback(dht, optimizer, swarm, args, public_key, contract)
     logger.info(
         f"run {swarm.experiment_prefix} until epoch {max_epoch}, {model.num_parameters():,} parameters, "
-        f"peer {dht.peer_id}"
+        f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
     )
+    warn_of_local_addresses(dht, swarm)
+    if page:
+        page.serve(dht, callback.read_progress)
 
     eval_options = dict(
         batch_size=args.per_device_eval_batch_size,
