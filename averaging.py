@@ -272,7 +272,7 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> di
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
         answer = json.loads((await asyncio.wait_for(call, 2 * DIAL_TIMEOUT)).value)
         [ipaddress.ip_address(ip) for ip in answer["seen_at"]]
-    except (P2PHandlerError, ControlFailure, OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
+    except (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
         return None
     return answer
 
