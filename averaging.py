@@ -111,8 +111,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
         if is_reachable is False and swarm.announce_maddrs:
             logger.warning(f"others cannot reach this peer {where}: check --announce_maddrs and the firewall")
         elif is_reachable is False:
-            logger.warning(f"others cannot reach this peer {where}: a firewall or router is between")
-            dht = restart_unreachable(swarm, validators, dht)
+            dht = restart_unreachable(swarm, validators, dht, where)
     end_when_it_dies(dht, "DHT")
     return dht, public_key
 
@@ -162,20 +161,22 @@ def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
     return dht
 
 
-def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT) -> DHT:
-    """In place of this DHT one in client mode, or one that is reached through a relay. Says which, and why."""
+def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where: str) -> DHT:
+    """In place of this DHT one in client mode, or one that is reached through a relay. Says which, and why.
+
+    :param where: at which address and port others cannot reach this peer
+    """
+    reason = f"others cannot reach this peer {where} (a firewall or router is between)"
     averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
     relays = dht.run_coroutine(partial(find_direct_peers, swarm.initial_peers))
     dht.shutdown()
     options = dict(check_if_identity_free=False)  # others still think of the one that has just ended
     if not swarm.use_relay or not relays or (averagers and not swarm.use_auto_relay):
-        logger.warning(
-            f"going on in client mode: {averagers} peer{'s'[: averagers != 1]} that average can be reached directly"
-            if averagers
-            else "going on in client mode, which contributes once a peer that others can reach averages too"
-        )
+        who = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
+        wait = "its gradients count once a trainer that others can reach is there"
+        logger.warning(f"{reason}: going on in client mode, {who if averagers else wait}")
         return start_dht(swarm, validators, client_mode=True, **options)
-    logger.warning("nobody averages here whom a client could reach: waiting for an address at a relay")
+    logger.warning(f"{reason}, and nobody averages whom a client could reach: waiting for an address at a relay")
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
     dht = start_dht(swarm, validators, strict=False, **options)
     started = time.monotonic()
@@ -272,7 +273,16 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> di
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
         answer = json.loads((await asyncio.wait_for(call, 2 * DIAL_TIMEOUT)).value)
         [ipaddress.ip_address(ip) for ip in answer["seen_at"]]
-    except (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, ValueError, KeyError, TypeError, asyncio.TimeoutError):
+    except (
+        P2PDaemonError,
+        P2PHandlerError,
+        ControlFailure,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        asyncio.TimeoutError,
+    ):
         return None
     return answer
 

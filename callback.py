@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments
 from averaging import Optimizer, publish_contract
+from preflight import warn_of_speed
 from utils import LocalMetrics, RunContract
 
 logger = logging.getLogger("trainer")
@@ -38,6 +39,7 @@ class CollaborativeCallback:
     ):
         self.dht, self.optimizer, self.swarm, self.args = dht, optimizer, swarm, args
         self.public_key, self.contract = public_key, contract
+        self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.next_contract_time = 0.0
         self.loss_sum: torch.Tensor | float = 0.0
         self.mini_steps = self.skipped_steps = 0
@@ -131,6 +133,16 @@ class CollaborativeCallback:
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}"
+            )
+        if self.epochs == 3:
+            # the first two begin in the middle, or wait for others who start
+            warn_of_speed(
+                self.batch_size / max(metrics["samples_per_second"], 1e-9),
+                self.batch_size,
+                now - self.epoch_start,
+                metrics["num_peers"],
+                optimizer.matchmaking_time,
+                optimizer.grad_averager.matchmaking_kwargs["target_group_size"],
             )
         self.loss_sum, self.mini_steps = 0.0, 0
         self.last_epoch, self.epoch_start = epoch, now

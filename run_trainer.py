@@ -43,6 +43,7 @@ from checkpoint import save_model
 from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
+from preflight import run_preflight, warn_at_start
 from status import StatusServer
 from utils import setup_logging
 
@@ -54,6 +55,8 @@ def main() -> None:
         SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, TrainerArguments, description=__doc__
     )
     setup_logging("trainer")
+    if args.preflight:
+        raise SystemExit(run_preflight(swarm, model_args, optimizer_args, averaging_args, args))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
         stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
@@ -80,6 +83,7 @@ def main() -> None:
     except OSError as e:
         stop_for_user(f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder")
 
+    warn_at_start(model, args)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
     dht, public_key = make_dht(swarm)
