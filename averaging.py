@@ -113,7 +113,17 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
         elif is_reachable is False:
             dht = restart_unreachable(swarm, validators, dht, where)
     end_when_it_dies(dht, "DHT")
+    connected = dht.run_coroutine(partial(find_direct_peers, swarm.initial_peers))
+    if silent := [maddr for maddr in swarm.initial_peers if maddr not in connected and not swarm.use_ipfs]:
+        # in the background: nobody waits for a peer that does not answer, as long as another one does
+        threading.Thread(target=warn_of_silent_peers, args=[silent], daemon=True).start()
     return dht, public_key
+
+
+def warn_of_silent_peers(maddrs: list[str]) -> None:
+    for maddr in maddrs:
+        if reason := explain_silence(maddr):
+            logger.warning(f"--initial_peers {maddr}: {reason}")
 
 
 def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
@@ -299,8 +309,12 @@ async def ask_to_dial_back(
 
 async def find_direct_peers(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -> list[str]:
     """Runs in the DHT process: where this peer is connected, directly, with the peers of these multiaddrs."""
-    peers = {maddr: PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in maddrs}
-    return [maddr for maddr, peer_id in peers.items() if await find_connections(node, peer_id)]
+    found = []
+    for maddr in maddrs:
+        if connections := await find_connections(node, PeerID.from_base58(peer_id := Multiaddr(maddr)["p2p"])):
+            # one that was found by its id alone has its address from IPFS
+            found.append(f"{connections[0]}/p2p/{peer_id}" if maddr.startswith("/p2p/") else maddr)
+    return found
 
 
 async def find_direct_averagers(prefix: str, _: hivemind.DHT, node: DHTNode) -> int:

@@ -117,6 +117,16 @@ class CollaborativeCallback:
             "total_samples": optimizer.total_samples,
             "skipped_steps": self.skipped_steps,
         }
+        if self.epochs == 3:
+            # the first two begin in the middle, or wait for others who start
+            warn_of_speed(
+                self.batch_size / max(metrics["samples_per_second"], 1e-9),
+                self.batch_size,
+                now - self.epoch_start,
+                metrics["num_peers"],
+                optimizer.matchmaking_time,
+                optimizer.grad_averager.matchmaking_kwargs["target_group_size"],
+            )
         try:
             self.dht.store(
                 f"{self.swarm.experiment_prefix}_metrics",
@@ -133,16 +143,6 @@ class CollaborativeCallback:
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}"
-            )
-        if self.epochs == 3:
-            # the first two begin in the middle, or wait for others who start
-            warn_of_speed(
-                self.batch_size / max(metrics["samples_per_second"], 1e-9),
-                self.batch_size,
-                now - self.epoch_start,
-                metrics["num_peers"],
-                optimizer.matchmaking_time,
-                optimizer.grad_averager.matchmaking_kwargs["target_group_size"],
             )
         self.loss_sum, self.mini_steps = 0.0, 0
         self.last_epoch, self.epoch_start = epoch, now

@@ -28,6 +28,7 @@ import hivemind
 import torch
 import transformers
 
+from addresses import select_for_others
 from arguments import (
     AveragingArguments,
     ModelArguments,
@@ -100,6 +101,8 @@ def main() -> None:
         f"run {swarm.experiment_prefix} until epoch {max_epoch}, {model.num_parameters():,} parameters, "
         f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
     )
+    if not dht.client_mode:
+        logger.info(f"others may join through --initial_peers {select_for_others(dht.get_visible_maddrs())[0]}")
     warn_of_local_addresses(dht, swarm)
     if page:
         page.serve(dht, callback.read_progress)

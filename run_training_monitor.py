@@ -272,7 +272,14 @@ def main() -> None:
     peers: dict[str, LocalMetrics] = {}  # the newest record of every peer that ever was there
     older_reads, next_drawing = 0, time.monotonic() + CURVE_PERIOD
     if page:
-        page.serve(dht, lambda: {"epoch": last.epoch, "loss": last.loss, "peers": last.alive_peers} if last else {})
+        page.serve(
+            dht,
+            lambda: {
+                "epoch": last and last.epoch,
+                "loss": last and last.loss,
+                "peers": last.alive_peers if last else 0,
+            },
+        )
     while True:
         is_last_round = stop.wait(args.refresh_period)
         fetch_options = {"timeout": FINAL_FETCH_TIMEOUT} if is_last_round else {}
