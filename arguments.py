@@ -7,6 +7,8 @@ An *epoch* is one optimizer step of the whole swarm (target_batch_size samples),
 that end in `_steps` count epochs; only --gradient_accumulation_steps counts batches.
 """
 
+import ipaddress
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
@@ -27,8 +29,9 @@ class SwarmArguments:
     initial_peers: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Multiaddrs of one or more peers that welcome you into the run, as the monitor prints them, e.g. "
-            "/ip4/203.0.113.1/tcp/31337/p2p/XXXX. None: start a new swarm."
+            "help": "One or more peers that welcome you into the run: multiaddrs as the monitor prints them, e.g. "
+            "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer that was started with --status_port. None: "
+            "start a new swarm."
         },
     )
     use_ipfs: bool = field(
@@ -41,13 +44,33 @@ class SwarmArguments:
     host_maddrs: list[str] = field(
         default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
         metadata={
-            "help": "Multiaddrs to listen on; port 0 lets the system choose. Give a port that your router forwards."
+            "help": "Multiaddrs to listen on, /ip6/::/tcp/0 among them for IPv6; port 0 lets the system choose. Give a "
+            "port that your router forwards. Also understood: host:port, with '[::]:*' for all addresses and any port.",
+            "aliases": ["--dht_listen_on"],
         },
     )
     announce_maddrs: list[str] = field(
         default_factory=list,
         metadata={
             "help": "Multiaddrs to tell the others, if not those listened on: your public IP and forwarded port."
+        },
+    )
+    client_mode: bool = field(
+        default=False,
+        metadata={
+            "help": "Accept no incoming connection: for trainers behind a firewall. A trainer that others cannot reach "
+            "chooses it by itself. One trainer of the run must do without."
+        },
+    )
+    use_relay: bool = field(
+        default=True,
+        metadata={"help": "Reach, and be reached by, peers behind routers through a third peer."},
+    )
+    use_auto_relay: bool = field(
+        default=False,
+        metadata={
+            "help": "When others cannot reach this peer, be reached through its --initial_peers even where client mode "
+            "would do; all traffic then passes through them."
         },
     )
     identity_path: str | None = field(
@@ -57,8 +80,20 @@ class SwarmArguments:
             "address others have noted, over restarts."
         },
     )
+    status_port: int | None = field(
+        default=None,
+        metadata={
+            "help": "Serve a small read-only page on this TCP port (0: any): addresses, epoch, loss and peers as JSON. "
+            "Others may then join with --initial_peers HOST:PORT."
+        },
+    )
 
     def __post_init__(self):
+        self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
+        if self.status_port is not None and not 0 <= self.status_port < 2**16:
+            raise ValueError(f"--status_port {self.status_port} is no TCP port: choose one from 1024 to 65535, or 0")
+        if self.use_auto_relay and not self.use_relay:
+            raise ValueError("--use_auto_relay and --no_use_relay exclude each other: give one of them")
         if not self.experiment_prefix:
             raise ValueError("--experiment_prefix is empty: give the run a name, e.g. --experiment_prefix my_albert")
         if "." in self.experiment_prefix:
@@ -249,9 +284,9 @@ class TrainerArguments:
         default="data/albert_tokenized_wikitext",
         metadata={"help": "Folder of the tokenized dataset, as tokenize_wikitext103.py writes it."},
     )
-    client_mode: bool = field(
+    preflight: bool = field(
         default=False,
-        metadata={"help": "Accept no incoming connection: for peers behind a firewall. One peer must do without."},
+        metadata={"help": "Train nothing: check this machine, the data and the way to the others, and print a table."},
     )
     per_device_train_batch_size: int = field(
         default=4, metadata={"help": "Samples per forward pass. As many as memory holds."}
@@ -448,6 +483,31 @@ class TokenizeArguments:
             raise ValueError("--validation_fraction must lie between 0 and 1")
         if self.train_tokenizer and self.vocab_size < 100:
             raise ValueError("--vocab_size must be at least 100")
+
+
+def split_host_port(text: str) -> tuple[str, int | None]:
+    """`host:port`, `[IPv6]:port` or `host:*` (port None) in two; ValueError where it is none of them."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/\s]+)):(\*|\d{1,5})", text)
+    port = None if match and match[3] == "*" else int(match[3]) if match else -1
+    if port is not None and not 0 <= port < 2**16:
+        raise ValueError(f"{text!r} is neither an address like /ip4/203.0.113.1/tcp/31337 nor HOST:PORT")
+    return match[1] or match[2], port
+
+
+def make_host_maddrs(text: str) -> list[str]:
+    """The multiaddrs to listen on that a multiaddr, or `host:port` as older guides write it, means."""
+    if text.startswith("/"):
+        return [text]
+    try:
+        host, port = split_host_port(text)
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError(
+            f"--host_maddrs {text!r} is no address to listen on, such as /ip4/0.0.0.0/tcp/31337 or '[::]:31337'"
+        ) from None
+    # a socket on [::] accepts IPv4 too, libp2p's does not
+    addresses = ["ip4/0.0.0.0", "ip6/::"] if address == ipaddress.ip_address("::") else [f"ip{address.version}/{host}"]
+    return [f"/{address}/tcp/{port or 0}" for address in addresses]
 
 
 def stop_for_user(message: str) -> NoReturn:

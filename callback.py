@@ -30,6 +30,7 @@ from checkpoint import (
     save_state_file,
     write_file,
 )
+from preflight import warn_of_speed
 from utils import LocalMetrics, RunContract
 
 logger = logging.getLogger("trainer")
@@ -58,6 +59,7 @@ class CollaborativeCallback:
         self.dht, self.optimizer, self.swarm, self.args = dht, optimizer, swarm, args
         self.public_key, self.contract = public_key, contract
         self.model, self.tokenizer, self.scaler, self.arguments = model, tokenizer, scaler, arguments
+        self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.next_contract_time = 0.0
         self.loss_sum: torch.Tensor | float = 0.0
         self.mini_steps = self.skipped_steps = 0
@@ -150,6 +152,16 @@ class CollaborativeCallback:
             "total_samples": optimizer.total_samples,
             "skipped_steps": self.skipped_steps,
         }
+        if self.epochs == 3:
+            # the first two begin in the middle, or wait for others who start
+            warn_of_speed(
+                self.batch_size / max(metrics["samples_per_second"], 1e-9),
+                self.batch_size,
+                now - self.epoch_start,
+                metrics["num_peers"],
+                optimizer.matchmaking_time,
+                optimizer.grad_averager.matchmaking_kwargs["target_group_size"],
+            )
         try:
             self.dht.store(
                 f"{self.swarm.experiment_prefix}_metrics",
@@ -174,6 +186,11 @@ class CollaborativeCallback:
         if epoch // self.args.save_steps != self.last_epoch // self.args.save_steps:
             self.save()
         self.last_epoch, self.epoch_start = epoch, now
+
+    def read_progress(self) -> dict:
+        """For the status page, which asks from a thread of its own."""
+        peers = max(1, self.optimizer.tracker.global_progress.num_peers)
+        return {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
 
     def describe_progress(self) -> str:
         """One line on the swarm, from what the tracker already knows."""

@@ -31,6 +31,7 @@ import hivemind
 import torch
 import transformers
 
+from addresses import select_for_others
 from arguments import (
     AveragingArguments,
     ModelArguments,
@@ -40,12 +41,14 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down
+from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down, warn_of_local_addresses
 from callback import CollaborativeCallback
 from checkpoint import CheckpointError, load_newest_state, lock_folder, save_model, write_file
 from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
+from preflight import run_preflight, warn_at_start
+from status import StatusServer
 from utils import setup_logging
 
 logger = logging.getLogger("trainer")
@@ -57,6 +60,8 @@ def main() -> None:
     )
     swarm, model_args, optimizer_args, averaging_args, args = groups
     setup_logging("trainer")
+    if args.preflight:
+        raise SystemExit(run_preflight(swarm, model_args, optimizer_args, averaging_args, args))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
         stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
@@ -86,11 +91,13 @@ def main() -> None:
     lock_folder("--output_dir", args.output_dir)
     saved_state = load_newest_state(args, model, swarm.experiment_prefix)
 
+    warn_at_start(model, args)
+    page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
-    dht, public_key = make_dht(swarm, client_mode=args.client_mode)
+    dht, public_key = make_dht(swarm)
     contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
     contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
-    optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=args.client_mode)
+    optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     stop = handle_stop_signals()
     model.to(device).train()
     optimizer.accumulate_on(device)
@@ -114,8 +121,13 @@ def main() -> None:
         stop_for_user(f"cannot resume: {e}; --resume_from_checkpoint none starts anew")
     logger.info(
         f"run {swarm.experiment_prefix} until epoch {max_epoch}, {model.num_parameters():,} parameters, "
-        f"peer {dht.peer_id}"
+        f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
     )
+    if not dht.client_mode:
+        logger.info(f"others may join through --initial_peers {select_for_others(dht.get_visible_maddrs())[0]}")
+    warn_of_local_addresses(dht, swarm)
+    if page:
+        page.serve(dht, callback.read_progress)
 
     eval_options = dict(
         batch_size=args.per_device_eval_batch_size,

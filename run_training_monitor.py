@@ -16,7 +16,6 @@ state every few epochs and saves it; give it then the trainers' model, optimizer
 
 import contextlib
 import io
-import ipaddress
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hivemind
 
+from addresses import select_for_others
 from arguments import (
     AveragingArguments,
     ModelArguments,
@@ -43,7 +43,8 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, make_dht, shut_down
+from averaging import clean_end, handle_stop_signals, make_dht, shut_down, warn_of_local_addresses
+from status import StatusServer
 from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, select_believable, setup_logging
 
 logger = logging.getLogger("monitor")
@@ -57,24 +58,13 @@ READS_BEFORE_GOING_BACK = 3
 
 
 def print_how_to_join(dht: hivemind.DHT, prefix: str) -> None:
-    """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them.
-
-    Loopback addresses are of use on this machine alone: they are printed only when there are no others.
-    """
-    maddrs = sorted(str(maddr) for maddr in dht.get_visible_maddrs())
-    maddrs = [maddr for maddr in maddrs if not is_loopback(maddr)] or maddrs
-    peers = f"--initial_peers {' '.join(maddrs)}"
+    """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them."""
+    peers = f"--initial_peers {' '.join(select_for_others(dht.get_visible_maddrs()))}"
     print(
         f"\nTo join this run, give other peers this:\n{peers}\n\nFor example:\n"
         f"python run_trainer.py --experiment_prefix {shlex.quote(prefix)} {peers}\n",
         flush=True,
     )
-
-
-def is_loopback(maddr: str) -> bool:
-    """Whether a multiaddr such as /ip4/127.0.0.1/tcp/31337/p2p/XXXX leads back to the machine it is used on."""
-    _, protocol, host, *_ = maddr.split("/")
-    return protocol in ("ip4", "ip6") and ipaddress.ip_address(host).is_loopback
 
 
 def start_dashboard(args: MonitorArguments, prefix: str, config: dict):
@@ -228,7 +218,9 @@ class CheckpointSaver:
         self.tokenizer = load_tokenizer(model_args.tokenizer_path)
         self.model = make_model(model_args, len(self.tokenizer))
         # auxiliary: takes no part in training; its state is the trainers' only right after a download (note 28)
-        self.optimizer = make_optimizer(self.model, dht, swarm_args, optimizer_args, averaging_args, auxiliary=True)
+        self.optimizer = make_optimizer(
+            self.model, dht, swarm_args, optimizer_args, averaging_args, client_mode=dht.client_mode, auxiliary=True
+        )
 
     def save_if_due(self, epoch: int, prefix: str, loss: float) -> None:
         """Download the swarm's state and save it, when enough epochs have passed since the last time."""
@@ -259,6 +251,8 @@ def main() -> None:
         description=__doc__.splitlines()[0],
     )
     prefix = swarm_args.experiment_prefix
+    if swarm_args.client_mode:
+        stop_for_user("--client_mode is for trainers: a monitor is there for others to reach it")
     output_dir = Path(args.output_dir)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -267,8 +261,10 @@ def main() -> None:
     except OSError as e:
         stop_for_user(f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder")
 
+    page = StatusServer(swarm_args.status_port, prefix) if swarm_args.status_port is not None else None
     dht, _ = make_dht(swarm_args)
     print_how_to_join(dht, prefix)
+    warn_of_local_addresses(dht, swarm_args)
     saver = None
     if args.store_checkpoints:
         saver = CheckpointSaver(dht, args, swarm_args, model_args, optimizer_args, averaging_args)
@@ -279,6 +275,15 @@ def main() -> None:
     last: SwarmMetrics | None = None  # what was reported last
     peers: dict[str, LocalMetrics] = {}  # the newest record of every peer that ever was there
     older_reads, next_drawing = 0, time.monotonic() + CURVE_PERIOD
+    if page:
+        page.serve(
+            dht,
+            lambda: {
+                "epoch": last and last.epoch,
+                "loss": last and last.loss,
+                "peers": last.alive_peers if last else 0,
+            },
+        )
     while True:
         is_last_round = stop.wait(args.refresh_period)
         fetch_options = {"timeout": FINAL_FETCH_TIMEOUT} if is_last_round else {}

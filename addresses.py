@@ -1,0 +1,119 @@
+"""Multiaddrs, the addresses of peers: which are of use to whom, and why one does not answer.
+
+A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX names host, port and the peer's id. Other hosts: /ip6/...,
+/dns4/NAME, /dns6/NAME, /dnsaddr/NAME. With /p2p-circuit in it, it leads to a peer through another one, a relay.
+
+    python -c "import addresses; print(addresses.explain_silence('/ip4/127.0.0.1/tcp/9/p2p/XXXX'))"
+"""
+
+import contextlib
+import ipaddress
+import socket
+import time
+
+from hivemind.p2p import PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from arguments import stop_for_user
+
+# what a libp2p listener says, and wants to hear, before anything else
+GREETING = b"\x13/multistream/1.0.0\n"
+
+
+def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
+    """Stop with one line that shows a right address when one of them is malformed or lacks its peer id."""
+    example = "/ip4/203.0.113.1/tcp/31337" + "/p2p/QmPeerId" * needs_peer_id
+    for maddr in maddrs:
+        try:
+            parsed = Multiaddr(maddr)
+            if needs_peer_id:
+                PeerID.from_base58(parsed["p2p"])
+        except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
+            stop_for_user(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})")
+
+
+def get_host_port(maddr: str) -> tuple[str, str, int | None]:
+    """(protocol, host, TCP port or None) of a multiaddr; ("", "", None) when it names no host, as /p2p/XXXX."""
+    parts = str(maddr).strip("/").split("/")
+    if len(parts) < 2 or parts[0] not in ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr"):
+        return "", "", None
+    port = int(parts[3]) if len(parts) > 3 and parts[2] == "tcp" and parts[3].isdecimal() else None
+    return parts[0], parts[1], port
+
+
+def get_ip(maddr: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a multiaddr names; None when it names none, or leads through a relay."""
+    protocol, host, _ = get_host_port(maddr)
+    return ipaddress.ip_address(host) if protocol in ("ip4", "ip6") and not is_relayed(maddr) else None
+
+
+def is_relayed(maddr: str) -> bool:
+    return "/p2p-circuit" in str(maddr)
+
+
+def is_local(maddr: str) -> bool:
+    """Whether a multiaddr is of use on this machine alone (127.0.0.1, ::1)."""
+    ip = get_ip(maddr)
+    return ip is not None and (ip.is_loopback or ip.is_unspecified)
+
+
+def is_public(maddr: str) -> bool:
+    """Whether a multiaddr may be of use anywhere: no loopback, no address of a home or office network."""
+    ip = get_ip(maddr)
+    return ip is None or ip.is_global
+
+
+def select_for_others(maddrs: list) -> list[str]:
+    """The addresses worth telling others: loopback ones only when there are no others, public ones first."""
+    texts = sorted({str(maddr) for maddr in maddrs}, key=lambda maddr: (is_relayed(maddr), not is_public(maddr), maddr))
+    return [maddr for maddr in texts if not is_local(maddr)] or texts
+
+
+def resolve(protocol: str, host: str, port: int) -> list[tuple]:
+    """Socket addresses, as getaddrinfo gives them; OSError when the name is unknown."""
+    family = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
+    return socket.getaddrinfo(host, port, family.get(protocol, socket.AF_UNSPEC), socket.SOCK_STREAM)
+
+
+def explain_silence(maddr: str, timeout: float = 5.0) -> str | None:
+    """Why nothing like a peer answers at a multiaddr, with the cure; None when something does, or TCP cannot tell."""
+    protocol, host, port = get_host_port(maddr)
+    if port is None or is_relayed(maddr):
+        return None
+    try:
+        found = resolve(protocol, host, port)
+    except OSError as e:
+        return f"the name {host} does not resolve ({e.strerror}): check its spelling and your DNS"
+    reason = ""
+    for family, kind, _, _, address in found:
+        with contextlib.closing(socket.socket(family, kind)) as connection:
+            connection.settimeout(timeout)
+            try:
+                connection.connect(address)
+            except ConnectionRefusedError:
+                reason = f"{host} is up, but nothing listens on its port {port}: is the peer running, is this its port?"
+                continue
+            except TimeoutError:
+                reason = f"{host} does not answer on port {port} within {timeout:g} s: is it up, is a firewall between?"
+                continue
+            except OSError as e:
+                reason = f"{host} cannot be reached ({e.strerror}): check your network and the address"
+                continue
+            if greets(connection, time.monotonic() + timeout):
+                return None
+            reason = f"what listens on port {port} of {host} is no hivemind peer: check the port"
+    return reason
+
+
+def greets(connection: socket.socket, deadline: float) -> bool:
+    """Whether a libp2p listener is at the other end."""
+    answer = b""
+    with contextlib.suppress(OSError):
+        connection.sendall(GREETING)
+        while len(answer) < len(GREETING) and (left := deadline - time.monotonic()) > 0:
+            connection.settimeout(left)
+            piece = connection.recv(len(GREETING) - len(answer))
+            if not piece:
+                break
+            answer += piece
+    return answer == GREETING

@@ -1,0 +1,432 @@
+"""The preflight: what may go wrong on this machine and on the way to the others, found before training starts.
+
+    python run_trainer.py --preflight --experiment_prefix my_albert --initial_peers 203.0.113.1:8080
+
+prints a table, a cure beside each finding, and ends with exit code 0 when nothing is fatal, else 2. It joins the run's
+DHT as any peer does, but publishes and trains nothing. A trainer that starts logs what of it is quick to find and not
+in order, and later what its own first epochs tell of its speed.
+"""
+
+import contextlib
+import io
+import itertools
+import logging
+import os
+import resource
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import hivemind
+import psutil
+import torch
+from hivemind.dht.node import DHTNode
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.p2p import PeerID
+from hivemind.proto.dht_pb2 import PingRequest
+from hivemind.utils import get_dht_time
+from hivemind.utils.multiaddr import Multiaddr
+from pydantic.v1 import ValidationError
+
+from addresses import is_public, is_relayed, select_for_others
+from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments, TrainerArguments
+from averaging import (
+    calm_log,
+    check_addresses,
+    explain_clock,
+    explain_unreachable,
+    fetch_contracts,
+    find_differences,
+    find_direct_averagers,
+    find_reachability,
+    start_dht,
+)
+from data import load_tokenized_dataset, load_tokenizer, make_train_batches
+from model import make_model, move_batch
+from optimizer import describe_contract
+from utils import RunContract, make_validators
+
+logger = logging.getLogger("preflight")
+
+ENOUGH_FILES = 4096
+# Measured with ALBERT-large on a CPU: parameters, gradients, moments, sums, copies to average, to give and to restore.
+HOST_BYTES_PER_PARAMETER = 75
+SHARED_BYTES_PER_PARAMETER = 8  # of these in /dev/shm
+STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments
+# Real rounds took 1.41 to 1.46 times what the bandwidth would allow (75 ms, 20 Mbit/s, three peers).
+ROUND_OVERHEAD = 1.45
+GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1}
+MEASURED_SECONDS = 20.0
+
+
+@dataclass
+class Check:
+    """One line of the table."""
+
+    what: str
+    level: str  # ok, warning or fatal
+    finding: str
+    cure: str = ""
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def check_file_limit() -> Check:
+    """Raises the limit of open files itself as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    if 0 <= soft < ENOUGH_FILES:
+        cure = f"ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
+        return Check("open files", "warning", f"{soft:,} at most: a larger swarm needs more", cure)
+    return Check("open files", "ok", "no limit" if soft < 0 else f"{soft:,} at most")
+
+
+def check_disk(folder: str, parameters: int, kept: int) -> Check:
+    """:param kept: training states that are kept; one more is being written"""
+    needed = STATE_BYTES_PER_PARAMETER * parameters * (kept + 1)
+    existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    finding = f"{folder} has {show_bytes(free)} free, up to {show_bytes(needed)} needed"
+    if free < needed:
+        return Check("disk", "warning", finding, "free some, or choose another --output_dir: checkpoints would be lost")
+    return Check("disk", "ok", finding)
+
+
+def check_memory(parameters: int) -> Check:
+    free, needed = psutil.virtual_memory().available, HOST_BYTES_PER_PARAMETER * parameters
+    finding = f"{show_bytes(free)} free, {show_bytes(needed)} needed for {parameters:,} parameters, and batches"
+    if free < needed:
+        return Check("memory", "fatal", finding, "end other programs, add swap, or train a smaller --config_path")
+    return Check(
+        "memory", "ok" if free > 1.2 * needed else "warning", finding, "close to the limit: end other programs"
+    )
+
+
+def check_shared_memory(parameters: int) -> Check | None:
+    """Containers often have 64 MB of it, and a process that runs out is killed by a bus error, without a word."""
+    if not os.path.isdir("/dev/shm"):
+        return None
+    free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
+    finding = f"/dev/shm has {show_bytes(free)} free, {show_bytes(needed)} needed"
+    if free < needed:
+        return Check(
+            "shared memory", "fatal", finding, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+        )
+    return Check("shared memory", "ok", finding)
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+
+
+def check_announced(maddrs: list[str], initial_peers: list[str], client_mode: bool) -> Check:
+    """Whether what this peer tells the others is of use to them."""
+    shown = " ".join(maddrs[:3])
+    if client_mode:
+        return Check("own addresses", "ok", "none announced: client mode")
+    if initial_peers and any(map(is_public, initial_peers)) and not any(map(is_public, maddrs)):
+        cure = "--announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards, or --client_mode"
+        return Check("own addresses", "warning", f"{shown}: of use in this machine's network alone", cure)
+    return Check("own addresses", "ok", shown)
+
+
+def check_clock(seconds: float | None) -> Check:
+    """:param seconds: by which this machine's clock is ahead of the swarm's; hivemind refuses more than 3"""
+    if seconds is None:
+        return Check("clock", "warning", "no peer told its time", "look whether this machine sets its clock by NTP")
+    if abs(seconds) > 3:
+        finding, cure = explain_clock(seconds).split(": ", 1)
+        return Check("clock", "fatal", finding, cure)
+    finding = f"{abs(seconds):.2f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's (3 s are allowed)"
+    if abs(seconds) > 1:
+        return Check("clock", "warning", finding, "set it by the network: sudo timedatectl set-ntp true")
+    return Check("clock", "ok", finding)
+
+
+async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode) -> float | None:
+    """Runs in the DHT process: seconds by which this clock is ahead of the peers', the median; None without answer."""
+    differences = []
+    for peer_id in {Multiaddr(maddr)["p2p"] for maddr in initial_peers}:
+        stub = node.protocol.get_stub(PeerID.from_base58(peer_id))
+        with contextlib.suppress(Exception):  # as hivemind's own ping: a peer that is gone fails in many ways
+            sent = get_dht_time()
+            response = await stub.rpc_ping(PingRequest(peer=node.protocol.node_info), timeout=5)
+            differences.append((sent + get_dht_time()) / 2 - response.dht_time)
+    return sorted(differences)[len(differences) // 2] if differences else None
+
+
+def check_way_in(seen_at: list[str], is_reachable: bool | None, averagers: int) -> Check:
+    where = " and ".join(seen_at)
+    if is_reachable is None:
+        finding = "no peer could be asked whether others can reach this one"
+        return Check("way in", "warning", finding, "if you are behind a firewall or router, use --client_mode")
+    if is_reachable:
+        return Check("way in", "ok", f"others reach this peer at {where}")
+    cure = "behind a firewall: use --client_mode, or open a port and give it in --host_maddrs"
+    if averagers:
+        finding = f"others cannot reach this peer at {where}; {averagers} that average can be reached from here"
+        return Check("way in", "warning", finding, f"{cure}. Without either, it will choose client mode by itself")
+    finding = f"others cannot reach this peer at {where}, and nobody averages here whom a client could reach"
+    return Check("way in", "warning", finding, f"{cure}. Without either, it will go through a relay, which is slower")
+
+
+def fetch_progress(dht: hivemind.DHT, prefix: str) -> list[LocalTrainingProgress]:
+    """What the run's trainers have reported last."""
+    found = dht.get(f"{prefix}_progress", latest=True)
+    reports = []
+    if found is not None and isinstance(found.value, dict):
+        for entry in found.value.values():
+            with contextlib.suppress(ValidationError, TypeError):
+                reports.append(LocalTrainingProgress.parse_obj(entry.value))
+    return reports
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def check_step_time(seconds: float, batch_size: int) -> Check:
+    finding = f"{seconds:.2f} s per step of {batch_size} samples"
+    if seconds < 0.5:
+        cure = "raise --per_device_train_batch_size or --gradient_accumulation_steps: 0.5 to 10 s are advised"
+        return Check("step time", "warning", f"{finding}: short", cure)
+    if seconds > 10:
+        cure = "lower --gradient_accumulation_steps or --per_device_train_batch_size: 0.5 to 10 s are advised"
+        return Check("step time", "warning", f"{finding}: long, the others may wait for its end", cure)
+    return Check("step time", "ok", finding)
+
+
+def check_epoch_time(seconds: float, peers: int, matchmaking_time: float, target_group_size: int) -> Check:
+    """:param peers: of the swarm, this one included; a group that is full starts at once, others wait for more"""
+    finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
+    if 1 < peers < target_group_size and seconds < 3 * matchmaking_time:
+        finding += f", of which finding a group takes {matchmaking_time:g} s (--matchmaking_time)"
+        cure = (
+            "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take several times that"
+        )
+        return Check("epoch time", "warning", finding, cure)
+    return Check("epoch time", "ok", finding)
+
+
+def estimate_round_seconds(parameters: int, peers: int, averaging: AveragingArguments) -> tuple[float, float]:
+    """(bytes through this peer's line, seconds) of its largest round: each peer sends and receives 2V(N-1)/N bytes."""
+    group = max(2, min(peers, averaging.target_group_size))
+    per_parameter = max(GRADIENT_BYTES[averaging.compression], GRADIENT_BYTES[averaging.state_compression])
+    size = 2 * per_parameter * parameters * (group - 1) / group
+    return size, ROUND_OVERHEAD * 8 * size / (averaging.bandwidth * 1e6) if averaging.bandwidth > 0 else 0.0
+
+
+def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) -> Check:
+    size, seconds = estimate_round_seconds(parameters, peers, averaging)
+    finding = (
+        f"a round moves {show_bytes(size)} each way, about {seconds:.1f} s at {averaging.bandwidth:g} Mbit/s "
+        f"(--bandwidth); it may take {averaging.averaging_timeout:g} s (--averaging_timeout)"
+    )
+    cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
+    left = averaging.averaging_timeout - averaging.matchmaking_time
+    level = "fatal" if seconds > averaging.averaging_timeout else "warning" if seconds > left else "ok"
+    return Check("bandwidth", level, finding, cure)
+
+
+def measure_step(
+    model: torch.nn.Module, dataset, tokenizer, model_args: ModelArguments, args: TrainerArguments
+) -> float:
+    """Seconds of one step of this peer: forward and backward passes of real batches, without averaging."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    model.to(device).train()
+    batch_size = args.per_device_train_batch_size
+    batches = make_train_batches(
+        dataset["train"], tokenizer, batch_size=batch_size, seed=model_args.seed, mlm_probability=args.mlm_probability
+    )
+    times = []
+    began = time.monotonic()
+    # the first is slower, and the last of a long series changes nothing
+    for batch in itertools.islice(batches, 12):
+        start = time.monotonic()
+        with autocast:
+            loss = model(**move_batch(batch, device))["loss"]
+        loss.backward()
+        model.zero_grad()
+        loss.item()
+        times.append(time.monotonic() - start)
+        if time.monotonic() - began > MEASURED_SECONDS:
+            break
+    times = times[1:] or times
+    return sum(times) / len(times) * args.gradient_accumulation_steps
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def attempt(what: str, action: Callable) -> tuple[object, Check | None]:
+    """(result, None), or (None, the line with which the action would have ended a trainer)."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return action(), None
+    except SystemExit:
+        return None, Check(what, "fatal", said.getvalue().strip().partition("error: ")[2])
+
+
+def check_all(
+    swarm: SwarmArguments,
+    model_args: ModelArguments,
+    optimizer_args: OptimizerArguments,
+    averaging: AveragingArguments,
+    args: TrainerArguments,
+) -> Iterator[Check]:
+    """Every check, in the order in which they make sense; a later one is left out when an earlier one forbids it."""
+    yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
+    yield check_file_limit()
+    model = dataset = None
+    tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(model_args.tokenizer_path))
+    yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {model_args.tokenizer_path}")
+    if tokenizer:
+        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(args.dataset_path, tokenizer))
+        if loaded:
+            dataset, corpus = loaded
+            count = len(dataset["train"])
+            yield Check("dataset", "ok", f"{count:,} instances in {args.dataset_path}, made by this tokenizer")
+        else:
+            yield failure
+        model, failure = attempt("model", lambda: make_model(model_args, len(tokenizer)))
+        yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {model_args.config_path}")
+    if model:
+        parameters = model.num_parameters()
+        yield check_memory(parameters)
+        if check := check_shared_memory(parameters):
+            yield check
+        yield check_disk(args.output_dir, parameters, kept=1)
+
+    reports: list[LocalTrainingProgress] = []
+    resolved, failure = attempt("addresses", lambda: check_addresses(swarm))
+    if failure:
+        yield failure
+    else:
+        reasons = explain_unreachable(resolved.initial_peers) if not resolved.use_ipfs else {}
+        for maddr, reason in reasons.items():
+            # one that answers is enough
+            level = "ok" if not reason else "fatal" if all(reasons.values()) else "warning"
+            yield Check("peer", level, f"{maddr}: {reason or 'answers, and is who it should be'}")
+        if not resolved.initial_peers:
+            yield Check("peer", "ok", "no --initial_peers: a swarm of its own")
+        if not reasons or not all(reasons.values()):
+            calm_log()
+            validators, _ = make_validators(swarm.experiment_prefix)
+            start = partial(start_dht, resolved, validators, client_mode=resolved.client_mode)
+            dht, failure = attempt("joining", start)
+            if failure:
+                failure.what = "clock" if "clock" in failure.finding else failure.what
+                yield failure
+            else:
+                yield from check_swarm(dht, resolved)
+                reports = fetch_progress(dht, swarm.experiment_prefix)
+                if model and dataset:
+                    contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging)
+                    yield check_contract(dht, swarm.experiment_prefix, contract)
+                dht.shutdown()
+
+    if model and dataset:
+        seconds, peers = measure_step(model, dataset, tokenizer, model_args, args), len(reports) + 1
+        batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        yield check_step_time(seconds, batch_size)
+        speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
+        epoch_seconds = averaging.target_batch_size / speed
+        yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time, averaging.target_group_size)
+        yield check_bandwidth(parameters, peers, averaging)
+
+
+def check_swarm(dht: hivemind.DHT, swarm: SwarmArguments) -> Iterator[Check]:
+    """What only a peer that has joined the DHT can tell."""
+    maddrs = select_for_others(dht.get_visible_maddrs(latest=True))
+    if swarm.initial_peers:
+        yield check_clock(dht.run_coroutine(partial(measure_clock, swarm.initial_peers)))
+        if swarm.client_mode:
+            yield Check("way in", "ok", "client mode: others need not reach this peer")
+        else:
+            seen_at, is_reachable = find_reachability(dht, swarm.initial_peers)
+            averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
+            yield check_way_in(seen_at, is_reachable, averagers)
+    yield check_announced([m for m in maddrs if not is_relayed(m)], swarm.initial_peers, swarm.client_mode)
+
+
+def check_contract(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> Check:
+    others = list(fetch_contracts(dht, prefix).values())
+    if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
+        finding = f"run {prefix!r} goes by others; {'; '.join(differences)}"
+        return Check("settings", "fatal", finding, "take over its flags, or choose another --experiment_prefix")
+    count = len(others)
+    return Check(
+        "settings", "ok", f"those of the run's {count} trainer{'s'[: count != 1]}" if count else "no trainer yet"
+    )
+
+
+def run_preflight(*groups) -> int:
+    """Print the table, a line at a time.
+
+    :param groups: the arguments of `check_all`
+    :returns: the exit code, 0 when nothing is fatal, else 2
+    """
+    print(f"preflight of run {groups[0].experiment_prefix}\n", flush=True)
+    checks = []
+    for check in check_all(*groups):
+        checks.append(check)
+        print(show_check(check), flush=True)
+    fatal, warnings = (sum(check.level == level for check in checks) for level in ("fatal", "warning"))
+    if fatal:
+        print(f"\n{fatal} fatal, {warnings} warning{'s'[: warnings != 1]}: mend what is fatal before you train")
+    else:
+        print(f"\nready to train ({warnings} warning{'s'[: warnings != 1]})")
+    return 2 if fatal else 0
+
+
+def show_check(check: Check) -> str:
+    """`level  what  finding`, and the cure below it unless all is well; wrapped to the terminal's width."""
+    color = {"ok": "32", "warning": "33", "fatal": "31"}[check.level] if sys.stdout.isatty() else None
+    level = f"\033[{color}m{check.level:<8}\033[0m" if color else f"{check.level:<8}"
+    # addresses are copied and searched for: a file gets them in one line
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    wrap = partial(textwrap.wrap, width=max(60, width) - 24, break_long_words=False, break_on_hyphens=False)
+    lines = wrap(check.finding)
+    if check.level != "ok" and check.cure:
+        first, *rest = wrap(check.cure)
+        lines += [f"-> {first}", *(f"   {line}" for line in rest)]
+    return "\n".join(f"{level}{check.what:<15} {line}" if not i else f"{'':24}{line}" for i, line in enumerate(lines))
+
+
+def show_bytes(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
+
+
+def warn(check: Check | None) -> None:
+    """One line in a starting trainer's log, unless all is well."""
+    if check is not None and check.level != "ok":
+        logger.warning(f"{check.what}: {check.finding}; {check.cure}")
+
+
+def warn_at_start(model: torch.nn.Module, args: TrainerArguments) -> None:
+    """The checks that take no time."""
+    parameters = sum(param.numel() for param in model.parameters())
+    warn(check_file_limit())
+    warn(check_memory(parameters))
+    warn(check_shared_memory(parameters))
+    warn(check_disk(args.output_dir, parameters, kept=1))
+
+
+def warn_of_speed(
+    step_seconds: float, batch_size: int, epoch_seconds: float, peers: int, matchmaking_time: float, group_size: int
+) -> None:
+    """What the first epochs have shown, where it costs the others something."""
+    if step_seconds > 0.5:  # short steps are harmless: the tracker does not report each
+        warn(check_step_time(step_seconds, batch_size))
+    warn(check_epoch_time(epoch_seconds, peers, matchmaking_time, group_size))

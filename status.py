@@ -1,0 +1,226 @@
+"""The status page: one peer's addresses and progress as JSON over HTTP, and the way to join by HOST:PORT.
+
+    python run_training_monitor.py --experiment_prefix my_albert --status_port 8080
+    curl http://localhost:8080/
+
+Read-only, small, and of no use to an attacker: nothing that a visitor sends changes anything, and no more than
+MAX_VISITORS are served at once. Whoever reads a page trusts it as far as an address: the run's contract and
+validators apply to whom it leads to as to any other peer.
+"""
+
+import contextlib
+import http.server
+import ipaddress
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from hivemind import DHT
+from hivemind.p2p import PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from addresses import get_host_port, get_ip, is_local, is_public, is_relayed, select_for_others
+from arguments import split_host_port, stop_for_user
+
+logger = logging.getLogger("status")
+
+MAX_PAGE_BYTES = 64 * 1024
+MAX_VISITORS = 16
+VISIT_TIMEOUT = 5.0  # seconds
+ADDRESS_PERIOD = 10.0  # seconds between two questions to the DHT process: relay addresses come and go
+
+
+class StatusServer(http.server.ThreadingHTTPServer):
+    """Bound at once, so that a port in use is an error at the start; answers only after `serve`."""
+
+    daemon_threads = True
+    request_queue_size = MAX_VISITORS
+    # so that a restarted peer finds its port free
+    allow_reuse_address = True
+
+    def __init__(self, port: int, prefix: str):
+        self.prefix, self.visitors = prefix, threading.BoundedSemaphore(MAX_VISITORS)
+        self.address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        try:
+            super().__init__(("::" if self.address_family == socket.AF_INET6 else "0.0.0.0", port), StatusHandler)
+        except OSError as e:
+            stop_for_user(f"--status_port {port}: {e.strerror.lower()}, choose another port or 0")
+        # helper processes must not hold the port when this one is killed
+        os.register_at_fork(after_in_child=self.socket.close)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super(http.server.HTTPServer, self).server_bind()  # HTTPServer's own looks its name up, which may take seconds
+
+    def serve(self, dht: DHT, read_progress: Callable[[], dict]) -> None:
+        """Begin to answer, in a thread: call it when all helper processes are forked.
+
+        :param read_progress: called by that thread; epoch, loss and peers, any of them None or NaN while unknown
+        """
+        self.dht, self.read_progress = dht, read_progress
+        self.maddrs, self.next_look, self.look = [], 0.0, threading.Lock()
+        threading.Thread(target=self.serve_forever, name="status page", daemon=True).start()
+        logger.info(f"status page on port {self.socket.getsockname()[1]}")
+
+    def make_page(self) -> dict:
+        with self.look:
+            if time.monotonic() >= self.next_look:
+                self.maddrs = select_for_others(self.dht.get_visible_maddrs(latest=True))
+                self.next_look = time.monotonic() + ADDRESS_PERIOD
+        progress = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in self.read_progress().items()
+        }
+        return {
+            "experiment_prefix": self.prefix,
+            "peer_id": str(self.dht.peer_id),
+            "client_mode": self.dht.client_mode,
+            "multiaddrs": self.maddrs,
+            **progress,
+        }
+
+    def process_request(self, request, client_address) -> None:
+        if not self.visitors.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request, client_address) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.visitors.release()
+
+    def handle_error(self, request, client_address) -> None:
+        logger.debug("a visitor of the status page left early", exc_info=True)
+
+
+class StatusHandler(http.server.BaseHTTPRequestHandler):
+    timeout = VISIT_TIMEOUT
+    server_version, sys_version = "status", ""
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] not in ("/", "/status"):
+            self.send_error(404)
+            return
+        page = json.dumps(self.server.make_page(), indent=2).encode() + b"\n"
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, *_) -> None:
+        """Visitors are not worth a line each."""
+
+
+def fetch_page(host: str, port: int, timeout: float = VISIT_TIMEOUT) -> tuple[bytes, str]:
+    """The body of http://host:port/, and the IP address that answered; OSError or ValueError when there is none.
+
+    Plain sockets, because this bounds what a hostile page can cost: MAX_PAGE_BYTES, and `timeout` seconds in all.
+    """
+    deadline = time.monotonic() + timeout
+    with contextlib.closing(socket.create_connection((host, port), timeout=timeout)) as connection:
+        # an HTTP/1.0 server answers in one piece and hangs up
+        connection.sendall(f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        answer = b""
+        while True:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            piece = connection.recv(2**16)
+            answer += piece
+            if not piece:
+                break
+            if len(answer) > MAX_PAGE_BYTES:
+                raise ValueError(f"its answer is longer than {MAX_PAGE_BYTES} bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no whole answer within {timeout:g} s")
+        head, separator, body = answer.partition(b"\r\n\r\n")
+        status = head.split(b"\r\n")[0].split()
+        if not separator or not status[:1] or not status[0].startswith(b"HTTP/") or status[1:2] != [b"200"]:
+            raise ValueError(f"it answers {head[:60]!r}")
+        return body, connection.getpeername()[0]
+
+
+def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
+    """Which of a peer's addresses a newcomer should try who has reached its status page at `ip`.
+
+    That of the same IP address; or else, as the peer may see itself behind a router or in a container, its ports at
+    that address, and its public and relayed addresses.
+    """
+    seen = ipaddress.ip_address(ip.partition("%")[0])
+    seen = getattr(seen, "ipv4_mapped", None) or seen
+    if same := [maddr for maddr in maddrs if get_ip(maddr) == seen]:
+        return same
+    substituted = []
+    if not seen.is_loopback:
+        for maddr in maddrs:
+            if get_ip(maddr) is not None and not is_public(maddr):
+                substituted.append("/".join(["", f"ip{seen.version}", str(seen), *maddr.split("/")[3:]]))
+    others = [maddr for maddr in maddrs if is_relayed(maddr) or (is_public(maddr) if not is_local(maddr) else False)]
+    return list(dict.fromkeys(substituted + others)) or maddrs
+
+
+def find_maddrs(address: str, prefix: str) -> list[str]:
+    """The multiaddrs of the peer whose status page is at `address` (host:port); stops with one line when it has none.
+
+    :param prefix: the run that it must be of
+    """
+    try:
+        host, port = split_host_port(address)
+    except ValueError:
+        port = None
+    if not port:
+        stop_for_user(
+            f"--initial_peers {address!r} is no address like /ip4/203.0.113.1/tcp/31337/p2p/QmPeerId, nor HOST:PORT of "
+            "a peer's status page"
+        )
+    cure = "check that a peer runs there with --status_port, or take the multiaddr that it prints"
+    try:
+        body, ip = fetch_page(host, port)
+        page = json.loads(body)
+        if not isinstance(page, dict) or not isinstance(page.get("multiaddrs"), list):
+            raise ValueError("it lists no multiaddrs")
+        if page.get("experiment_prefix") != prefix:
+            raise ValueError(f"it is of the run {str(page.get('experiment_prefix'))[:80]!r}, not {prefix!r}")
+        maddrs = [check_maddr(maddr) for maddr in page["multiaddrs"][:32]]
+        if page.get("client_mode") or not maddrs:
+            raise ValueError("it accepts no connections: ask for another peer")
+    except (OSError, ValueError, RecursionError) as e:
+        stop_for_user(f"--initial_peers {address}: no status page to join by ({describe(e)}); {cure}")
+    chosen = choose_maddrs(maddrs, ip)
+    logger.info(f"{address} is {' '.join(chosen)}")
+    return chosen
+
+
+def check_maddr(maddr: object) -> str:
+    """The multiaddr of a page, which anybody may have written; ValueError when it is none."""
+    if not isinstance(maddr, str) or not maddr.startswith("/") or len(maddr) > 500 or any(c in maddr for c in ", \n"):
+        raise ValueError(f"it lists {str(maddr)[:80]!r}, which is no multiaddr")
+    try:
+        PeerID.from_base58(Multiaddr(maddr)["p2p"])
+        get_ip(maddr), get_host_port(maddr)
+    except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
+        raise ValueError(f"it lists {maddr[:80]!r}, which is no multiaddr") from e
+    return maddr
+
+
+def describe(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return "its answer is not JSON"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {VISIT_TIMEOUT:g} s"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def resolve_initial_peers(addresses: list[str], prefix: str) -> list[str]:
+    """--initial_peers as multiaddrs: each HOST:PORT becomes the addresses that the status page there lists."""
+    resolved = []
+    for address in addresses:
+        resolved += [address] if address.startswith("/") else find_maddrs(address, prefix)
+    return resolved
