@@ -45,6 +45,8 @@ class CollaborativeCallback:
         self.last_epoch, self.epoch_start = 0, time.monotonic()
         self.epochs = self.averaged_epochs = 0
         self.has_contributed = False
+        # samples whose gradients this process has computed, and its longest time between two steps since the last epoch
+        self.computed_samples, self.longest_step, self.last_step_end = 0, 0.0, time.monotonic()
         self.backup: tuple[torch.Tensor, ...] | None = None
         self.history = open(os.path.join(args.output_dir, "history.jsonl"), "w", buffering=1)  # noqa: SIM115
         # a bar for a terminal, lines for a log file
@@ -60,6 +62,7 @@ class CollaborativeCallback:
                 logger.warning("no peer gave its state, starting from the local one")
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
+        self.last_step_end = time.monotonic()
         self.on_step_end()
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -73,9 +76,14 @@ class CollaborativeCallback:
         self.loss_sum, self.mini_steps = 0.0, 0
         logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")
 
-    def on_step_end(self) -> None:
-        """After each step of this peer: most times only a look at the clock."""
+    def on_step_end(self, samples: int = 0) -> None:
+        """After each step of this peer: most times only a look at the clock.
+
+        :param samples: those whose gradients were given to the optimizer
+        """
         now = time.monotonic()
+        self.computed_samples += samples
+        self.longest_step, self.last_step_end = max(self.longest_step, now - self.last_step_end), now
         if now >= self.next_contract_time:
             self.next_contract_time = now + self.args.statistics_expiration / 3
             publish_contract(
@@ -126,13 +134,22 @@ class CollaborativeCallback:
         except ValidationError as e:
             # a loss that has run away, say: the others would refuse the record
             logger.warning(f"epoch {epoch} is not reported: {'; '.join(error['msg'] for error in e.errors())}")
-        self.history.write(json.dumps(metrics | {"loss": self.epoch_loss, "time": time.time()}) + "\n")
+        own = {
+            "loss": self.epoch_loss,
+            "time": time.time(),
+            # computed since this process started, and of these what waits for the next round: the rest of what is not
+            # in total_samples is lost
+            "computed_samples": self.computed_samples,
+            "pending_samples": optimizer.grad_averager.local_samples_accumulated + optimizer.grad_averager.kept_samples,
+            "longest_step": self.longest_step,
+        }
+        self.history.write(json.dumps(metrics | own) + "\n")
         if self.bar.disable and epoch % self.args.logging_steps == 0:
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}"
             )
-        self.loss_sum, self.mini_steps = 0.0, 0
+        self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
         self.last_epoch, self.epoch_start = epoch, now
         if epoch % self.args.backup_every_steps == 0:
             self.back_up()
