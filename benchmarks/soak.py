@@ -16,18 +16,18 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import psutil
 from processes import LOOPBACK, Script, make_prefix
 
+SECONDS_PER_BATCH, BATCH_SIZE = 0.2, 16
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 15 --total_steps 1000000 "
-    "--per_device_train_batch_size 16 --gradient_accumulation_steps 1 --target_batch_size 128 --target_group_size 2 "
-    "--matchmaking_time 2 --request_timeout 1 --averaging_timeout 30 --dataloader_num_workers 0 --logging_steps 100"
+    f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --target_batch_size 128 "
+    "--target_group_size 2 --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30 --dataloader_num_workers 0 "
+    "--logging_steps 100"
 ).split()
-SECONDS_PER_BATCH = 0.2
 
 
 def measure_processes(script: Script) -> dict[str, tuple[float, int]]:
@@ -115,7 +115,9 @@ def main() -> None:
     times = [seconds for seconds, _ in steady]
     epochs = [json.loads(line) for line in (folder / "trainer 1" / "history.jsonl").read_text().splitlines()]
     averaged = sum(line["averaged_with"] == 2 for line in epochs)
-    print(f"{len(epochs)} epochs, {averaged} of them averaged; from {warm_up / 60:.1f} to {times[-1] / 60:.1f} minutes:")
+    print(
+        f"{len(epochs)} epochs, {averaged} of them averaged; from {warm_up / 60:.1f} to {times[-1] / 60:.1f} minutes:"
+    )
     print(f"{'role':10} {'process':18} {'MB':>7} {'at end':>7} {'MB/hour':>8} {'files':>6} {'at end':>6}")
     for role in scripts:
         names = steady[-1][1][role]
