@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--warm_up", type=float, default=0.3, help="share of the time that is left out of the fit")
     parser.add_argument("--output_dir", default="outputs/soak", help="for the picture, logs and soak.json")
     args = parser.parse_args()
-    folder = Path(args.output_dir)
+    folder = Path(args.output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
 
     common = ["--experiment_prefix", make_prefix(), *LOOPBACK]

@@ -36,13 +36,16 @@ def make_prefix() -> str:
 
 
 class Script:
-    """A script in a session of its own, its output in a file."""
+    """A script in a session of its own, its output in a file.
 
-    def __init__(self, log: Path, *command: object, env: dict[str, str] | None = None):
+    :param prefix: words before the command, as netlab's that run it on a host; the command must keep their process id
+    """
+
+    def __init__(self, log: Path, *command: object, env: dict[str, str] | None = None, prefix: list[str] = ()):
         self.log, self.command = log, [str(word) for word in command]
         with open(log, "w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *self.command],
+                [*prefix, sys.executable, *self.command],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})},
                 stdin=subprocess.DEVNULL,
@@ -85,11 +88,22 @@ class Script:
         """Ctrl-C, as a terminal sends it: to the script's process group."""
         os.killpg(self.session, signal.SIGINT)
 
-    def kill(self) -> None:
-        """kill -9 of the script and all it has started."""
+    def send_to_all(self, number: int) -> None:
+        """Send a signal to the script and all it has started."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                process.kill()
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9 of the script and all it has started."""
+        self.send_to_all(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """As a machine that sleeps, until `thaw`."""
+        self.send_to_all(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.send_to_all(signal.SIGCONT)
 
     def processes(self) -> list[psutil.Process]:
         """What runs of the script's session."""
