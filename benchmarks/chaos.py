@@ -44,7 +44,7 @@ from soak import measure_processes
 
 FAULTS = ["kill", "stop", "partition", "main"]
 RESTART_AFTER, FAULT_SECONDS, AVERAGING_TIMEOUT = 5.0, 20.0, 15.0
-BATCH_SIZE, SECONDS_PER_BATCH = 16, 0.4
+BATCH_SIZE, SECONDS_PER_BATCH = 8, 0.4
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 15 --total_steps 1000000 "
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --dataloader_num_workers 0 "
@@ -460,8 +460,9 @@ def run(args: argparse.Namespace, net: netlab.Net | None, folder: Path) -> dict:
         chaos.say(f"epoch {joint['epoch']} averaged by all" if joint else "no epoch averaged by all within 120 s")
         memory.append(measure_memory(chaos))
         phases["undisturbed again"] = chaos.run_phase("undisturbed", args.undisturbed)
-        # right after an epoch that all have averaged, so that all end with the same one
+        # all end with the same epoch: some time after it has begun, when its parameters have been averaged
         chaos.wait_for_joint_epoch(120)
+        time.sleep(4)
         for trainer in chaos.trainers:
             trainer.script.process.send_signal(2)
         codes = [trainer.script.wait(120) for trainer in chaos.trainers]
@@ -484,7 +485,7 @@ def main() -> None:
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
     parser.add_argument("--trainers", type=int, default=4)
-    parser.add_argument("--target_batch_size", type=int, default=1024, help="about 8 s of four trainers")
+    parser.add_argument("--target_batch_size", type=int, default=512, help="about 8 s of four trainers")
     parser.add_argument("--target_group_size", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=5, help="of the chaos")
     parser.add_argument("--undisturbed", type=float, default=60, help="seconds before the chaos, and again after it")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import netlab
 import pytest
-from processes import LOOPBACK, Script, make_prefix, wait_until
+from processes import Script, make_prefix, wait_until
 from test_swarm import TRAINER, flags, history, largest_difference
 
 AVERAGING_TIMEOUT, MATCHMAKING_TIME = 15, 3
