@@ -38,6 +38,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import netlab
+import psutil
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from safetensors.torch import load_file
 from soak import measure_processes
@@ -228,6 +229,7 @@ class Chaos:
         """Let the time pass, with faults if any; returns begin and end."""
         begin, bag = time.time(), []
         self.say(f"{name} for {seconds:.0f} s")
+        psutil.cpu_percent()
         for number in range(int(seconds / self.args.fault_every) if kinds else 0):
             if not bag:  # each kind as often as the others
                 bag = self.random.sample(kinds, len(kinds))
@@ -235,6 +237,8 @@ class Chaos:
         while time.time() < begin + seconds or self.pending:
             self.work()
             time.sleep(0.1)
+        # where the machine has other work, phases cannot be compared
+        self.say(f"the processors were busy for {psutil.cpu_percent():.0f} % of the time")
         return [begin, time.time()]
 
 
