@@ -67,6 +67,8 @@ class CollaborativeCallback:
         self.last_epoch, self.epoch_start = 0, time.monotonic()
         self.epochs = self.averaged_epochs = 0
         self.has_contributed = False
+        # samples whose gradients this process has computed, and its longest time between two steps since the last epoch
+        self.computed_samples, self.longest_step, self.last_step_end = 0, 0.0, time.monotonic()
         # in memory unless --state_path holds it
         self.backup: dict | None = None
         self.saved_epoch = 0
@@ -98,6 +100,7 @@ class CollaborativeCallback:
             self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
+        self.last_step_end = time.monotonic()
         self.on_step_end()
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -111,9 +114,14 @@ class CollaborativeCallback:
         self.loss_sum, self.mini_steps = 0.0, 0
         logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")
 
-    def on_step_end(self) -> None:
-        """After each step of this peer: most times only a look at the clock."""
+    def on_step_end(self, samples: int = 0) -> None:
+        """After each step of this peer: most times only a look at the clock.
+
+        :param samples: those whose gradients were given to the optimizer
+        """
         now = time.monotonic()
+        self.computed_samples += samples
+        self.longest_step, self.last_step_end = max(self.longest_step, now - self.last_step_end), now
         if now >= self.next_contract_time:
             expiration = self.optimizer.tracker.metadata_expiration
             self.next_contract_time = now + expiration / 3
@@ -173,13 +181,22 @@ class CollaborativeCallback:
         except ValidationError as e:
             # a loss that has run away, say: the others would refuse the record
             logger.warning(f"epoch {epoch} is not reported: {'; '.join(error['msg'] for error in e.errors())}")
-        append_line(self.history, json.dumps(metrics | {"loss": self.epoch_loss, "time": time.time()}))
+        own = {
+            "loss": self.epoch_loss,
+            "time": time.time(),
+            # computed since this process started, and of these what waits for the next round: the rest of what is not
+            # in total_samples is lost
+            "computed_samples": self.computed_samples,
+            "pending_samples": optimizer.grad_averager.local_samples_accumulated + optimizer.grad_averager.kept_samples,
+            "longest_step": self.longest_step,
+        }
+        append_line(self.history, json.dumps(metrics | own))
         if self.bar.disable and epoch % self.args.logging_steps == 0:
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}"
             )
-        self.loss_sum, self.mini_steps = 0.0, 0
+        self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
         # a peer that takes over the swarm's state leaps over epochs, maybe over one that is due
         if epoch // self.args.backup_every_epochs != self.last_epoch // self.args.backup_every_epochs:
             self.back_up()
@@ -189,7 +206,7 @@ class CollaborativeCallback:
 
     def read_progress(self) -> dict:
         """For the status page, which asks from a thread of its own."""
-        peers = max(1, self.optimizer.tracker.global_progress.num_peers)
+        peers = len(self.optimizer.tracker.present) + 1
         return {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
 
     def describe_progress(self) -> str:

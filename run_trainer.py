@@ -166,13 +166,14 @@ def main() -> None:
 
         scaler.unscale_(optimizer)
         # the one point of a step where the host waits for the device: what is not finite must not be contributed
-        if gradients_are_finite(model):
+        is_finite = gradients_are_finite(model)
+        if is_finite:
             optimizer.step(batch_size=batch_size_per_step)
         else:
             callback.skip_step()
         scaler.update()
         optimizer.zero_grad()
-        callback.on_step_end()
+        callback.on_step_end(samples=batch_size_per_step * is_finite)
 
     # rounds that run in the background still change the parameters
     optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)

@@ -15,6 +15,7 @@ state every few epochs and saves it; give it then the trainers' model, optimizer
 """
 
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -170,6 +171,8 @@ def draw_learning_curve(history: list[dict], prefix: str, path: Path) -> None:
     figure.savefig(unfinished, dpi=130, format="png")
     unfinished.rename(path)
     pyplot.close(figure)
+    # a figure's parts refer to each other: 2 to 4 MB a drawing pile up until Python happens to look for such circles
+    gc.collect()
 
 
 def write_summary(path: Path, prefix: str, last: SwarmMetrics | None, peers: dict[str, LocalMetrics]) -> None:
