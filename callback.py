@@ -25,6 +25,7 @@ from checkpoint import (
     append_line,
     apply_state,
     collect_state,
+    load_state,
     load_state_file,
     save_checkpoint,
     save_state_file,
@@ -77,10 +78,14 @@ class CollaborativeCallback:
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_bar_time = 0.0
 
-    def resume(self, state: dict | None) -> None:
-        """Go on from a training state, if there is one, with its history; otherwise begin a new history."""
+    def resume(self, path: Path | None) -> None:
+        """Go on from a training state, if there is one, with its history; otherwise begin a new history.
+
+        :raises CheckpointError: it is no whole state of this model and optimizer; nothing has changed then
+        """
         lines = []
-        if state is not None:
+        if path is not None:
+            state = load_state(path)
             apply_state(state, self.model, self.optimizer, self.scaler)
             self.saved_epoch = self.optimizer.local_epoch
             counters = state.get("counters", {})

@@ -269,8 +269,16 @@ def read_state(path: Path) -> dict:
     return state
 
 
-def load_newest_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> dict | None:
+def load_state(path: Path) -> dict:
+    """The training state in a checkpoint's folder or a state file, with its path; raises CheckpointError."""
+    state = load_checkpoint(path) if path.is_dir() else load_state_file(path)
+    return {**state, "path": path}
+
+
+def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
     """What a trainer goes on from, as --resume_from_checkpoint, --output_dir and --state_path say; None: from epoch 0.
+
+    A path, as helper processes are yet to be forked and would hold on to the memory of a whole state.
 
     Checkpoints of epochs beyond that state, or all when it is None, are of another course of the run: they are set
     aside, into a folder of their own, or a later restart would take them for the newest.
@@ -287,9 +295,7 @@ def load_newest_state(args: TrainerArguments, model: torch.nn.Module, experiment
             if state and found != experiment_prefix:
                 raise CheckpointError(f"{state['path']} is of another run, {found}")
         elif args.resume_from_checkpoint != "none":
-            path = Path(args.resume_from_checkpoint)
-            state = load_checkpoint(path) if path.is_dir() else load_state_file(path)
-            state["path"] = path
+            state = load_state(Path(args.resume_from_checkpoint))
         if state:
             check_weights(state, model)
     except CheckpointError as e:
@@ -308,7 +314,7 @@ def load_newest_state(args: TrainerArguments, model: torch.nn.Module, experiment
         logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
         if args.overwrite_output_dir:
             logger.info("--overwrite_output_dir does not stop that; --resume_from_checkpoint none starts anew")
-    return state
+    return state["path"] if state else None
 
 
 def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
@@ -316,14 +322,14 @@ def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
     newest = None
     if state_path and Path(state_path).exists():
         try:
-            newest = {**load_state_file(state_path), "path": Path(state_path)}
+            newest = load_state(Path(state_path))
         except CheckpointError as e:
             logger.warning(f"skipped a training state: {e}")
     for folder in reversed(find_checkpoints(output_dir)):
         if newest and newest["local_epoch"] >= read_epoch(folder):
             break
         try:
-            newest = {**load_checkpoint(folder), "path": folder}
+            newest = load_state(folder)
         except CheckpointError as e:
             logger.warning(f"skipped a checkpoint: {e}")
     return newest

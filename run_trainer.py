@@ -43,7 +43,7 @@ from arguments import (
 )
 from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down, warn_of_local_addresses
 from callback import CollaborativeCallback
-from checkpoint import CheckpointError, load_newest_state, lock_folder, save_model, write_file
+from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
 from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
@@ -89,7 +89,7 @@ def main() -> None:
         except OSError as e:
             stop_for_user(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder")
     lock_folder("--output_dir", args.output_dir)
-    saved_state = load_newest_state(args, model, swarm.experiment_prefix)
+    saved_state = choose_state(args, model, swarm.experiment_prefix)
 
     warn_at_start(model, args)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None

@@ -19,7 +19,7 @@ from transformers import AlbertForPreTraining, AutoTokenizer
 
 import checkpoint
 from arguments import ModelArguments, TrainerArguments
-from checkpoint import find_checkpoints, load_checkpoint, load_newest_state, load_state_file
+from checkpoint import choose_state, find_checkpoints, load_checkpoint, load_state, load_state_file
 from data import load_tokenizer
 from model import make_model
 
@@ -207,7 +207,9 @@ def test_a_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
         content = bytearray(victim.read_bytes())
         content[content.index(b"sha256") if name == "training_state.json" else len(content) // 2] ^= 1
         victim.write_bytes(content)
-    state = load_newest_state(TrainerArguments(output_dir=str(tmp_path)), model, "a")
+    path = choose_state(TrainerArguments(output_dir=str(tmp_path)), model, "a")
+    assert path == tmp_path / "checkpoint-2"
+    state = load_state(path)
     assert state["local_epoch"] == 2
     assert all(state["model"][key].equal(model.state_dict()[key]) for key in state["model"])
     [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
@@ -220,15 +222,15 @@ def test_the_newest_of_folder_and_file_is_taken(saved, tmp_path, caplog):
     model, save = saved
     file = tmp_path / "state.pt"
     arguments = TrainerArguments(output_dir=str(tmp_path), state_path=str(file))
-    assert load_newest_state(arguments, model, "a") is None
+    assert choose_state(arguments, model, "a") is None
     state = save(4)
     for epoch, expected in ((3, tmp_path / "checkpoint-4"), (5, file)):
         assert checkpoint.save_state_file({**state, "local_epoch": epoch}, file)
-        assert load_newest_state(arguments, model, "a")["path"] == expected
+        assert choose_state(arguments, model, "a") == expected
     for size in (file.stat().st_size // 2, 10, 0):
         os.truncate(file, size)
         caplog.clear()
-        assert load_newest_state(arguments, model, "a")["path"] == tmp_path / "checkpoint-4"
+        assert choose_state(arguments, model, "a") == tmp_path / "checkpoint-4"
         [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
         assert str(file) in warning
 
@@ -239,10 +241,10 @@ def test_what_is_beyond_the_chosen_state_is_set_aside(saved, tmp_path):
     for epoch in (2, 4, 6):
         save(epoch)
     arguments = TrainerArguments(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert load_newest_state(arguments, model, "another")["local_epoch"] == 4  # a PATH may begin another run
+    assert choose_state(arguments, model, "another").name == "checkpoint-4"  # a PATH may begin another run
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
     arguments.resume_from_checkpoint = "none"
-    assert load_newest_state(arguments, model, "a") is None
+    assert choose_state(arguments, model, "a") is None
     assert find_checkpoints(tmp_path) == []
     assert len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 3
     save(1, limit=1)
@@ -269,7 +271,7 @@ def test_a_wrong_checkpoint_is_one_line_and_exit_code_2(saved, tmp_path, capsys)
     ):
         arguments = TrainerArguments(output_dir=str(output_dir), resume_from_checkpoint=path and str(path))
         with pytest.raises(SystemExit) as error:
-            load_newest_state(arguments, model, prefix)
+            choose_state(arguments, model, prefix)
         assert error.value.code == 2
         [line] = capsys.readouterr().err.splitlines()
         assert "cannot resume" in line and all(word in line for word in words), line
