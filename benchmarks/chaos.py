@@ -400,11 +400,13 @@ def report(chaos: Chaos, phases: dict[str, list[float]]) -> dict:
     stalls = find_stalls(chaos, storm, rate, epoch_seconds)
     standstills = find_standstills(chaos, storm)
     usual = max(s["seconds"] for phase in calm for s in find_standstills(chaos, phase))
-    recoveries = [
-        dict(kind=event["kind"], time=event["time"], names=event["names"], seconds=seconds)
-        for event in chaos.events
-        for seconds in [find_recovery(chaos, event, time.time(), epoch_seconds)]
-    ]
+    recoveries = []
+    for event, following in zip(chaos.events, [*chaos.events[1:], {"time": storm[1]}], strict=True):
+        kept = throughput(trainers, [event["time"], following["time"]], epoch_seconds) / rate
+        seconds = find_recovery(chaos, event, time.time(), epoch_seconds)
+        recoveries.append(
+            dict(kind=event["kind"], time=event["time"], names=event["names"], seconds=seconds, kept=kept)
+        )
 
     def show(item: dict) -> str:
         return (
@@ -424,7 +426,10 @@ def report(chaos: Chaos, phases: dict[str, list[float]]) -> dict:
     for recovery in recoveries:
         seconds = "never" if recovery["seconds"] is None else f"{recovery['seconds']:.1f} s"
         at = recovery["time"] - chaos.begin
-        print(f"recovery from {recovery['kind']} of {' '.join(recovery['names'])} at {at:.0f} s: {seconds}")
+        print(
+            f"recovery from {recovery['kind']} of {' '.join(recovery['names'])} at {at:.0f} s: {seconds}; "
+            f"{recovery['kept']:.0%} of the throughput until the next fault"
+        )
     return dict(
         epoch_seconds=epoch_seconds,
         undisturbed=rates,
