@@ -10,6 +10,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import gc
 import hashlib
 import ipaddress
 import json
@@ -1118,8 +1119,7 @@ class Optimizer(hivemind.Optimizer):
             any more, so that training goes on without them
         """
         if self.scheduled_grads is not None and not self.scheduled_grads.done():
-            looking = self.scheduled_grads.stage in (AveragingStage.LOOKING_FOR_GROUP, AveragingStage.AWAITING_TRIGGER)
-            if looking and self._averages_in_step():
+            if self.scheduled_grads.stage != AveragingStage.RUNNING_ALLREDUCE and self._averages_in_step():
                 # the group would leave this peer out
                 self.scheduled_grads.cancel()
             else:
@@ -1149,6 +1149,7 @@ class Optimizer(hivemind.Optimizer):
             f"took over the state of epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of "
             f"{self.grad_averager.kept_samples} samples"
         )
+        self.epoch_samples, self.averaged_with = 0, 1
         self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
         self.grad_averager.reset_accumulated_grads_()
         if not self.client_mode:
@@ -1277,23 +1278,22 @@ class Optimizer(hivemind.Optimizer):
                 self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
             if self._has_missed_the_round():
                 raise AllreduceException("the others have stepped without this peer")
-            if self._averages_in_step():
-                self.tracker.impatient_epoch = self.local_epoch
-                others = self.tracker.in_step
-                self._question(random.sample(others, min(QUESTIONED, len(others))), wait=True)
-                if not self.tracker.in_step:
-                    raise AllreduceException("nobody else is there")
-                # whoever is there is enough
-                self.grad_averager.expect(self.tracker.in_step)
+            self.tracker.impatient_epoch = self.local_epoch
+            self._question(self.tracker.in_step, wait=True)
+            if not self.tracker.in_step:
+                raise AllreduceException("nobody else is there")
+            # whoever is there is enough
+            self.grad_averager.expect(self.tracker.in_step)
             next_look = time.monotonic() + FIRST_LOOK
 
     def _question(self, peer_ids: Iterable[bytes], wait: bool = False) -> None:
-        """Ping those of these peers that accept connections; who does not answer does not count any more.
+        """Ping some of these peers that accept connections; who does not answer does not count any more.
 
         :param wait: for the answers, up to about 3 s; otherwise they are dealt with when they come
         """
         present = self.tracker.present
-        asked = {peer_id for peer_id in peer_ids if peer_id in present and not present[peer_id].client_mode}
+        public = [peer_id for peer_id in peer_ids if peer_id in present and not present[peer_id].client_mode]
+        asked = set(random.sample(public, min(QUESTIONED, len(public))))
         if not asked:
             return
         future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
@@ -1313,7 +1313,7 @@ class Optimizer(hivemind.Optimizer):
         background: neighbours an epoch apart are nothing unusual there.
         """
         group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
-        is_one_group = group_size is None or len(self.tracker.present) + 1 <= group_size
+        is_one_group = group_size is None or len(self.tracker.in_step) + 1 <= group_size
         return is_one_group and not self.delay_grad_averaging
 
     def _has_missed_the_round(self) -> bool:
@@ -1347,8 +1347,7 @@ class Optimizer(hivemind.Optimizer):
             elif self._has_missed_the_round():
                 self.load_state_from_peers()
             else:
-                if self._averages_in_step():
-                    self._question(self.tracker.present)
+                self._question(self.tracker.present)
                 self._retry_after = time.monotonic() + RETRY_AFTER
                 self.tracker.fetch_soon(RETRY_AFTER)
 
@@ -1413,6 +1412,8 @@ def live_as_helper() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # a terminal sends Ctrl-C to the whole process group: out of it, or p2pd is gone before we have said goodbye
     os.setpgrp()
+    # pages of the imports that this process shares with its parent: a garbage collection would write to all of them
+    gc.freeze()
     parent = os.getppid()
 
     def watch() -> None:
