@@ -170,6 +170,8 @@ class Chaos:
             trainer.look()
             if trainer.has_died():
                 code = trainer.script.process.returncode
+                if code == 2:  # a mistake of the user's, which another start repeats
+                    sys.exit(trainer.script.text.strip().splitlines()[-1])
                 self.say(f"{trainer.name} ended by itself with {code}, see {trainer.script.log}; it is started again")
                 self.events.append(dict(time=time.time(), kind="death", names=[trainer.name], until=time.time()))
                 trainer.script.kill()

@@ -189,3 +189,43 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     assert speed > 0 and made >= 1
     newcomer.interrupt()
     newcomer.assert_clean_end()
+
+
+# LAMB's state has numbers that are tensors after some steps and none before: what one peer gives, another must accept.
+LAMB = """
+import json, sys
+import torch
+from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from averaging import clean_end, make_dht, shut_down
+from optimizer import make_optimizer
+
+with clean_end():
+    states, maddrs = [], []
+    for steps in (3, 0):
+        swarm = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        dht, *_ = make_dht(swarm)
+        maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
+        torch.manual_seed(steps)
+        model = torch.nn.Sequential(torch.nn.Linear(50, 20), torch.nn.LayerNorm(20))
+        optimizer = make_optimizer(model, dht, swarm, OptimizerArguments(optim="lamb"), AveragingArguments())
+        for _ in range(steps):
+            for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
+                param.grad.normal_()
+            optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
+        states.append((dht, model, optimizer))
+    (_, model, giver), (_, copy, taker) = states
+    giver.state_averager.state_sharing_priority = 3
+    loaded = taker.load_state_from_peers()
+    given, taken = (optimizer.training_state()["optimizer"]["state"].values() for optimizer in (giver, taker))
+    same = all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for a, b in zip(given, taken) for k in a)
+    weights = all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
+    print(json.dumps(dict(loaded=loaded, epoch=taker.local_epoch, same=same, weights=weights)), flush=True)
+    for dht, _, optimizer in reversed(states):
+        shut_down(dht, optimizer)
+"""
+
+
+def test_the_state_of_lamb_is_taken_over(start):
+    taker = start("taker", "-c", LAMB, make_prefix(), env={"PYTHONPATH": str(ROOT)})
+    taker.assert_clean_end(90)
+    assert taker.json_lines() == [{"loaded": True, "epoch": 3, "same": True, "weights": True}]
