@@ -1002,6 +1002,17 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         entry = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout=timeout)
         self.global_progress = self._parse_swarm_progress_data(entry.value if entry else None)
 
+    def announce(self) -> None:
+        """Tell the others that this peer is there. hivemind does so when it has computed something first: the others
+        would go into the next round without it."""
+        self.dht.store(
+            self.training_progress_key,
+            subkey=self._local_public_key,
+            value=self.local_progress.dict(),
+            expiration_time=get_dht_time() + self.metadata_expiration,
+            return_future=True,
+        )
+
     def report_local_progress(self, local_epoch: int, *args, **kwargs) -> None:
         has_new_epoch = local_epoch != self.local_progress.epoch
         super().report_local_progress(local_epoch, *args, **kwargs)
@@ -1154,6 +1165,8 @@ class Optimizer(hivemind.Optimizer):
         self.grad_averager.reset_accumulated_grads_()
         if not self.client_mode:
             self.state_averager.state_sharing_priority = self.local_epoch
+        if not self.auxiliary:
+            self.tracker.announce()
         self._note_late_download(time.monotonic() - start)
         return True
 
