@@ -138,7 +138,23 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     for maddr in swarm.announce_maddrs:
         if get_host_port(maddr)[2] == 0:
             stop_for_user(f"--announce_maddrs {maddr} has no port: give the one that others shall connect to")
+    if swarm.identity_path:
+        check_identity(swarm.identity_path)
     return swarm
+
+
+def check_identity(path: str) -> None:
+    """Stop with one line when there is a file, and it holds no key."""
+    if os.path.exists(path):
+        try:
+            with open(path, "rb") as f:
+                PeerID.from_identity(f.read())
+        except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
+            reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
+            stop_for_user(
+                f"--identity_path {path} is no key file ({reason}): name one that a peer has made, or one that does not "
+                "exist yet"
+            )
 
 
 def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
@@ -375,11 +391,8 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
         return f"--identity_path {swarm.identity_path} is in use by a running peer: give each peer a file of its own"
     if "address already in use" in error or "failed to listen" in error:
         return f"--host_maddrs {' '.join(swarm.host_maddrs)}: the port is in use, choose another or 0 ({last_line})"
-    if swarm.identity_path and ("proto:" in error or swarm.identity_path in error or "saving the identity" in error):
-        return (
-            f"--identity_path {swarm.identity_path} is no key file ({last_line}): name one that a peer has made, or "
-            "one that does not exist yet, in a folder that does"
-        )
+    if swarm.identity_path and (swarm.identity_path in error or "saving the identity" in error):
+        return f"--identity_path {swarm.identity_path} cannot be written ({last_line}): name a file in another folder"
     if swarm.initial_peers:
         reasons = [f"{maddr}: {reason}" for maddr, reason in explain_unreachable(swarm.initial_peers).items() if reason]
         return f"cannot reach --initial_peers {'; '.join(reasons) or f'{swarm.initial_peers} ({last_line})'}"
