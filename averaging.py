@@ -152,8 +152,8 @@ def check_identity(path: str) -> None:
         except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
             reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
             stop_for_user(
-                f"--identity_path {path} is no key file ({reason}): name one that a peer has made, or one that does not "
-                "exist yet"
+                f"--identity_path {path} is no key file ({reason}): name one that a peer has made, or one that does "
+                "not exist yet"
             )
 
 
