@@ -1,6 +1,7 @@
 """Peers behind firewalls and routers, on IPv6, and with a wrong clock: the users' scripts, on emulated hosts."""
 
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
         late = start("late", "run_trainer.py", *command, prefix=["faketime", "-f", "+1h"])
         assert late.wait(90) == 2, late.text
         (error,) = [line for line in late.text.splitlines() if "error:" in line]
-        assert "clock is 3,600" in error and "ahead" in error and "timedatectl" in error
+        assert re.search(r"clock is 3,(599|600)\.\d s ahead of the swarm.s.*timedatectl", error), error
         assert "Traceback" not in late.text
         wait_until(lambda: not late.left_processes(), 5, f"no process left: {late.left_processes()}")
         so_far = joint_epochs(tmp_path, "first")
