@@ -11,9 +11,11 @@ import dataclasses
 import ipaddress
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -81,6 +83,17 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
         stop_for_user(f"numpy {numpy_version} breaks hivemind's compression in silence: pip install 'numpy<2.4'")
 
 
+def raise_file_limit() -> float:
+    """Allow this process and its helpers as many open files as the system does; returns that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
 class DHT(hivemind.DHT):
     """Ends without a traceback when a helper that has asked it something ended first, as happens in each clean stop."""
 
@@ -102,6 +115,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
     :returns: the DHT and this peer's public key, the subkey of the records it signs
     """
     swarm = check_addresses(swarm)
+    raise_file_limit()
     calm_log()
     validators, public_key = make_validators(swarm.experiment_prefix)
     dht = start_dht(swarm, validators, client_mode=swarm.client_mode)

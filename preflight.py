@@ -11,8 +11,8 @@ import contextlib
 import io
 import itertools
 import logging
+import math
 import os
-import resource
 import shutil
 import sys
 import textwrap
@@ -44,6 +44,7 @@ from averaging import (
     find_differences,
     find_direct_averagers,
     find_reachability,
+    raise_file_limit,
     start_dht,
 )
 from data import load_tokenized_dataset, load_tokenizer, make_train_batches
@@ -79,16 +80,11 @@ class Check:
 
 def check_file_limit() -> Check:
     """Raises the limit of open files itself as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    if 0 <= soft < ENOUGH_FILES:
+    limit = raise_file_limit()
+    if limit < ENOUGH_FILES:
         cure = f"ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
-        return Check("open files", "warning", f"{soft:,} at most: a larger swarm needs more", cure)
-    return Check("open files", "ok", "no limit" if soft < 0 else f"{soft:,} at most")
+        return Check("open files", "warning", f"{limit:,} at most: a larger swarm needs more", cure)
+    return Check("open files", "ok", f"{limit:,} at most" if limit < math.inf else "no limit")
 
 
 def check_disk(folder: str, parameters: int, kept: int) -> Check:
