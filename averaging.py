@@ -15,10 +15,12 @@ import hashlib
 import ipaddress
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import threading
@@ -130,6 +132,17 @@ async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
                 known.discard(peer)
 
 
+def raise_file_limit() -> float:
+    """Allow this process and its helpers as many open files as the system does; returns that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
 class DHT(hivemind.DHT):
     """Finds lost peers again, and ends without a traceback when a helper that has asked it something ended first, as
     happens in each clean stop."""
@@ -156,6 +169,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
     :returns: the DHT and this peer's public key, the subkey of the records it signs
     """
     swarm = check_addresses(swarm)
+    raise_file_limit()
     calm_log()
     validators, public_key = make_validators(swarm.experiment_prefix)
     dht = start_dht(swarm, validators, client_mode=swarm.client_mode)
@@ -192,7 +206,23 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     for maddr in swarm.announce_maddrs:
         if get_host_port(maddr)[2] == 0:
             stop_for_user(f"--announce_maddrs {maddr} has no port: give the one that others shall connect to")
+    if swarm.identity_path:
+        check_identity(swarm.identity_path)
     return swarm
+
+
+def check_identity(path: str) -> None:
+    """Stop with one line when there is a file, and it holds no key."""
+    if os.path.exists(path):
+        try:
+            with open(path, "rb") as f:
+                PeerID.from_identity(f.read())
+        except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
+            reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
+            stop_for_user(
+                f"--identity_path {path} is no key file ({reason}): name one that a peer has made, or one that does "
+                "not exist yet"
+            )
 
 
 def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
@@ -429,11 +459,8 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
         return f"--identity_path {swarm.identity_path} is in use by a running peer: give each peer a file of its own"
     if "address already in use" in error or "failed to listen" in error:
         return f"--host_maddrs {' '.join(swarm.host_maddrs)}: the port is in use, choose another or 0 ({last_line})"
-    if swarm.identity_path and ("proto:" in error or swarm.identity_path in error or "saving the identity" in error):
-        return (
-            f"--identity_path {swarm.identity_path} is no key file ({last_line}): name one that a peer has made, or "
-            "one that does not exist yet, in a folder that does"
-        )
+    if swarm.identity_path and (swarm.identity_path in error or "saving the identity" in error):
+        return f"--identity_path {swarm.identity_path} cannot be written ({last_line}): name a file in another folder"
     if swarm.initial_peers:
         reasons = [f"{maddr}: {reason}" for maddr, reason in explain_unreachable(swarm.initial_peers).items() if reason]
         return f"cannot reach --initial_peers {'; '.join(reasons) or f'{swarm.initial_peers} ({last_line})'}"

@@ -173,7 +173,6 @@ class CollaborativeCallback:
                 now - self.epoch_start,
                 metrics["num_peers"],
                 optimizer.matchmaking_time,
-                optimizer.grad_averager.matchmaking_kwargs["target_group_size"],
             )
         try:
             self.dht.store(

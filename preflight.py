@@ -11,8 +11,8 @@ import contextlib
 import io
 import itertools
 import logging
+import math
 import os
-import resource
 import shutil
 import sys
 import textwrap
@@ -44,6 +44,7 @@ from averaging import (
     find_differences,
     find_direct_averagers,
     find_reachability,
+    raise_file_limit,
     start_dht,
 )
 from data import load_tokenized_dataset, load_tokenizer, make_train_batches
@@ -79,16 +80,11 @@ class Check:
 
 def check_file_limit() -> Check:
     """Raises the limit of open files itself as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    if 0 <= soft < ENOUGH_FILES:
+    limit = raise_file_limit()
+    if limit < ENOUGH_FILES:
         cure = f"ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
-        return Check("open files", "warning", f"{soft:,} at most: a larger swarm needs more", cure)
-    return Check("open files", "ok", "no limit" if soft < 0 else f"{soft:,} at most")
+        return Check("open files", "warning", f"{limit:,} at most: a larger swarm needs more", cure)
+    return Check("open files", "ok", f"{limit:,} at most" if limit < math.inf else "no limit")
 
 
 def check_disk(folder: str, parameters: int, kept: int) -> Check:
@@ -204,13 +200,13 @@ def check_step_time(seconds: float, batch_size: int) -> Check:
     return Check("step time", "ok", finding)
 
 
-def check_epoch_time(seconds: float, peers: int, matchmaking_time: float, target_group_size: int) -> Check:
-    """:param peers: of the swarm, this one included; a group that is full starts at once, others wait for more"""
+def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Check:
+    """:param peers: of the swarm, this one included; a group starts when all are there, who is alone looks for none"""
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
-    if 1 < peers < target_group_size and seconds < 3 * matchmaking_time:
-        finding += f", of which finding a group takes {matchmaking_time:g} s (--matchmaking_time)"
+    if peers > 1 and seconds < matchmaking_time:
+        finding += f": others wait for a peer that is late for up to {matchmaking_time:g} s (--matchmaking_time)"
         cure = (
-            "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take several times that"
+            "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take longer than that"
         )
         return Check("epoch time", "warning", finding, cure)
     return Check("epoch time", "ok", finding)
@@ -342,7 +338,7 @@ def check_all(
         yield check_step_time(seconds, batch_size)
         speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
         epoch_seconds = averaging.target_batch_size / speed
-        yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time, averaging.target_group_size)
+        yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time)
         yield check_bandwidth(parameters, peers, averaging)
 
 
@@ -424,9 +420,9 @@ def warn_at_start(model: torch.nn.Module, args: TrainerArguments) -> None:
 
 
 def warn_of_speed(
-    step_seconds: float, batch_size: int, epoch_seconds: float, peers: int, matchmaking_time: float, group_size: int
+    step_seconds: float, batch_size: int, epoch_seconds: float, peers: int, matchmaking_time: float
 ) -> None:
     """What the first epochs have shown, where it costs the others something."""
     if step_seconds > 0.5:  # short steps are harmless: the tracker does not report each
         warn(check_step_time(step_seconds, batch_size))
-    warn(check_epoch_time(epoch_seconds, peers, matchmaking_time, group_size))
+    warn(check_epoch_time(epoch_seconds, peers, matchmaking_time))

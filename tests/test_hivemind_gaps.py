@@ -115,3 +115,14 @@ def test_the_daemon_dials_without_reusing_ports():
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "['false']"
+
+
+def test_a_peer_asks_fixed_relays_at_once_only_where_we_say_so():
+    """Note 30; P2P.FORCE_REACHABILITY_MAPPING["relayed"] in averaging.py."""
+    assert "relayDiscovery" not in inspect.getsource(hivemind.p2p.P2P)
+
+
+def test_reachability_is_validated_through_the_connection_that_the_peer_has_opened():
+    """find_reachability in averaging.py: a ping in return passes every firewall."""
+    source = inspect.getsource(hivemind.dht.protocol.DHTProtocol.rpc_ping)
+    assert "self.call_ping(sender_peer_id, validate=False)" in source

@@ -1,0 +1,145 @@
+"""Peers behind firewalls and routers, on IPv6, and with a wrong clock: the users' scripts, on emulated hosts."""
+
+import json
+import re
+import shutil
+import socket
+from pathlib import Path
+
+import netlab
+import pytest
+from processes import Script, make_prefix, wait_until
+from test_swarm import TRAINER, flags, history
+
+STATUS_PORT = 8080
+
+
+@pytest.fixture
+def net():
+    """An emulated network; its hosts are declared and started by the test."""
+    if why := netlab.unavailable():
+        pytest.skip(why)
+    with netlab.Net() as network:
+        yield network
+
+
+def start_on(start, net: netlab.Net, host: str, name: str, script: str, *more: object) -> Script:
+    return start(name, script, *more, prefix=net.prefix(host))
+
+
+def start_trainer_on(start, net: netlab.Net, tmp_path: Path, host: str, prefix: str, peers: str, *groups: dict):
+    own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / host}
+    return start_on(start, net, host, host, "run_trainer.py", *flags(TRAINER, own, *groups))
+
+
+def start_monitor_on(start, net: netlab.Net, host: str, tmp_path: Path, prefix: str) -> tuple[Script, str]:
+    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none"}
+    own |= {"--refresh_period": 0.5, "--status_port": STATUS_PORT}
+    monitor = start_on(start, net, host, "monitor", "run_training_monitor.py", *flags(own))
+    address = monitor.wait_for(r"(?m)^--initial_peers (/ip4/\S+)$").group(1)
+    monitor.wait_for("status page on port")
+    assert address.startswith(f"/ip4/{net.ip(host)}/tcp/")  # not 127.0.0.1
+    return monitor, address
+
+
+def joint_epochs(tmp_path: Path, name: str) -> int:
+    return sum(line["averaged_with"] == 2 for line in history(tmp_path, name).values())
+
+
+def stop(*scripts: Script) -> None:
+    for script in scripts:
+        script.interrupt()
+    for script in scripts:
+        script.assert_clean_end(60)
+
+
+def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net, tmp_path, tiny_data):
+    """It joins by the monitor's HOST:PORT, finds that nobody reaches it, and that a public trainer is there."""
+    net.host("server", rtt_ms=20)
+    net.host("public", rtt_ms=20)
+    net.host("walled", rtt_ms=20, firewall=True)
+    net.start()
+    prefix, pair = make_prefix(), {**tiny_data, "--target_group_size": 2}
+    monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
+    public = start_trainer_on(start, net, tmp_path, "public", prefix, address, pair)
+    wait_until(lambda: history(tmp_path, "public"), 90, "an epoch")
+    walled = start_trainer_on(start, net, tmp_path, "walled", prefix, f"{net.ip('server')}:{STATUS_PORT}", pair)
+    walled.wait_for(rf"cannot reach this peer at {net.ip('walled')}, port \d+ .*: going on in client mode, 1 peer", 60)
+    wait_until(lambda: joint_epochs(tmp_path, "walled") >= 3, 90, "three epochs averaged by both")
+    assert "cannot reach" not in public.text and "client mode" not in public.text
+    stop(walled, public, monitor)
+    assert json.loads((tmp_path / "walled" / "summary.json").read_text())["samples"] > 0
+    # the gradient was averaged, by numbers
+    ours, theirs = history(tmp_path, "walled"), history(tmp_path, "public")
+    both = [epoch for epoch in ours if epoch in theirs and ours[epoch]["averaged_with"] == 2]
+    assert both
+    assert all(ours[epoch]["grad_norm"] == pytest.approx(theirs[epoch]["grad_norm"], rel=1e-3) for epoch in both[:-1])
+
+
+@pytest.mark.slow
+def test_two_peers_behind_routers_average_through_a_relay(start, net, tmp_path, tiny_data):
+    """The only public peer is the monitor, which averages nothing: it relays."""
+    net.host("server", rtt_ms=20)
+    net.host("home1", rtt_ms=20, nat="router1")
+    net.host("home2", rtt_ms=20, nat="router2")
+    net.start()
+    prefix, pair = make_prefix(), {**tiny_data, "--target_group_size": 2}
+    monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
+    trainers = [start_trainer_on(start, net, tmp_path, name, prefix, address, pair) for name in ("home1", "home2")]
+    for trainer in trainers:
+        # alone, libp2p looks for three minutes (note 30)
+        trainer.wait_for(rf"waiting for an address at a relay(.|\n)*through a relay: {address}/p2p-circuit", 60)
+    for name in ("home1", "home2"):
+        wait_until(lambda name=name: joint_epochs(tmp_path, name) >= 5, 120, f"five epochs averaged by {name}")
+    # parameters and gradients passed through the monitor, as there is no other way
+    sent, received = net.bytes("server")
+    assert min(sent, received) > 5 * 300_000 * 4
+    stop(*trainers, monitor)
+    ours, theirs = history(tmp_path, "home1"), history(tmp_path, "home2")
+    both = [epoch for epoch in ours if epoch in theirs and ours[epoch]["averaged_with"] == 2]
+    assert len(both) >= 5
+    assert all(ours[epoch]["grad_norm"] == pytest.approx(theirs[epoch]["grad_norm"], rel=1e-3) for epoch in both[:-1])
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6 on the loopback interface")
+def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
+    """Two trainers train over ::1; one whose clock is an hour ahead is told so, and nobody else notices."""
+    prefix, local = make_prefix(), {"--host_maddrs": "/ip6/::1/tcp/0"}
+    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none"}
+    monitor = start("monitor", "run_training_monitor.py", "--dht_listen_on", "[::1]:*", *flags(own), "--status_port", 0)
+    address = monitor.wait_for(r"(?m)^--initial_peers (/ip6/::1/tcp/\S+)$").group(1)
+    port = monitor.wait_for(r"status page on port (\d+)").group(1)
+    names, trainers = ["first", "second"], []
+    for name, peers in zip(names, (address, f"[::1]:{port}"), strict=True):
+        more = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
+        more |= {"--target_group_size": 2}
+        trainers.append(start(name, "run_trainer.py", *flags(TRAINER, tiny_data, local, more)))
+    wait_until(lambda: joint_epochs(tmp_path, "first") >= 3, 90, "three epochs averaged by both")
+
+    if shutil.which("faketime"):
+        failures = [trainer.text.count("averaging failed") for trainer in trainers]
+        more = {"--experiment_prefix": prefix, "--initial_peers": address, "--output_dir": tmp_path / "late"}
+        command = flags(TRAINER, tiny_data, local, more, {"--target_group_size": 2})
+        late = start("late", "run_trainer.py", *command, prefix=["faketime", "-f", "+1h"])
+        assert late.wait(90) == 2, late.text
+        (error,) = [line for line in late.text.splitlines() if "error:" in line]
+        assert re.search(r"clock is 3,(599|600)\.\d s ahead of the swarm.s.*timedatectl", error), error
+        assert "Traceback" not in late.text
+        wait_until(lambda: not late.left_processes(), 5, f"no process left: {late.left_processes()}")
+        so_far = joint_epochs(tmp_path, "first")
+        wait_until(lambda: joint_epochs(tmp_path, "first") >= so_far + 5, 60, "five epochs more")
+        assert [trainer.text.count("averaging failed") for trainer in trainers] == failures
+
+    stop(*trainers)
+    ours, theirs = (history(tmp_path, name) for name in names)
+    both = [epoch for epoch in ours if epoch in theirs and ours[epoch]["averaged_with"] == 2]
+    assert all(ours[epoch]["grad_norm"] == pytest.approx(theirs[epoch]["grad_norm"], rel=1e-3) for epoch in both[:-1])
+    stop(monitor)

@@ -1,0 +1,179 @@
+"""The preflight: its findings by numbers, its table as users see it, and wrong input at a start."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from test_swarm import TRAINER, flags, start_monitor
+
+from addresses import explain_silence
+from arguments import AveragingArguments
+from preflight import (
+    Check,
+    check_announced,
+    check_bandwidth,
+    check_clock,
+    check_disk,
+    check_epoch_time,
+    check_memory,
+    check_step_time,
+    check_way_in,
+    estimate_round_seconds,
+    show_check,
+)
+
+PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+PUBLIC, HOME = f"/ip4/11.0.0.1/tcp/1/p2p/{PEER}", f"/ip4/192.168.1.2/tcp/1/p2p/{PEER}"
+
+
+def test_bandwidth_against_the_time_of_a_round():
+    """18 M parameters, 3 peers, 20 Mbit/s, fp16: 28.1 s were measured, 1.46 times the ideal (note 19)."""
+    options = AveragingArguments(compression="float16", state_compression="float16", bandwidth=20)
+    size, seconds = estimate_round_seconds(18_000_000, 3, options)
+    assert size == pytest.approx(2 * 36e6 * 2 / 3)
+    assert seconds == pytest.approx(28.1, rel=0.02)
+    assert check_bandwidth(18_000_000, 3, options).level == "ok"
+    # parameters are averaged uncompressed by default: twice the bytes, which no longer leaves time to find a group
+    options = AveragingArguments(bandwidth=20)
+    assert estimate_round_seconds(18_000_000, 3, options)[1] == pytest.approx(55.7, rel=0.02)
+    assert check_bandwidth(18_000_000, 3, options).level == "warning"
+    options.bandwidth = 2
+    assert check_bandwidth(18_000_000, 3, options).level == "fatal"
+
+
+def test_epoch_time_against_matchmaking_time():
+    assert check_epoch_time(2.0, peers=3, matchmaking_time=15).level == "warning"
+    assert check_epoch_time(60.0, peers=3, matchmaking_time=15).level == "ok"
+    # who is alone looks for no group
+    assert check_epoch_time(2.0, peers=1, matchmaking_time=15).level == "ok"
+
+
+def test_what_is_fatal_and_what_a_warning():
+    assert [check_step_time(seconds, 8).level for seconds in (0.1, 0.5, 10, 11)] == ["warning", "ok", "ok", "warning"]
+    assert [check_clock(s).level for s in (0.1, -2.0, 3600.0, -3.5, None)] == [
+        *("ok", "warning", "fatal", "fatal", "warning")
+    ]
+    assert "3,600.0 s ahead" in check_clock(3600.0).finding
+    assert [check_way_in(["11.0.0.1"], *seen).level for seen in ((True, 0), (False, 1), (False, 0))] == [
+        *("ok", "warning", "warning")
+    ]
+    assert check_way_in([], None, 0).level == "warning"
+    assert "--client_mode" in check_way_in(["11.0.0.1"], False, 1).cure
+    assert check_announced([HOME], [PUBLIC], client_mode=False).level == "warning"
+    assert check_announced([HOME], [HOME], client_mode=False).level == "ok"
+    assert check_announced([HOME], [PUBLIC], client_mode=True).level == "ok"
+    assert check_announced([HOME, PUBLIC], [PUBLIC], client_mode=False).level == "ok"
+    assert check_memory(1000).level == "ok"
+    assert check_memory(10**12).level == "fatal"
+    assert check_disk("/tmp/does/not/exist/yet", 1000, 2).level == "ok"
+    assert check_disk("/tmp", 10**14, 2).level == "warning"
+
+
+def test_a_line_of_the_table():
+    assert show_check(Check("clock", "ok", "fine", "no cure")) == "ok      clock           fine"
+    lines = show_check(Check("clock", "fatal", "it is late", "set it")).splitlines()
+    assert lines == ["fatal   clock           it is late", " " * 24 + "-> set it"]
+
+
+def test_the_file_limit_is_raised_where_the_system_allows():
+    code = (
+        "import resource; from preflight import check_file_limit; check = check_file_limit();"
+        "print(check.level, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    cases = {"-Sn 256": r"ok (\d+)$", "-SHn 256": r"warning (256)$"}
+    commands = [["bash", "-c", f"ulimit {limits}; exec {sys.executable} -c '{code}'"] for limits in cases]
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for command in commands]
+    for run, (limits, expected) in zip(runs, cases.items(), strict=True):
+        said = run.communicate(timeout=90)[0].strip()
+        found = re.match(expected, said)
+        assert found, said
+        assert int(found[1]) >= 4096 or limits == "-SHn 256"
+
+
+def test_silence_is_explained():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        assert "is no hivemind peer" in explain_silence(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
+    assert "nothing listens" in explain_silence(f"/dns4/localhost/tcp/{port}/p2p/{PEER}")
+    assert "does not resolve" in explain_silence(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}")
+    assert explain_silence(f"/p2p/{PEER}") is None
+
+
+def test_wrong_input_is_one_line(start, tmp_path, tiny_data):
+    """Each at a real start of a trainer: exit code 2, one line that names the flag, no process left."""
+    prefix = make_prefix()
+    monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    port = peers.split("/")[4]
+    another = peers.rpartition("/")[0] + f"/{PEER}"
+    (tmp_path / "not_a_key").write_text("hello")
+    (tmp_path / "vocabulary").mkdir()
+    # a tokenizer like the dataset's, with one piece more
+    tokenizer = (tiny_data["--tokenizer_path"] / "tokenizer.json").read_text()
+    for path in tiny_data["--tokenizer_path"].iterdir():
+        (tmp_path / "vocabulary" / path.name).write_bytes(path.read_bytes())
+    changed = tokenizer.replace('"vocab": [', '"vocab": [["\u2581zyzzyva", -20.0],', 1)
+    assert changed != tokenizer
+    (tmp_path / "vocabulary" / "tokenizer.json").write_text(changed)
+    cases = {
+        "wrong_id": ({"--initial_peers": another}, f"its id is {peers.rpartition('/')[2]}"),
+        "port": ({"--host_maddrs": f"/ip4/127.0.0.1/tcp/{port}"}, "--host_maddrs"),
+        "announce": ({"--announce_maddrs": "/ip4/11.0.0.1/tcp/0"}, "--announce_maddrs"),
+        "key": ({"--identity_path": tmp_path / "not_a_key"}, "not_a_key"),
+        "folder": ({"--identity_path": tmp_path / "nowhere" / "key"}, "nowhere"),
+        "vocabulary": ({"--tokenizer_path": tmp_path / "vocabulary"}, "another tokenizer"),
+    }
+    own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--initial_peers": peers}
+    own |= {LOOPBACK[0]: LOOPBACK[1]}
+    waiting = []
+    for name, (wrong, words) in cases.items():
+        more = {"--output_dir": tmp_path / name, **wrong}
+        waiting.append((start(name, "run_trainer.py", *flags(own, more)), words))
+        if len(waiting) == 2:  # not all at once: they load torch
+            check_one_line(waiting)
+    check_one_line(waiting)
+    monitor.interrupt()
+    monitor.assert_clean_end(30)
+
+
+def check_one_line(waiting: list) -> None:
+    while waiting:
+        script, words = waiting.pop()
+        assert script.wait(90) == 2, script.text
+        errors = [line for line in script.text.splitlines() if "error:" in line]
+        assert len(errors) == 1 and words in errors[0], script.text
+        assert "Traceback" not in script.text
+        wait_until(lambda script=script: not script.left_processes(), 5, f"no process left: {script.left_processes()}")
+
+
+def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
+    prefix = make_prefix()
+    monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--output_dir": tmp_path / "out"}
+    preflight = ["run_trainer.py", "--preflight", *LOOPBACK, *flags(own)]
+    good = start("good", *preflight, "--initial_peers", peers)
+    assert good.wait(90) == 0, good.text
+    table = {line[8:23].strip(): line[:8].strip() for line in good.text.splitlines() if line[:1] not in (" ", "")}
+    for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "way in", "settings"):
+        assert table[what] == "ok", good.text
+    assert {"step time", "epoch time", "bandwidth", "own addresses"} < set(table), good.text
+    assert good.text.splitlines()[-1].startswith("ready to train")
+    assert not os.path.exists(tmp_path / "out")  # it trains and writes nothing
+
+    another = peers.rpartition("/")[0] + f"/{PEER}"
+    wrong = start(
+        "wrong", *preflight, "--initial_peers", another, "--dataset_path", tmp_path / "none", "--bandwidth", 0.01
+    )
+    assert wrong.wait(90) == 2, wrong.text
+    fatal = [line[8:23].strip() for line in wrong.text.splitlines() if line.startswith("fatal")]
+    assert fatal == ["dataset", "peer"], wrong.text
+    assert "take the address it prints now" in wrong.text
+    for script in (good, wrong):
+        assert "Traceback" not in script.text
+        wait_until(lambda script=script: not script.left_processes(), 5, f"no process left: {script.left_processes()}")
+    monitor.interrupt()
+    monitor.assert_clean_end(30)
