@@ -19,7 +19,7 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments
-from averaging import Optimizer, publish_contract
+from averaging import Optimizer
 from checkpoint import (
     CheckpointError,
     append_line,
@@ -31,6 +31,7 @@ from checkpoint import (
     save_state_file,
     write_file,
 )
+from joining import publish_contract
 from preflight import warn_of_speed
 from utils import LocalMetrics, RunContract
 

@@ -35,8 +35,9 @@ from pydantic.v1 import ValidationError
 
 from addresses import is_public, is_relayed, select_for_others
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments, TrainerArguments
-from averaging import (
-    calm_log,
+from averaging import calm_log, raise_file_limit
+from data import load_tokenized_dataset, load_tokenizer, make_train_batches
+from joining import (
     check_addresses,
     explain_clock,
     explain_unreachable,
@@ -44,10 +45,8 @@ from averaging import (
     find_differences,
     find_direct_averagers,
     find_reachability,
-    raise_file_limit,
     start_dht,
 )
-from data import load_tokenized_dataset, load_tokenizer, make_train_batches
 from model import make_model, move_batch
 from optimizer import describe_contract
 from utils import RunContract, make_validators

@@ -41,10 +41,11 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down, warn_of_local_addresses
+from averaging import clean_end, handle_stop_signals, shut_down
 from callback import CollaborativeCallback
 from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
 from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
+from joining import join_run, make_dht, warn_of_local_addresses
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start

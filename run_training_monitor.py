@@ -44,7 +44,8 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, make_dht, shut_down, warn_of_local_addresses
+from averaging import clean_end, handle_stop_signals, shut_down
+from joining import make_dht, warn_of_local_addresses
 from status import StatusServer
 from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, select_believable, setup_logging
 

@@ -22,7 +22,8 @@ from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 
 from arguments import SwarmArguments
-from averaging import StateAverager, clean_end, handle_stop_signals, make_dht, shut_down
+from averaging import StateAverager, clean_end, handle_stop_signals, shut_down
+from joining import make_dht
 from utils import setup_logging
 
 KINDS = ("truncated", "shapes", "infinite", "metadata", "bytes", "hanging", "breaking")

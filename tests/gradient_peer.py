@@ -17,7 +17,8 @@ import torch
 from hivemind.compression import NoCompression, Uniform8BitQuantization
 
 from arguments import SwarmArguments
-from averaging import GradientAverager, Optimizer, clean_end, handle_stop_signals, make_dht, shut_down
+from averaging import GradientAverager, Optimizer, clean_end, handle_stop_signals, shut_down
+from joining import make_dht
 from utils import setup_logging
 
 

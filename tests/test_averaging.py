@@ -12,7 +12,8 @@ TAKER = """
 import json, sys
 import torch
 from arguments import SwarmArguments
-from averaging import clean_end, make_dht, shut_down
+from averaging import clean_end, shut_down
+from joining import make_dht
 from gradient_peer import make_gradient_optimizer
 from utils import setup_logging
 
@@ -196,7 +197,8 @@ LAMB = """
 import json, sys
 import torch
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from averaging import clean_end, make_dht, shut_down
+from averaging import clean_end, shut_down
+from joining import make_dht
 from optimizer import make_optimizer
 
 with clean_end():

@@ -39,7 +39,8 @@ ROUND_TRIP = """
 import copy, json, random, sys
 import numpy, torch
 from arguments import *
-from averaging import clean_end, make_dht, shut_down
+from averaging import clean_end, shut_down
+from joining import make_dht
 from checkpoint import *
 from data import load_tokenizer
 from model import make_model

@@ -108,7 +108,8 @@ def test_numpy_that_breaks_compression_is_refused(capsys):
 def test_the_daemon_dials_without_reusing_ports():
     """Note 6: with port reuse, 10 of 20 simultaneous first dials failed."""
     code = (
-        "import psutil; from arguments import SwarmArguments; from averaging import make_dht, shut_down;"
+        "import psutil; from arguments import SwarmArguments; from averaging import shut_down;"
+        "from joining import make_dht;"
         "dht, _ = make_dht(SwarmArguments('gaps', host_maddrs=['/ip4/127.0.0.1/tcp/0']));"
         "daemons = [child for child in psutil.Process(dht.pid).children() if child.name().startswith('p2pd')];"
         "print([daemon.environ()['LIBP2P_TCP_REUSEPORT'] for daemon in daemons]); shut_down(dht)"

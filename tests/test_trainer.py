@@ -43,7 +43,8 @@ ROLES = """
 import json, os, sys
 import torch
 from arguments import *
-from averaging import clean_end, make_dht, shut_down
+from averaging import clean_end, shut_down
+from joining import make_dht
 from callback import CollaborativeCallback
 from model import make_model
 from optimizer import make_optimizer, make_param_groups
