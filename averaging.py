@@ -595,6 +595,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 del self.silent[peer_id]
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
+        if own_id in newest:  # what the others were told last is older
+            own_key = newest[own_id][0]
+            counted[own_key] = ValueWithExpiration(self.local_progress.dict(), metadata[own_key].expiration_time)
         self.last_fetch = time.monotonic()
         progress = super()._parse_swarm_progress_data(counted)
         # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
@@ -737,6 +740,8 @@ class Optimizer(hivemind.Optimizer):
         self.total_samples = state["total_samples"]
         with self.tracker.pause_updates():
             self.tracker.update_epoch(epoch)
+            if not self.tracker.present:  # an epoch that this peer was at before counts no more
+                self.tracker.global_progress.epoch = epoch
         self._should_check_synchronization_on_update = True
         if not self.client_mode:
             # newcomers ask those who are furthest
