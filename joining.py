@@ -11,6 +11,7 @@ import dataclasses
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -49,6 +50,9 @@ logger = logging.getLogger("joining")
 DIAL_BACK = "dial_back"
 DIAL_TIMEOUT = 3.0
 RELAY_TIMEOUT = 200.0
+# libp2p's request for a place at a relay, and what a relay must pass at least: each round is tens of megabytes.
+RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
+RELAY_BYTES = 2**30
 
 
 # --- the way into the network -----------------------------------------------------------------------------------------
@@ -156,12 +160,12 @@ def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where
     """
     reason = f"others cannot reach this peer {where} (a firewall or router is between)"
     averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
-    relays = dht.run_coroutine(partial(find_direct_peers, swarm.initial_peers))
+    relays = dht.run_coroutine(partial(find_relays, swarm.initial_peers))
     dht.shutdown()
     options = dict(check_if_identity_free=False)  # others still think of the one that has just ended
     if not swarm.use_relay or not relays or (averagers and not swarm.use_auto_relay):
         who = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
-        wait = "its gradients count once a trainer that others can reach is there"
+        wait = "its gradients count once a trainer that others can reach is there (none of --initial_peers is a relay)"
         logger.warning(f"{reason}: going on in client mode, {who if averagers else wait}")
         return start_dht(swarm, validators, client_mode=True, **options)
     logger.warning(f"{reason}, and nobody averages whom a client could reach: waiting for an address at a relay")
@@ -292,6 +296,66 @@ async def find_direct_peers(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -
         if connections := await find_connections(node, PeerID.from_base58(peer_id := Multiaddr(maddr)["p2p"])):
             # one that was found by its id alone has its address from IPFS
             found.append(f"{connections[0]}/p2p/{peer_id}" if maddr.startswith("/p2p/") else maddr)
+    return found
+
+
+async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> list[str]:
+    """Runs in the DHT process: of these peers, those that would relay for this one as much as training takes."""
+    direct = await find_direct_peers(maddrs, dht, node)
+    limits = await asyncio.gather(*(ask_relay_limit(node.p2p, Multiaddr(maddr)["p2p"]) for maddr in direct))
+    return [maddr for maddr, limit in zip(direct, limits, strict=True) if limit >= RELAY_BYTES]
+
+
+async def ask_relay_limit(p2p: P2P, peer_id: str) -> float:
+    """Bytes that this peer passes through one relayed connection; 0 when it does not relay for us.
+
+    Relays of plain hivemind pass 128 kB, after which the connection breaks, and every round with it.
+    """
+
+    async def ask() -> float:
+        _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), RELAY_PROTOCOL)
+        try:
+            writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)
+            size, shift = 0, 0
+            while True:
+                byte = (await reader.readexactly(1))[0]
+                size, shift = size | (byte & 127) << shift, shift + 7
+                if byte < 128 or shift > 14:
+                    break
+            answer = read_protobuf(await reader.readexactly(size))
+        finally:
+            writer.close()
+        if answer.get(5) != 100:  # status OK
+            return 0
+        limit = read_protobuf(answer[4]) if 4 in answer else {}
+        return limit.get(2) or math.inf  # no limit, or 0: as much as you like
+
+    try:
+        return await asyncio.wait_for(ask(), 5)
+    except (P2PDaemonError, P2PHandlerError, OSError, ValueError, IndexError, EOFError, asyncio.TimeoutError):
+        return 0
+
+
+def read_protobuf(message: bytes) -> dict[int, int | bytes]:
+    """The last value of each field of a message that has only integers, texts and messages."""
+
+    def read_integer() -> int:
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            value, shift, at = value | (message[at] & 127) << shift, shift + 7, at + 1
+            if message[at - 1] < 128:
+                return value
+
+    at, found = 0, {}
+    while at < len(message):
+        key = read_integer()
+        if key & 7 not in (0, 2):
+            raise ValueError(f"unexpected wire type {key & 7}")
+        value = read_integer()
+        if key & 7 == 2:
+            at, value = at + value, message[at : at + value]
+        found[key >> 3] = value
     return found
 
 

@@ -124,6 +124,46 @@ def test_a_peer_asks_fixed_relays_at_once_only_where_we_say_so():
 
 
 def test_reachability_is_validated_through_the_connection_that_the_peer_has_opened():
-    """find_reachability in averaging.py: a ping in return passes every firewall."""
+    """find_reachability in joining.py: a ping in return passes every firewall."""
     source = inspect.getsource(hivemind.dht.protocol.DHTProtocol.rpc_ping)
     assert "self.call_ping(sender_peer_id, validate=False)" in source
+
+
+# What relays pass through a connection: plain hivemind's, and those of make_dht, each asked by a fresh daemon.
+RELAYS = """
+import asyncio
+from hivemind.p2p import P2P
+from arguments import SwarmArguments
+from averaging import clean_end, shut_down
+from joining import ask_relay_limit, make_dht
+
+async def ask(maddr, peer_id):
+    p2p = await P2P.create(initial_peers=[maddr], dht_mode="client")
+    try:
+        return await ask_relay_limit(p2p, peer_id)
+    finally:
+        await p2p.shutdown()
+
+async def ask_plain():
+    plain = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    try:
+        return await ask(str((await plain.get_visible_maddrs())[0]), str(plain.peer_id))
+    finally:
+        await plain.shutdown()
+
+with clean_end():
+    print(asyncio.run(ask_plain()), flush=True)
+    dhts = [make_dht(SwarmArguments("gaps", host_maddrs=["/ip4/127.0.0.1/tcp/0"]))[0] for _ in range(4)]
+    for dht in dhts:
+        print(asyncio.run(ask(str(dht.get_visible_maddrs()[0]), str(dht.peer_id))), flush=True)
+    for dht in dhts:
+        shut_down(dht)
+"""
+
+
+def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
+    """GOMAXPROCS in averaging.py and force_reachability in joining.py."""
+    run = subprocess.run([sys.executable, "-c", RELAYS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    plain, *ours = run.stdout.split()
+    assert plain == str(2**17), run.stderr
+    assert ours == [str(2**32)] * 4, run.stderr

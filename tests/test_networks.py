@@ -12,6 +12,8 @@ from processes import Script, make_prefix, wait_until
 from test_swarm import TRAINER, flags, history
 
 STATUS_PORT = 8080
+# epochs long enough for a newcomer to see the others before it has stepped alone
+PAIR = {"--target_group_size": 2, "--target_batch_size": 1024}
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net
     net.host("public", rtt_ms=20)
     net.host("walled", rtt_ms=20, firewall=True)
     net.start()
-    prefix, pair = make_prefix(), {**tiny_data, "--target_group_size": 2}
+    prefix, pair = make_prefix(), {**tiny_data, **PAIR}
     monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
     public = start_trainer_on(start, net, tmp_path, "public", prefix, address, pair)
     wait_until(lambda: history(tmp_path, "public"), 90, "an epoch")
@@ -83,7 +85,7 @@ def test_two_peers_behind_routers_average_through_a_relay(start, net, tmp_path, 
     net.host("home1", rtt_ms=20, nat="router1")
     net.host("home2", rtt_ms=20, nat="router2")
     net.start()
-    prefix, pair = make_prefix(), {**tiny_data, "--target_group_size": 2}
+    prefix, pair = make_prefix(), {**tiny_data, **PAIR}
     monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
     trainers = [start_trainer_on(start, net, tmp_path, name, prefix, address, pair) for name in ("home1", "home2")]
     for trainer in trainers:
@@ -120,14 +122,14 @@ def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
     names, trainers = ["first", "second"], []
     for name, peers in zip(names, (address, f"[::1]:{port}"), strict=True):
         more = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
-        more |= {"--target_group_size": 2}
+        more |= PAIR
         trainers.append(start(name, "run_trainer.py", *flags(TRAINER, tiny_data, local, more)))
     wait_until(lambda: joint_epochs(tmp_path, "first") >= 3, 90, "three epochs averaged by both")
 
     if shutil.which("faketime"):
         failures = [trainer.text.count("averaging failed") for trainer in trainers]
         more = {"--experiment_prefix": prefix, "--initial_peers": address, "--output_dir": tmp_path / "late"}
-        command = flags(TRAINER, tiny_data, local, more, {"--target_group_size": 2})
+        command = flags(TRAINER, tiny_data, local, more, PAIR)
         late = start("late", "run_trainer.py", *command, prefix=["faketime", "-f", "+1h"])
         assert late.wait(90) == 2, late.text
         (error,) = [line for line in late.text.splitlines() if "error:" in line]
