@@ -8,6 +8,10 @@ import sys
 
 import hivemind
 import pytest
+from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.optim.progress_tracker import ProgressTracker
+from hivemind.optim.state_averager import TrainingStateAverager
 from processes import ROOT
 
 # A peer of plain hivemind, alone on loopback, looks at itself; in a process of its own, whose signals hivemind changes.
@@ -167,3 +171,44 @@ def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
     plain, *ours = run.stdout.split()
     assert plain == str(2**17), run.stderr
     assert ours == [str(2**32)] * 4, run.stderr
+
+
+def test_a_group_waits_for_a_fixed_number_of_peers():
+    """Notes 11 and 22; PromptMatchmaking."""
+    assert "self.target_group_size" in inspect.getsource(Matchmaking.rpc_join_group)
+    assert "Matchmaking(" in inspect.getsource(hivemind.DecentralizedAverager._run_internal)
+
+
+def test_dead_peers_count_until_their_records_expire():
+    """Note 22; ProgressTracker.leave_out."""
+    fetch = inspect.getsource(ProgressTracker._progress_fetcher)
+    assert "ping" not in fetch and "ping" not in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
+
+
+def test_a_newcomer_is_silent_until_it_has_computed_something():
+    """ProgressTracker.announce."""
+    assert "samples_accumulated > 0" in inspect.getsource(ProgressTracker._progress_reporter)
+
+
+def test_a_peer_that_is_out_of_sync_drops_its_batch_and_believes_that_it_has_caught_up():
+    """Optimizer.step and Optimizer.load_state_from_peers."""
+    assert "must start over" in inspect.getsource(hivemind.Optimizer.step)
+    assert "self.state_averager.local_epoch = self.tracker.global_epoch" in inspect.getsource(
+        hivemind.Optimizer.load_state_from_peers
+    )
+
+
+def test_a_state_is_believed_as_it_comes():
+    """Note 25; StateAverager._download_from."""
+    source = inspect.getsource(TrainingStateAverager.load_state_from_peers)
+    assert "shape" not in source and "isfinite" not in source
+
+
+def test_a_round_waits_for_a_peer_that_is_gone():
+    """Note 22; VerifiedAverager._end_when_a_peer_is_gone."""
+    assert "ping" not in inspect.getsource(AllReduceRunner)
+
+
+def test_peers_that_were_lost_are_not_looked_for():
+    """keep_in_touch: hivemind pings initial peers once, at its start."""
+    assert inspect.getsource(hivemind.dht.DHTNode).count("call_ping(") == 1
