@@ -248,7 +248,8 @@ class AveragingArguments:
         default=0.1, metadata={"help": "Weight of the newest step in the moving average of samples per second."}
     )
     metadata_expiration: float = field(
-        default=120, metadata={"help": "Seconds after which a peer that stopped reporting progress no longer counts."}
+        default=120,
+        metadata={"help": "Seconds for which this peer's reports of progress and its contract stay on the DHT."},
     )
 
     def __post_init__(self):
@@ -316,7 +317,30 @@ class TrainerArguments:
     )
     output_dir: str = field(
         default="outputs/trainer",
-        metadata={"help": "Folder for the trained model (from_pretrained format), history.jsonl and summary.json."},
+        metadata={
+            "help": "Folder for checkpoints, the trained model (from_pretrained format), history.jsonl and "
+            "summary.json; each trainer needs one of its own. The same command again resumes from it."
+        },
+    )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={
+            "help": "Permit an existing output_dir, as old commands ask for; it is always permitted, and a run that is "
+            "in there is resumed all the same."
+        },
+    )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "Checkpoint folder or state file to go on from, or none to start anew; default: the newest whole "
+            "one of output_dir and state_path. A swarm that is further gives its state in any case."
+        },
+    )
+    save_steps: int = field(
+        default=500, metadata={"help": "Save a checkpoint every so many epochs (and at a normal end)."}
+    )
+    save_total_limit: int = field(
+        default=2, metadata={"help": "Keep so many checkpoints; each is three times as large as the weights."}
     )
     do_eval: bool = field(
         default=False,
@@ -327,11 +351,22 @@ class TrainerArguments:
         default=None, metadata={"help": "Validation samples to use, at most; default: the whole split."}
     )
     statistics_expiration: float = field(
-        default=600, metadata={"help": "Seconds for which this peer's published metrics and contract stay on the DHT."}
+        default=600, metadata={"help": "Seconds for which this peer's published metrics stay on the DHT."}
     )
-    backup_every_steps: int = field(
+    backup_every_epochs: int = field(
         default=10,
-        metadata={"help": "Back parameters up in memory every so many epochs, to restore should they turn non-finite."},
+        metadata={
+            "help": "Back the training state up every so many epochs, in memory or to state_path, to restore should "
+            "parameters turn non-finite.",
+            "aliases": ["--backup_every_steps"],
+        },
+    )
+    state_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "File for that backup; a start loads it when it is newer than all checkpoints. Give one to lose "
+            "fewer epochs in a crash than save_steps, on a disk that writes it in seconds."
+        },
     )
 
     def __post_init__(self):
@@ -342,7 +377,9 @@ class TrainerArguments:
             "gradient_accumulation_steps",
             "per_device_eval_batch_size",
             "logging_steps",
-            "backup_every_steps",
+            "backup_every_epochs",
+            "save_steps",
+            "save_total_limit",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1")

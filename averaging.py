@@ -1,20 +1,22 @@
-"""Everything that hivemind 1.1.12 lacks or gets wrong, in one room: starting the DHT, guards, rounds, a clean end.
+"""Everything that hivemind 1.1.12 lacks or gets wrong, in one room: the DHT, rounds, states, who is there, a clean end.
 
 Each repair names what it repairs; tests/test_hivemind_gaps.py tells when hivemind repairs it itself. Nothing here is
 specific to a model: an experiment is edited in data.py, model.py and optimizer.py.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
+import copy
 import ctypes
 import dataclasses
-import ipaddress
-import json
+import gc
+import hashlib
 import logging
 import math
 import multiprocessing
 import os
-import re
+import random
 import resource
 import signal
 import sys
@@ -23,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait as wait_for_processes
 
@@ -38,46 +40,44 @@ import hivemind
 import numpy
 import psutil
 import torch
-from google.protobuf.wrappers_pb2 import BytesValue
-from hivemind.averaging.allreduce import AllreduceException
+from hivemind.averaging.allreduce import AllreduceException, AveragingMode
+from hivemind.averaging.control import AveragingStage
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.compression import deserialize_torch_tensor
 from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import ValidationError
-from hivemind.optim.state_averager import TrainingStateAverager
-from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
-from hivemind.utils import get_dht_time
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
+from hivemind.utils.asyncio import aiter_with_timeout
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.streaming import combine_from_streaming
 
-from addresses import (
-    GREETING,
-    check_multiaddrs,
-    explain_silence,
-    get_host_port,
-    get_ip,
-    is_local,
-    is_public,
-    is_relayed,
-    select_for_others,
-)
-from arguments import SwarmArguments, stop_for_user
-from status import resolve_initial_peers
-from utils import RunContract, make_validators
+from arguments import stop_for_user
 
 logger = logging.getLogger("averaging")
 
 # Shared with the helper processes, which inherit it when they fork: once it is set, what they log is noise.
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)
+# Set by Ctrl-C and SIGTERM: whoever waits for others waits no longer.
+STOP_REQUESTED = threading.Event()
+
+# All in seconds.
+TOUCH_PERIOD = 10.0  # between two pings of peers that have been lost; a peer that moved or was cut off is found again
+FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself gives up on a peer after 3
+FIRST_LOOK = 2.0  # of waiting for a group before asking whether anybody is there; a live group forms within it
+RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
+RETRY_PERIOD = 10.0  # between two downloads of the state when the first has failed or came too late
+PROGRESS_PERIOD = 5.0  # between two lines about a running download
+
+TOUCHES = 60  # pings after which a lost peer is given up
+QUESTIONED = 8  # peers pinged at once while waiting for a group: enough to see that somebody is there
+DOWNLOAD_TRIES = 4  # passes over all donors, with growing pauses between them, 3.5 s together
+MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
 
-# --- starting ---------------------------------------------------------------------------------------------------------
-
-# The name of the request "dial me back", and how long one dial may take: a firewall that drops packets answers nothing.
-DIAL_BACK = "dial_back"
-DIAL_TIMEOUT = 3.0
-RELAY_TIMEOUT = 200.0
-# libp2p's request for a place at a relay, and what a relay must pass at least: each round is tens of megabytes.
-RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
-RELAY_BYTES = 2**30
+# --- the DHT ----------------------------------------------------------------------------------------------------------
 
 # Among relays to choose from, p2pd waits three minutes for a fourth one (note 30); fixed ones it asks at once.
 P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
@@ -87,6 +87,28 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
     """Stop where hivemind would average nothing and log success: its 8-bit codecs fail silently on numpy >= 2.4."""
     if tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
         stop_for_user(f"numpy {numpy_version} breaks hivemind's compression in silence: pip install 'numpy<2.4'")
+
+
+async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
+    """Runs in the DHT's process, for ever: look for peers that were lost.
+
+    hivemind forgets a peer that has failed to answer once. A monitor that was restarted would stay alone, and the two
+    halves of a network that was cut in two might never meet again.
+    """
+    initial_peers = {PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in dht.initial_peers or ()}
+    known, lost = set(), dict.fromkeys(initial_peers, 0)
+    while True:
+        await asyncio.sleep(TOUCH_PERIOD)
+        present = set(node.protocol.routing_table.peer_id_to_uid)
+        lost = {peer: touches for peer, touches in lost.items() if peer not in present}
+        lost |= dict.fromkeys(known - present - lost.keys(), 0)
+        known |= present
+        answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in lost))
+        for peer, answer in zip(list(lost), answers, strict=True):
+            lost[peer] += 1
+            if answer is None and lost[peer] >= TOUCHES and peer not in initial_peers:
+                del lost[peer]
+                known.discard(peer)
 
 
 def raise_file_limit() -> float:
@@ -101,7 +123,12 @@ def raise_file_limit() -> float:
 
 
 class DHT(hivemind.DHT):
-    """Ends without a traceback when a helper that has asked it something ended first, as happens in each clean stop."""
+    """Finds lost peers again, and ends without a traceback when a helper that has asked it something ended first, as
+    happens in each clean stop."""
+
+    def run_in_background(self, *args, **kwargs) -> None:
+        super().run_in_background(*args, **kwargs)
+        self.touching = self.run_coroutine(keep_in_touch, return_future=True)
 
     def run(self) -> None:
         live_as_helper()
@@ -112,443 +139,6 @@ class DHT(hivemind.DHT):
                 raise
 
 
-def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
-    """Start this peer's DHT, with the run's validators, in the way that the network allows.
-
-    A peer that others cannot reach becomes a client where a peer that it reaches directly averages, and is reached
-    through a relay where there is none: look at `dht.client_mode`.
-
-    :returns: the DHT and this peer's public key, the subkey of the records it signs
-    """
-    swarm = check_addresses(swarm)
-    raise_file_limit()
-    calm_log()
-    validators, public_key = make_validators(swarm.experiment_prefix)
-    dht = start_dht(swarm, validators, client_mode=swarm.client_mode)
-    if swarm.initial_peers and not swarm.client_mode:
-        seen_at, is_reachable = find_reachability(dht, swarm.initial_peers)
-        where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, find_ports(dht)))}" if seen_at else ""
-        if is_reachable is False and swarm.announce_maddrs:
-            logger.warning(f"others cannot reach this peer {where}: check --announce_maddrs and the firewall")
-        elif is_reachable is False:
-            dht = restart_unreachable(swarm, validators, dht, where)
-    end_when_it_dies(dht, "DHT")
-    connected = dht.run_coroutine(partial(find_direct_peers, swarm.initial_peers))
-    if silent := [maddr for maddr in swarm.initial_peers if maddr not in connected and not swarm.use_ipfs]:
-        # in the background: nobody waits for a peer that does not answer, as long as another one does
-        threading.Thread(target=warn_of_silent_peers, args=[silent], daemon=True).start()
-    return dht, public_key
-
-
-def warn_of_silent_peers(maddrs: list[str]) -> None:
-    for maddr in maddrs:
-        if reason := explain_silence(maddr):
-            logger.warning(f"--initial_peers {maddr}: {reason}")
-
-
-def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
-    """The same arguments with HOST:PORT among --initial_peers resolved; stops with one line where one is wrong."""
-    check_versions()
-    swarm = dataclasses.replace(
-        swarm, initial_peers=resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
-    )
-    check_multiaddrs("--initial_peers", swarm.initial_peers, needs_peer_id=True)
-    check_multiaddrs("--host_maddrs", swarm.host_maddrs)
-    check_multiaddrs("--announce_maddrs", swarm.announce_maddrs)
-    for maddr in swarm.announce_maddrs:
-        if get_host_port(maddr)[2] == 0:
-            stop_for_user(f"--announce_maddrs {maddr} has no port: give the one that others shall connect to")
-    if swarm.identity_path:
-        check_identity(swarm.identity_path)
-    return swarm
-
-
-def check_identity(path: str) -> None:
-    """Stop with one line when there is a file, and it holds no key."""
-    if os.path.exists(path):
-        try:
-            with open(path, "rb") as f:
-                PeerID.from_identity(f.read())
-        except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
-            reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
-            stop_for_user(
-                f"--identity_path {path} is no key file ({reason}): name one that a peer has made, or one that does "
-                "not exist yet"
-            )
-
-
-def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
-    """Start the DHT's helper process; stops with one line when that fails."""
-    logging.getLogger("asyncio").addFilter(is_not_a_destroyed_task)
-    if not options.get("client_mode") and not swarm.use_ipfs:
-        # or nobody relays through this peer before it has found out by itself that it is public, which takes minutes
-        options.setdefault("force_reachability", "public")
-    try:
-        dht = DHT(
-            start=True,
-            initial_peers=swarm.initial_peers,
-            use_ipfs=swarm.use_ipfs,
-            host_maddrs=swarm.host_maddrs,
-            announce_maddrs=swarm.announce_maddrs or None,
-            identity_path=swarm.identity_path,
-            use_relay=swarm.use_relay,
-            record_validators=validators,
-            # hivemind's 15 s are short for a loaded machine (note 13)
-            startup_timeout=60,
-            **options,
-        )
-    except ValidationError as e:
-        if clocks := re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(e)):
-            stop_for_user(explain_clock(float(clocks[1]) - float(clocks[2])))
-        # the peer did not get through to us just now: whether it can is found out with more patience
-        return start_dht(swarm, validators, **{**options, "strict": False, "check_if_identity_free": False})
-    except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
-        stop_for_user(explain_failed_start(swarm, str(e)))
-    dht.run_coroutine(offer_dial_back)
-    return dht
-
-
-def is_not_a_destroyed_task(record: logging.LogRecord) -> bool:
-    """For logging: a DHT that ends during its start, as by a wrong clock, leaves tasks that add nothing."""
-    return not record.getMessage().startswith("Task was destroyed but it is pending")
-
-
-def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where: str) -> DHT:
-    """In place of this DHT one in client mode, or one that is reached through a relay. Says which, and why.
-
-    :param where: at which address and port others cannot reach this peer
-    """
-    reason = f"others cannot reach this peer {where} (a firewall or router is between)"
-    averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
-    relays = dht.run_coroutine(partial(find_relays, swarm.initial_peers))
-    dht.shutdown()
-    options = dict(check_if_identity_free=False)  # others still think of the one that has just ended
-    if not swarm.use_relay or not relays or (averagers and not swarm.use_auto_relay):
-        who = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
-        wait = "its gradients count once a trainer that others can reach is there (none of --initial_peers is a relay)"
-        logger.warning(f"{reason}: going on in client mode, {who if averagers else wait}")
-        return start_dht(swarm, validators, client_mode=True, **options)
-    logger.warning(f"{reason}, and nobody averages whom a client could reach: waiting for an address at a relay")
-    options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
-    dht = start_dht(swarm, validators, strict=False, **options)
-    started = time.monotonic()
-    next_report = started + 10
-    while not (maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]):
-        if (now := time.monotonic()) > started + RELAY_TIMEOUT:
-            logger.warning("no relay has accepted this peer: others can reach it only once one does")
-            return dht
-        if now > next_report:
-            next_report += 10
-            logger.info(f"no relay has accepted this peer within {now - started:.0f} s, still asking")
-        time.sleep(0.2)
-    logger.warning(f"others reach this peer through a relay: {select_for_others(maddrs)[0]}")
-    return dht
-
-
-def warn_of_local_addresses(dht: hivemind.DHT, swarm: SwarmArguments) -> None:
-    """Say so when others could not use any of this peer's addresses, although it listens for them."""
-    maddrs = select_for_others(dht.get_visible_maddrs())
-    listens_everywhere = any((ip := get_ip(maddr)) is not None and ip.is_unspecified for maddr in swarm.host_maddrs)
-    if listens_everywhere and not dht.client_mode and not any(map(is_public, maddrs)):
-        logger.warning(
-            f"{maddrs[0]} is an address for this {'machine' if is_local(maddrs[0]) else 'local network'} alone: for "
-            "peers outside give --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
-        )
-
-
-def find_ports(dht: hivemind.DHT) -> list[int]:
-    """The TCP ports at which this peer's addresses say it can be reached directly."""
-    maddrs = [maddr for maddr in dht.get_visible_maddrs(latest=True) if not is_relayed(maddr)]
-    return sorted({port for maddr in maddrs if (port := get_host_port(maddr)[2])})
-
-
-def find_reachability(dht: hivemind.DHT, initial_peers: list[str]) -> tuple[list[str], bool | None]:
-    """Ask peers to dial back, by a connection of its own.
-
-    hivemind's own check, a ping in return, uses the connection that this peer has opened, and so succeeds through
-    every firewall.
-
-    :returns: the IP addresses at which others see this peer, and whether they can reach it there (None: nobody tells)
-    """
-    answers = dht.run_coroutine(partial(ask_to_dial_back, initial_peers, find_ports(dht)))
-    # one that sees us from within the same network knows nothing of the way from outside
-    outside = {ip: reached for ip, reached in answers if ipaddress.ip_address(ip).is_global}
-    answers = [(ip, reached) for ip, reached in answers if not outside or ip in outside]
-    if not answers:
-        return [], None
-    return sorted({ip for ip, _ in answers}), any(reached for _, reached in answers)
-
-
-async def offer_dial_back(_: hivemind.DHT, node: DHTNode) -> None:
-    """Runs in the DHT process: from now on, tell peers whether their ports can be reached from here."""
-    dialling = asyncio.Semaphore(8)
-
-    async def dial_back(request: BytesValue, context: P2PContext) -> BytesValue:
-        ports = [
-            int.from_bytes(request.value[at : at + 2], "big") for at in range(0, 8, 2) if request.value[at : at + 2]
-        ]
-        # only where the request comes from: nobody can make us dial a third party
-        seen_at = [ip for maddr in await find_connections(node, context.remote_id) if (ip := get_ip(maddr))]
-        reached = False
-        if seen_at and ports:
-            async with dialling:
-                reached = any(await asyncio.gather(*(is_peer_at(str(seen_at[0]), port) for port in ports)))
-        return BytesValue(value=json.dumps({"seen_at": [str(ip) for ip in seen_at], "reached": reached}).encode())
-
-    await node.p2p.add_protobuf_handler(DIAL_BACK, dial_back, BytesValue)
-
-
-async def is_peer_at(ip: str, port: int) -> bool:
-    """Whether a libp2p listener answers there, on a connection made for this question."""
-    writer = None
-    try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), DIAL_TIMEOUT)
-        writer.write(GREETING)
-        return await asyncio.wait_for(reader.readexactly(len(GREETING)), DIAL_TIMEOUT) == GREETING
-    except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-        return False
-    finally:
-        if writer is not None:
-            writer.close()
-
-
-async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:
-    """The multiaddrs at which this peer is connected with another one directly, not through a relay."""
-    infos = [info for info in await node.p2p.list_peers() if info.peer_id == peer_id]
-    return [str(maddr) for info in infos for maddr in info.addrs if get_ip(maddr) is not None]
-
-
-async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> dict | None:
-    """What that peer answers, or None: it is gone, or not of this project, or lies."""
-    request = BytesValue(value=b"".join(port.to_bytes(2, "big") for port in ports[:4]))
-    try:
-        call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
-        answer = json.loads((await asyncio.wait_for(call, 2 * DIAL_TIMEOUT)).value)
-        [ipaddress.ip_address(ip) for ip in answer["seen_at"]]
-    except (
-        P2PDaemonError,
-        P2PHandlerError,
-        ControlFailure,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        asyncio.TimeoutError,
-    ):
-        return None
-    return answer
-
-
-async def ask_to_dial_back(
-    initial_peers: list[str], ports: list[int], _: hivemind.DHT, node: DHTNode
-) -> list[tuple[str, bool]]:
-    """Runs in the DHT process: (IP address at which a peer sees this one, whether it could reach it there), by peer."""
-    peers = [PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in initial_peers]
-    # four are enough to tell
-    answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in list(set(peers))[:4]))
-    return [(answer["seen_at"][0], answer["reached"] is True) for answer in answers if answer and answer["seen_at"]]
-
-
-async def find_direct_peers(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -> list[str]:
-    """Runs in the DHT process: where this peer is connected, directly, with the peers of these multiaddrs."""
-    found = []
-    for maddr in maddrs:
-        if connections := await find_connections(node, PeerID.from_base58(peer_id := Multiaddr(maddr)["p2p"])):
-            # one that was found by its id alone has its address from IPFS
-            found.append(f"{connections[0]}/p2p/{peer_id}" if maddr.startswith("/p2p/") else maddr)
-    return found
-
-
-async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> list[str]:
-    """Runs in the DHT process: of these peers, those that would relay for this one as much as training takes."""
-    direct = await find_direct_peers(maddrs, dht, node)
-    limits = await asyncio.gather(*(ask_relay_limit(node.p2p, Multiaddr(maddr)["p2p"]) for maddr in direct))
-    return [maddr for maddr, limit in zip(direct, limits, strict=True) if limit >= RELAY_BYTES]
-
-
-async def ask_relay_limit(p2p: P2P, peer_id: str) -> float:
-    """Bytes that this peer passes through one relayed connection; 0 when it does not relay for us.
-
-    Relays of plain hivemind pass 128 kB, after which the connection breaks, and every round with it.
-    """
-
-    async def ask() -> float:
-        _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), RELAY_PROTOCOL)
-        try:
-            writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)
-            size, shift = 0, 0
-            while True:
-                byte = (await reader.readexactly(1))[0]
-                size, shift = size | (byte & 127) << shift, shift + 7
-                if byte < 128 or shift > 14:
-                    break
-            answer = read_protobuf(await reader.readexactly(size))
-        finally:
-            writer.close()
-        if answer.get(5) != 100:  # status OK
-            return 0
-        limit = read_protobuf(answer[4]) if 4 in answer else {}
-        return limit.get(2) or math.inf  # no limit, or 0: as much as you like
-
-    try:
-        return await asyncio.wait_for(ask(), 5)
-    except (P2PDaemonError, P2PHandlerError, OSError, ValueError, IndexError, EOFError, asyncio.TimeoutError):
-        return 0
-
-
-def read_protobuf(message: bytes) -> dict[int, int | bytes]:
-    """The last value of each field of a message that has only integers, texts and messages."""
-
-    def read_integer() -> int:
-        nonlocal at
-        value, shift = 0, 0
-        while True:
-            value, shift, at = value | (message[at] & 127) << shift, shift + 7, at + 1
-            if message[at - 1] < 128:
-                return value
-
-    at, found = 0, {}
-    while at < len(message):
-        key = read_integer()
-        if key & 7 not in (0, 2):
-            raise ValueError(f"unexpected wire type {key & 7}")
-        value = read_integer()
-        if key & 7 == 2:
-            at, value = at + value, message[at : at + value]
-        found[key >> 3] = value
-    return found
-
-
-async def find_direct_averagers(prefix: str, _: hivemind.DHT, node: DHTNode) -> int:
-    """Runs in the DHT process: number of peers of the run that give states, and that this one reaches directly."""
-    found = await node.get(f"{prefix}_state_averager.all_averagers", latest=True)
-    if found is None or not isinstance(found.value, dict):
-        return 0
-    peers = [PeerID(key) for key, entry in found.value.items() if entry.value is not None]
-    peers = [peer_id for peer_id in peers if peer_id != node.peer_id][:8]
-    # the question opens a connection; what is answered does not matter
-    await asyncio.gather(*(call_dial_back(node, peer_id, []) for peer_id in peers))
-    return sum([bool(await find_connections(node, peer_id)) for peer_id in peers])
-
-
-async def probe_peers(maddrs: list[str], use_ipfs: bool = False) -> dict[str, str | None]:
-    """Connect to each of these peers from a daemon made for this purpose.
-
-    :returns: for each, why it did not work, with the cure, or None
-    """
-    p2p = await P2P.create(dht_mode="client", no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
-    try:
-
-        async def probe(maddr: str) -> str | None:
-            peer_id = Multiaddr(maddr)["p2p"]
-            address = Multiaddr(maddr.rsplit("/p2p/", 1)[0])
-            try:
-                await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer_id), [address]), 15)
-            except (ControlFailure, asyncio.TimeoutError) as e:
-                if mismatch := re.search(r"remote key matches (\w+)", str(e)):
-                    return f"another peer is at this address: its id is {mismatch[1]}, take the address it prints now"
-                return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
-            return None
-
-        return dict(zip(maddrs, await asyncio.gather(*map(probe, maddrs)), strict=True))
-    finally:
-        await p2p.shutdown()
-
-
-def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
-    """For each peer why it cannot be reached, with the cure, or None when it can: by name, TCP, and libp2p."""
-    reasons = {maddr: explain_silence(maddr) for maddr in maddrs}
-    answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
-    return reasons | (asyncio.run(probe_peers(answering)) if answering else {})
-
-
-def explain_clock(seconds: float) -> str:
-    """:param seconds: by which this machine's clock is ahead of the swarm's"""
-    return (
-        f"this machine's clock is {abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's, which "
-        "allows 3 s: set it by the network, e.g. sudo timedatectl set-ntp true"
-    )
-
-
-def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
-    """One line for the daemon's error, which names the flag to change."""
-    last_line = error.strip().splitlines()[-1] if error.strip() else "no reason given"
-    if "already taken" in error:
-        return f"--identity_path {swarm.identity_path} is in use by a running peer: give each peer a file of its own"
-    if "address already in use" in error or "failed to listen" in error:
-        return f"--host_maddrs {' '.join(swarm.host_maddrs)}: the port is in use, choose another or 0 ({last_line})"
-    if swarm.identity_path and (swarm.identity_path in error or "saving the identity" in error):
-        return f"--identity_path {swarm.identity_path} cannot be written ({last_line}): name a file in another folder"
-    if swarm.initial_peers:
-        reasons = [f"{maddr}: {reason}" for maddr, reason in explain_unreachable(swarm.initial_peers).items() if reason]
-        return f"cannot reach --initial_peers {'; '.join(reasons) or f'{swarm.initial_peers} ({last_line})'}"
-    return f"cannot start the peer-to-peer daemon ({last_line})"
-
-
-# --- membership -------------------------------------------------------------------------------------------------------
-
-
-def fetch_contracts(dht: hivemind.DHT, prefix: str) -> dict[bytes, RunContract]:
-    """The contracts that live trainers have published, by their public keys."""
-    found = dht.get(f"{prefix}_run", latest=True)
-    if found is None or not isinstance(found.value, dict):
-        return {}
-    return {key: RunContract.parse_obj(entry.value) for key, entry in found.value.items() if entry.value is not None}
-
-
-def publish_contract(
-    dht: hivemind.DHT, prefix: str, public_key: bytes, contract: RunContract | None, expiration: float
-):
-    """Store this peer's signed contract for `expiration` seconds, or withdraw it with None, without waiting."""
-    return dht.store(
-        f"{prefix}_run",
-        subkey=public_key,
-        value=None if contract is None else contract.dict(),
-        expiration_time=get_dht_time() + expiration,
-        return_future=True,
-    )
-
-
-def find_differences(mine: RunContract, others: list[RunContract]) -> list[str]:
-    """Where my contract differs from the one that most others hold (among equals the eldest), one text per term."""
-    if not others:
-        return []
-    votes = Counter(tuple(sorted(other.contract.items())) for other in others)
-    joined = {tuple(sorted(other.contract.items())): -other.joined for other in sorted(others, key=lambda o: -o.joined)}
-    theirs = dict(max(votes, key=lambda terms: (votes[terms], joined[terms])))
-    names = sorted(set(theirs) | set(mine.contract))
-    return [
-        f"{name}: the run has {theirs.get(name, 'none')}, you have {mine.contract.get(name, 'none')}"
-        for name in names
-        if theirs.get(name) != mine.contract.get(name)
-    ]
-
-
-def join_run(
-    dht: hivemind.DHT, prefix: str, public_key: bytes, contract: dict[str, str], expiration: float
-) -> RunContract:
-    """Compare this peer's contract with the live trainers' and publish it; stop with one line where they differ.
-
-    Peers that start at the same moment see nobody, so each looks again after it has published: then at least one of two
-    sees the other, and only elder peers count.
-    """
-    mine = RunContract(joined=get_dht_time(), contract=contract)
-    for published in (False, True):
-        others = [other for key, other in fetch_contracts(dht, prefix).items() if key != public_key]
-        if published:
-            others = [other for other in others if other.joined < mine.joined]
-        if differences := find_differences(mine, others):
-            if published:
-                publish_contract(dht, prefix, public_key, None, expiration).result(timeout=30)
-            stop_for_user(
-                f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over its flags, or choose "
-                "another --experiment_prefix"
-            )
-        if not published:
-            publish_contract(dht, prefix, public_key, mine, expiration).result(timeout=30)
-    return mine
-
-
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
@@ -557,7 +147,48 @@ class AveragingFailed(Exception):
 
 
 class OutOfStep(AllreduceException):
-    """The group is at another epoch (the argument) than this peer, which has to take over the swarm's state."""
+    """The group goes on without this peer, which has to take over the state of one of those that do.
+
+    Arguments: the epoch of that state, and the ids (bytes) of the peers that have it.
+    """
+
+    def __str__(self) -> str:
+        return f"the group goes on from another state, which is of epoch {self.args[0]} then"
+
+
+class PromptMatchmaking(Matchmaking):
+    """Starts a group as soon as every peer that is known to be there has come.
+
+    hivemind waits for a full group or until matchmaking_time has passed: a swarm smaller than target_group_size waits
+    it out in each round (note 11), and one that was just large enough does so once a peer has died (note 22).
+    """
+
+    #: ids (bytes) of the other peers that should come; set by VerifiedAverager
+    expected: frozenset[bytes] = frozenset()
+
+    async def rpc_join_group(self, request, context):
+        arrival = time.monotonic()
+        async with self.lock_request_join_group:
+            # held while this peer asks another one in turn; who has waited so long here may have given up, and to count
+            # it would make everybody wait for its data in vain
+            is_stale = time.monotonic() - arrival > self.request_timeout / 2
+        if is_stale:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.CANCELLED)
+            return
+        async with contextlib.aclosing(super().rpc_join_group(request, context)) as messages:
+            async for message in messages:
+                if message.code == averaging_pb2.ACCEPTED:
+                    # the parent holds the lock that starting needs, until this message is under way
+                    self.starting = asyncio.create_task(self.start_when_complete())
+                yield message
+
+    async def start_when_complete(self) -> None:
+        async with self.lock_request_join_group:
+            if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
+                return
+            here = {peer_id.to_bytes() for peer_id in self.current_followers}
+            if self.expected and self.expected <= here:
+                await self.leader_assemble_group()
 
 
 class VerifiedAverager(hivemind.DecentralizedAverager):
@@ -568,6 +199,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     raises AllreduceException.
     """
 
+    _expected: frozenset[bytes] = frozenset()
+
     def run(self) -> None:
         live_as_helper()
         super().run()
@@ -577,8 +210,25 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # for others who have gone on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
+    def expect(self, peer_ids: Iterable[bytes]) -> None:
+        """A group with these other peers in it is complete and starts at once, also one that has formed already."""
+        if (expected := frozenset(peer_ids)) != self._expected:
+            self._expected = expected
+            self._outer_pipe.send(("_expect", [expected], {}))
+
+    async def _expect(self, expected: frozenset[bytes]) -> None:
+        """Runs in the averager's process."""
+        # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
+        self._matchmaking.__class__ = PromptMatchmaking
+        self._matchmaking.expected = expected
+        await self._matchmaking.start_when_complete()
+
     async def _aggregate_with_group(self, group_info, **kwargs):
-        gathered = await super()._aggregate_with_group(group_info, **kwargs)
+        watch = asyncio.create_task(self._end_when_a_peer_is_gone(group_info))
+        try:
+            gathered = await super()._aggregate_with_group(group_info, **kwargs)
+        finally:
+            watch.cancel()
         runner = self._running_groups[group_info.group_id].result()
         if runner.tensor_part_container.failed_size:
             # a reducer did not answer: for its parts we hold our own values alone
@@ -589,48 +239,74 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
+    async def _end_when_a_peer_is_gone(self, group_info) -> None:
+        """End the running round as soon as a peer that it waits for does not answer any more: it has failed anyway, and
+        hivemind waits for twice next_chunk_timeout."""
+        while True:
+            await asyncio.sleep(FIRST_LOOK)
+            runner = await asyncio.shield(self._running_groups[group_info.group_id])
+            parts, received = runner.tensor_part_container, runner.tensor_part_reducer.num_parts_received
+            awaited = {
+                peer_id
+                for peer_id, sent in zip(runner.sender_peer_ids, received, strict=True)
+                if sent < runner.tensor_part_reducer.num_parts and peer_id not in runner.banned_senders
+            }
+            for index, peer_id in enumerate(runner.ordered_peer_ids):
+                if parts._outputs_registered_by_peer[index] < parts.num_parts_by_peer[index]:
+                    awaited.add(peer_id)
+                if runner.modes[index] == AveragingMode.CLIENT:  # which cannot be pinged
+                    awaited.discard(peer_id)
+            awaited = [peer_id.to_bytes() for peer_id in awaited - {self.peer_id}]
+            if awaited:
+                question = partial(find_answering_peers, peer_ids=awaited)
+                if gone := set(awaited) - await self.dht.run_coroutine(question, return_future=True):
+                    names = ", ".join(str(PeerID(peer_id)) for peer_id in gone)
+                    runner.finalize(exception=AllreduceException(f"peer {names} is gone"))
 
-def is_epoch_in_step(item: object) -> bool:
-    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step]."""
-    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool]
+
+def is_standing(item: object) -> bool:
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, lineage]."""
+    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str]
 
 
 class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
     """Keeps the gradients of a failed round, which hivemind loses: it empties the accumulators when a round starts.
 
-    Averages peers of one epoch only: hivemind lets a peer that has lost a round average its old gradients with
-    everybody's new ones, for ever one epoch behind. And spares a joining peer a second download: hivemind fetches the
-    averaged gradients of a peer and drops them.
+    Averages peers of one state only. hivemind lets a peer that has lost a round average its old gradients with
+    everybody's new ones, for ever one epoch behind; and two halves of a swarm that could not reach each other for a
+    while, or a peer that has stepped alone, go on with other weights and moments than the rest. So peers gather where
+    they stand, their epoch and their lineage (see StateAverager): the majority goes on, the others take over its state.
+    And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
     """
 
-    #: set by the optimizer: the epoch whose gradients are gathered, and whether the whole swarm averages in step
-    epoch, in_step = 0, False
+    #: set by the optimizer: [epoch, whether the whole swarm averages in step, lineage] of the gradients
+    standing = [0, False, ""]
 
     def __init__(self, *args, **kwargs):
         self._in_flight = self._kept = None
         super().__init__(*args, **kwargs)
 
     def schedule_step(self, *args, **kwargs):
-        return super().schedule_step(*args, gather=[self.epoch, self.in_step], **kwargs)
+        return super().schedule_step(*args, gather=self.standing, **kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
         gathered = [self.serializer.loads(self.serializer.loads(data)[2]) for data in group_info.gathered]
-        epochs = [item[0] if is_epoch_in_step(item) else -1 for item in gathered]
-        if all(is_epoch_in_step(item) and item[1] for item in gathered):
-            votes = Counter(epochs)
-            epoch = max(votes, key=lambda epoch: (votes[epoch], epoch))
-            if epochs[group_info.peer_ids.index(self.peer_id)] != epoch:
-                raise OutOfStep(epoch)
-            if votes[epoch] == 1:
-                raise AllreduceException(f"no other peer of epoch {epoch} in a group of {len(epochs)}")
-            chosen = [index for index, its_epoch in enumerate(epochs) if its_epoch == epoch]
-            group_info = dataclasses.replace(
-                group_info,
-                peer_ids=tuple(group_info.peer_ids[index] for index in chosen),
-                gathered=tuple(group_info.gathered[index] for index in chosen),
-            )
-        return await super()._aggregate_with_group(group_info, **kwargs)
+        if all(is_standing(item) and item[1] for item in gathered):
+            standings = [(epoch, lineage) for epoch, _, lineage in gathered]
+            votes = Counter(standings)
+            chosen_standing = max(votes, key=lambda standing: (votes[standing], standing))
+            chosen = [index for index, standing in enumerate(standings) if standing == chosen_standing]
+            epoch, peer_ids = chosen_standing[0], tuple(group_info.peer_ids[index] for index in chosen)
+            if self.peer_id not in peer_ids:
+                # one that is left alone cannot step now; two or more are about to
+                raise OutOfStep(epoch + (len(chosen) > 1), [peer_id.to_bytes() for peer_id in peer_ids])
+            if len(chosen) == 1:
+                raise AllreduceException(f"nobody else of the same state in a group of {len(gathered)} peers")
+            gathered = tuple(group_info.gathered[index] for index in chosen)
+            group_info = dataclasses.replace(group_info, peer_ids=peer_ids, gathered=gathered)
+        averaged = await super()._aggregate_with_group(group_info, **kwargs)
+        return dict.fromkeys(averaged, group_info.group_id)
 
     def step(self, *args, **kwargs):
         self._in_flight = self._snapshot()
@@ -648,6 +324,10 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
     def keep_accumulated(self) -> None:
         """Put the gradients accumulated so far aside, for the next `accumulate_grads_`."""
         self._kept = self._snapshot() if self.local_samples_accumulated else self._kept
+
+    def drop_kept(self) -> None:
+        """Forget the gradients that were put aside."""
+        self._kept = None
 
     @property
     def kept_samples(self) -> int:
@@ -675,59 +355,301 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         self._local_accumulators = tuple(accumulator.to(device) for accumulator in self._local_accumulators)
 
 
-class StateAverager(TrainingStateAverager, VerifiedAverager):
-    """Gives whole states to peers that join, takes them in a bounded number of tries, and tells whether it did."""
+# --- taking over the swarm's state ------------------------------------------------------------------------------------
 
-    loaded_state = False
+
+# of the numbers and settings in an optimizer's state
+PLAIN_TYPES = (int, float, str, type(None))
+
+
+class UnusableState(Exception):
+    """A peer's state that this peer cannot or should not take over."""
+
+
+class StateAverager(TrainingStateAverager, VerifiedAverager):
+    """Gives whole states to peers that join, and takes them: from another donor when one fails, in bounded time.
+
+    hivemind (note 25) tries for ever, believes what it gets, and ends with the first answer that is truncated.
+    """
+
+    #: names the common history of peers whose state is the same: a digest of the groups that each epoch was made with
+    lineage = ""
+    #: id of the group whose gradient the next step takes, or of this peer that is alone; set by the optimizer
+    group_id = b""
 
     def __init__(self, *args, **kwargs):
         self._lock_step = threading.Lock()
+        # of the running download: bytes and numbers so far
+        self.received = multiprocessing.Array(ctypes.c_longlong, 2)
         super().__init__(*args, **kwargs)
 
     def step(self, *args, increment_epoch: bool = False, **kwargs):
+        if not increment_epoch:
+            return super().step(*args, **kwargs)
         # hivemind counts the epoch first and steps then: who downloads in between gets the old parameters as new ones
-        with self._lock_step if increment_epoch else contextlib.nullcontext():
-            return super().step(*args, increment_epoch=increment_epoch, **kwargs)
+        with self._lock_step:
+            result = super().step(*args, increment_epoch=True, **kwargs)
+            history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
+            self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+            return result
 
     def get_current_state(self):
         with self._lock_step:
             metadata, tensors, infos = super().get_current_state()
             # copies, or the next step changes what is still being sent
-            return metadata, [tensor.clone() for tensor in tensors], infos
+            return metadata | {"lineage": self.lineage}, [tensor.clone() for tensor in tensors], infos
 
-    def load_state_from_peers(self, min_epoch: int = 0, tries: int = 4, **kwargs) -> bool:
-        """Download the state of the peer that is furthest; hivemind alone tries for ever and hides the end (note 25).
+    def load_state_from_peers(
+        self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
+    ) -> bool:
+        """Download the state of the peer that is furthest, and take it over as a whole or not at all.
 
-        :param min_epoch: try again when the state is of an earlier epoch, as long as there are tries
-        :returns: whether parameters, optimizer and epoch are now that peer's
+        :param min_epoch: wait some seconds for a state of this epoch before taking an earlier one
+        :param donors: ids of peers to ask before the others
+        :param avoid: ids of peers to ask last
+        :param timeout: seconds for one donor's whole state
+        :returns: whether parameters, optimizer, epoch and lineage are now that peer's
         """
-        self.loaded_state = False
-        for attempt in range(tries):
-            time.sleep(attempt / 2)
-            self._downloaded_epoch = None
+        future = MPFuture()
+        options = dict(min_epoch=min_epoch, local_epoch=self.local_epoch, donors=donors, avoid=avoid, timeout=timeout)
+        self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        targets = (*params, *self.extra_tensors)
+        numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
+        start = next_report = time.monotonic()
+        while True:
             try:
-                super().load_state_from_peers(**kwargs)
-            except (IndexError, TimeoutError, asyncio.TimeoutError, RuntimeError, ValueError, KeyError) as e:
-                logger.warning(f"a peer's state did not load ({type(e).__name__}: {e})")
-                continue
-            self.loaded_state = self.loaded_state or self._downloaded_epoch is not None
-            if self._downloaded_epoch is not None and self._downloaded_epoch >= min_epoch:
+                loaded = future.result(timeout=0.5)
                 break
-        return self.loaded_state
+            except concurrent.futures.TimeoutError:
+                received_bytes, received_numbers = self.received
+                seconds = time.monotonic() - start
+                if received_numbers and time.monotonic() >= next_report + PROGRESS_PERIOD:
+                    next_report = time.monotonic()
+                    logger.info(
+                        f"downloading the swarm's state: {received_numbers / numbers:.0%}, "
+                        f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-6 / seconds:.1f} Mbit/s"
+                    )
+                if STOP_REQUESTED.is_set():
+                    return False
+        if loaded is None:
+            return False
+        metadata, tensors = loaded
+        # the run's own: all peers have the same, unless one lies
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        with self._lock_step, torch.no_grad(), self.lock_averaged_tensors:
+            load_optimizer_state(self.optimizer, metadata["optimizer_metadata"], tensors[len(targets) :])
+            for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update(own)
+            for target, tensor in zip(targets, tensors, strict=False):
+                target.copy_(tensor)
+            self.local_epoch, self.lineage = metadata["epoch"], metadata["lineage"]
+        if self.offload_optimizer:
+            self._apply_optimizer_parameters_()
+        if not self.reuse_tensors:
+            self._load_local_tensors_into_averager_()
+        self._update_scheduler()
+        return True
 
-    def _update_scheduler(self):
-        # the last thing that hivemind does with a state that it has accepted
-        self._downloaded_epoch = self.local_epoch
-        super()._update_scheduler()
+    async def _load_state_from_peers(self, future, timeout: float, **options) -> None:
+        """Runs in the averager's process."""
+        try:
+            future.set_result(await self._download_state(timeout, **options))
+        finally:
+            if not future.done():
+                future.set_result(None)
+
+    async def _download_state(
+        self, timeout: float, min_epoch: int, local_epoch: int, donors: Sequence[bytes], avoid: Sequence[bytes]
+    ) -> tuple[dict, list[torch.Tensor]] | None:
+        failures: dict[PeerID, int] = Counter()
+        for attempt in range(DOWNLOAD_TRIES):
+            await asyncio.sleep(0.5 * 2 ** (attempt - 1) if attempt else 0.0)
+            key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
+            entry = await self.dht.get(key, latest=True, return_future=True)
+            declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
+            epochs = {
+                PeerID(peer): float(info.value)
+                for peer, info in declared
+                if isinstance(info, ValueWithExpiration) and isinstance(info.value, (int, float))
+            }
+            epochs = {peer: epoch for peer, epoch in epochs.items() if peer != self.peer_id and epoch >= local_epoch}
+            ranks = {
+                peer: (-failures[peer], peer.to_bytes() in donors, peer.to_bytes() not in avoid, epoch, random.random())
+                for peer, epoch in epochs.items()
+            }
+            # the last time, a state that is older than wanted is better than none
+            wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else local_epoch
+            for peer in sorted(ranks, key=ranks.get, reverse=True):
+                try:
+                    return await asyncio.wait_for(self._download_from(peer, wanted), timeout)
+                except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
+                    failures[peer] += not isinstance(e, UnusableState)
+                    reason = str(e) if isinstance(e, UnusableState) else f"{type(e).__name__}: {e}".splitlines()[0]
+                    logger.log(
+                        logging.DEBUG if epochs[peer] < wanted else logging.WARNING,
+                        f"the state of peer {peer} is of no use ({reason}), asking another one",
+                    )
+        return None
+
+    async def _download_from(self, peer: PeerID, min_epoch: int) -> tuple[dict, list[torch.Tensor]]:
+        """One peer's state, checked; raises UnusableState, TimeoutError or what the network and the bytes cause."""
+        metadata, shapes, tensors, parts = None, [], [], []
+        self.received[:] = 0, 0
+
+        def complete_tensor() -> None:
+            tensor = deserialize_torch_tensor(combine_from_streaming(parts))
+            if len(tensors) == len(shapes) or tensor.shape != shapes[len(tensors)]:
+                raise UnusableState(f"tensor {len(tensors)} has the shape {tuple(tensor.shape)}")
+            if not tensor.isfinite().all():
+                raise UnusableState(f"tensor {len(tensors)} is not finite")
+            tensors.append(tensor)
+            self.received[1] += tensor.numel()
+            parts.clear()
+
+        stream = await self.get_stub(self._p2p, peer, namespace=self.prefix).rpc_download_state(
+            averaging_pb2.DownloadRequest()
+        )
+        try:
+            async for message in aiter_with_timeout(stream, timeout=self.next_chunk_timeout):
+                self.received[0] += message.ByteSize()
+                if metadata is None:
+                    metadata = self.serializer.loads(message.metadata)
+                    shapes = self._check_metadata(metadata, min_epoch)
+                if message.tensor_part.dtype and parts:  # the first part of a tensor names its type
+                    complete_tensor()
+                parts.append(message.tensor_part)
+        finally:
+            await stream.aclose()
+        if parts:
+            complete_tensor()
+        if len(tensors) != len(shapes):
+            raise UnusableState(f"it ended after {len(tensors)} of {len(shapes)} tensors")
+        return metadata, tensors
+
+    def _check_metadata(self, metadata: object, min_epoch: int) -> list[torch.Size]:
+        """The shapes of the tensors that have to follow; raises UnusableState where something is missing or wrong."""
+        if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
+            raise UnusableState("it has no lineage")
+        if type(metadata.get("epoch")) is not int or metadata["epoch"] < min_epoch:
+            raise UnusableState(f"it is of epoch {metadata.get('epoch')}, {min_epoch} is wanted")
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        shapes = [tensor.shape for tensor in (*params, *self.extra_tensors)]
+        own, own_tensors = dump_optimizer_state(self.optimizer)
+        theirs, count = metadata.get("optimizer_metadata"), 0
+        if not isinstance(theirs, list) or len(theirs) != len(own):
+            raise UnusableState("its optimizer is another one")
+        for item, own_item in zip(theirs, own, strict=True):
+            # single numbers are tensors at one time and not at another: LAMB's trust ratio
+            shape = own_tensors[own_item["index"]].shape if own_item["type"] == "tensor" else torch.Size()
+            if item == {"type": "tensor", "index": count}:
+                shapes.append(shape)
+                count += 1
+            elif len(shape) or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
+                raise UnusableState("its optimizer is another one")
+        return shapes
+
+
+# --- who is there -----------------------------------------------------------------------------------------------------
+
+
+async def find_answering_peers(dht: hivemind.DHT, node: DHTNode, peer_ids: list[bytes]) -> set[bytes]:
+    """Runs in the DHT's process: those of these peers that answer a ping (within 3 s)."""
+    answers = await asyncio.gather(*(node.protocol.call_ping(PeerID(peer_id)) for peer_id in peer_ids))
+    return {peer_id for peer_id, answer in zip(peer_ids, answers, strict=True) if answer is not None}
 
 
 class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
-    """Reports at most once in min_refresh_period within an epoch; hivemind reports each step (note 12).
+    """Counts only peers that are there, and reports at most once in min_refresh_period within an epoch.
 
-    A report is a signature and a message to several peers, and nobody looks more often than that.
+    hivemind counts a peer until its last record expires: for all that time a dead peer's samples are expected and
+    others wait for it in each round (note 22). Here a peer that was found silent does not count until it reports
+    something new. And hivemind reports each step (note 12): a signature and a message to several peers, and nobody
+    looks more often than min_refresh_period.
     """
 
     _last_report = -float("inf")
+
+    def __init__(self, *args, **kwargs):
+        #: newest records of the other peers, by peer id
+        self.others: dict[bytes, LocalTrainingProgress] = {}
+        #: what the records of silent peers said when they fell silent: (epoch, samples)
+        self.silent: dict[bytes, tuple[int, int]] = {}
+        self.last_fetch = -float("inf")
+        #: the epoch in which peers that are behind have been waited for long enough
+        self.impatient_epoch = -1
+        super().__init__(*args, **kwargs)
+
+    def _parse_swarm_progress_data(self, metadata):
+        own_id = self.dht.peer_id.to_bytes()
+        newest: dict[bytes, tuple[bytes, LocalTrainingProgress]] = {}
+        for key, entry in metadata.items() if isinstance(metadata, dict) else ():
+            if entry.value is not None:
+                record = LocalTrainingProgress.parse_obj(entry.value)
+                # a peer that was restarted has the records of both lives
+                if record.peer_id not in newest or record.time > newest[record.peer_id][1].time:
+                    newest[record.peer_id] = key, record
+        self.others = {peer_id: record for peer_id, (_, record) in newest.items() if peer_id != own_id}
+        for peer_id, said in list(self.silent.items()):
+            record = self.others.get(peer_id)
+            if record is None:
+                del self.silent[peer_id]
+            elif (record.epoch, record.samples_accumulated) != said:
+                del self.silent[peer_id]
+                logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
+        counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
+        if own_id in newest:  # what the others were told last is older
+            own_key = newest[own_id][0]
+            counted[own_key] = ValueWithExpiration(self.local_progress.dict(), metadata[own_key].expiration_time)
+        self.last_fetch = time.monotonic()
+        progress = super()._parse_swarm_progress_data(counted)
+        # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
+        # one that is far behind, for which the others would wait in each round
+        progress.num_peers = len(self.in_step) + 1
+        return progress
+
+    @property
+    def present(self) -> dict[bytes, LocalTrainingProgress]:
+        """Newest records of the other peers that are not silent, by peer id."""
+        return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
+
+    @property
+    def in_step(self) -> list[bytes]:
+        """Ids of the other peers that are there and at this peer's epoch, or about to be."""
+        # who is one epoch behind takes over the state just now; worth to wait for a little, once
+        epoch = self.local_progress.epoch - (self.local_progress.epoch != self.impatient_epoch)
+        return [peer_id for peer_id, record in self.present.items() if record.epoch >= epoch]
+
+    def leave_out(self, peer_ids: Iterable[bytes]) -> None:
+        """From now on these peers do not count, until they report something new."""
+        gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
+        for peer_id in gone:
+            self.silent[peer_id] = self.others[peer_id].epoch, self.others[peer_id].samples_accumulated
+        if gone:
+            names = ", ".join(str(PeerID(peer_id)) for peer_id in gone)
+            logger.warning(f"no answer from peer {names}: going on with {len(self.present)} other peers")
+            self.fetch_soon(0.0)
+
+    def fetch_soon(self, seconds: float) -> None:
+        """Look at the swarm's progress again after this time."""
+        self.global_progress.next_fetch_time = get_dht_time() + seconds
+        self.global_state_updated.set()
+
+    def fetch_now(self, timeout: float) -> None:
+        """Look at the swarm's progress at once. The caller has paused updates."""
+        entry = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout=timeout)
+        self.global_progress = self._parse_swarm_progress_data(entry.value if entry else None)
+
+    def announce(self) -> None:
+        """Tell the others that this peer is there. hivemind does so when it has computed something first: the others
+        would go into the next round without it."""
+        self.dht.store(
+            self.training_progress_key,
+            subkey=self._local_public_key,
+            value=self.local_progress.dict(),
+            expiration_time=get_dht_time() + self.metadata_expiration,
+            return_future=True,
+        )
 
     def report_local_progress(self, local_epoch: int, *args, **kwargs) -> None:
         has_new_epoch = local_epoch != self.local_progress.epoch
@@ -740,9 +662,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
 
 
 class Optimizer(hivemind.Optimizer):
-    """hivemind.Optimizer whose failed rounds lose no gradients and take no step.
+    """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that waits for nobody in vain.
 
-    After a failed round the epoch stays, the gradients are kept, and the next `step` tries again.
+    After a failed round the epoch stays, the gradients are kept, and a later `step` tries again.
     """
 
     #: peers whose gradients verifiably entered the last step, this one included
@@ -752,25 +674,158 @@ class Optimizer(hivemind.Optimizer):
     #: samples of this peer in the last step, and in all steps together
     epoch_samples = 0
     total_samples = 0
-    #: epoch of the last group that has left this peer out
-    _group_epoch = -1
+    #: how often in a row a downloaded state was already behind the swarm when it arrived
+    late_downloads = 0
+    _download_after = -float("inf")  # time before which no download is tried
+    _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
+    _questions: list = []  # pings under way
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
         self.grad_averager.accumulate_on(device)
 
-    def load_state_from_peers(self, **kwargs) -> bool:
-        """Take over the newest state of the swarm.
+    def training_state(self) -> dict:
+        """A copy of all that this peer's next step depends on but its gradients, at any moment between two steps.
 
-        :returns: whether a peer gave it; otherwise the local state stays
+        Without waiting for an averaging of parameters that runs in the background: for some of them the copy may hold
+        the values before it, for others those after it, as all peers do that lose their connection in it.
+
+        :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
+            local_epoch, lineage, total_samples; all of it of types that torch.load reads with weights_only=True
         """
-        if self.local_epoch and self.tracker.global_epoch - self.local_epoch <= 1:
-            # gradients of a round that the others went through without us are one epoch old, and still good
-            self.grad_averager.keep_accumulated()
-        # a group that left us out is about to step to the epoch after its own: wait for that one
-        min_epoch = max(self.tracker.global_epoch, self._group_epoch + 1)
-        super().load_state_from_peers(min_epoch=min_epoch, **kwargs)
-        return self.state_averager.loaded_state
+        averager = self.state_averager
+        with averager.lock_optimizer, torch.no_grad():
+            # a step in the background counts when it has ended, which is when it moves the schedule on
+            return {
+                "parameters": [param.detach().clone() for group in self.opt.param_groups for param in group["params"]],
+                "optimizer": copy.deepcopy(self.opt.state_dict()),
+                "scheduler": copy.deepcopy(averager.scheduler.state_dict()),
+                "local_epoch": averager.scheduler.last_epoch,
+                "lineage": averager.lineage,
+                "total_samples": self.total_samples,
+            }
+
+    def load_training_state(self, state: dict) -> None:
+        """Take over what `training_state` returned, also that of another process or device.
+
+        Learning rate and other options remain those of this process, which the run's contract names. hivemind's
+        load_state_dict would leave the parameters, the schedule, and what the swarm hears of this peer (note 26).
+
+        :raises ValueError: the tensors have other shapes than this optimizer's; nothing has changed then
+        """
+        averager, epoch = self.state_averager, state["local_epoch"]
+        own = self.opt.state_dict()
+        params = [param for group in self.opt.param_groups for param in group["params"]]
+        moments = state["optimizer"]["state"]
+
+        def shapes(parameters: list[torch.Tensor], moments: dict[int, dict]) -> list:
+            # single numbers are tensors at one time and not at another: LAMB's trust ratio
+            return [tuple(tensor.shape) for tensor in parameters] + [
+                {name: tuple(getattr(value, "shape", ())) for name, value in entry.items()}
+                for _, entry in sorted(moments.items())
+            ]
+
+        if shapes(state["parameters"], moments) != shapes(params, own["state"]):
+            raise ValueError("its optimizer is another one (--optim), or its tensors have other shapes")
+        with averager.lock_optimizer, averager.lock_averaged_tensors, torch.no_grad():
+            for param, saved in zip(params, state["parameters"], strict=True):
+                param.copy_(saved)
+            # a copy: torch would keep these tensors and change them in place
+            self.opt.load_state_dict({"state": copy.deepcopy(moments), "param_groups": own["param_groups"]})
+            scheduler = averager.scheduler
+            scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
+            # a step to the epoch sets the learning rate; hivemind's only ever goes forward
+            scheduler.last_epoch, scheduler._step_count = epoch - 1, epoch
+            scheduler.step()
+            averager.local_epoch, averager.lineage = epoch, state.get("lineage", "")
+        averager._apply_optimizer_parameters_()
+        self.grad_averager.reset_accumulated_grads_()
+        self.total_samples = state["total_samples"]
+        with self.tracker.pause_updates():
+            self.tracker.update_epoch(epoch)
+            if not self.tracker.present:  # an epoch that this peer was at before counts no more
+                self.tracker.global_progress.epoch = epoch
+        self._should_check_synchronization_on_update = True
+        if not self.client_mode:
+            # newcomers ask those who are furthest
+            averager.state_sharing_priority = self.grad_averager.state_sharing_priority = epoch
+
+    def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
+        if not self.auxiliary and self._should_load_state_from_peers():
+            # hivemind drops what this step has computed
+            self.grad_averager.accumulate_grads_(batch_size)
+            self.load_state_from_peers()
+            return None
+        return super().step(closure, batch_size, grad_scaler)
+
+    def _should_load_state_from_peers(self) -> bool:
+        return time.monotonic() >= self._download_after and super()._should_load_state_from_peers()
+
+    def load_state_from_peers(self, min_epoch: int = 0, donors: Sequence[bytes] = ()) -> bool:
+        """Take over the newest state of the swarm; gradients that are not yet averaged are kept.
+
+        :param min_epoch: take an earlier state only after some seconds without this one
+        :param donors: ids of peers to ask first
+        :returns: whether a peer gave it; otherwise the local state stays, and peers that do not answer do not count
+            any more, so that training goes on without them
+        """
+        if self.scheduled_grads is not None and not self.scheduled_grads.done():
+            if self.scheduled_grads.stage != AveragingStage.RUNNING_ALLREDUCE and self._averages_in_step():
+                # the group would leave this peer out
+                self.scheduled_grads.cancel()
+            else:
+                self._tag_along_with_zero_weight(self.scheduled_grads)
+            self.scheduled_grads = None
+        self.state_averager.step(wait_for_delayed_updates=True)
+        start, old_epoch = time.monotonic(), self.local_epoch
+        with self.tracker.performance_ema.pause():
+            loaded = self.state_averager.load_state_from_peers(
+                min_epoch=max(self.tracker.global_epoch, min_epoch),
+                donors=donors,
+                avoid=list(self.tracker.silent),
+                timeout=self.load_state_timeout,
+            )
+        if not loaded:
+            ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
+            logger.warning("no peer gave its state: going on with the local one")
+            self._question(ahead)
+            self._download_after = time.monotonic() + RETRY_PERIOD
+            return False
+
+        self.grad_averager.keep_accumulated()
+        if self.local_epoch - old_epoch > MAX_STALENESS and self.grad_averager.kept_samples:
+            logger.warning(f"dropped {self.grad_averager.kept_samples} samples: their epoch {old_epoch} is too old")
+            self.grad_averager.drop_kept()
+        logger.info(
+            f"took over the state of epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of "
+            f"{self.grad_averager.kept_samples} samples"
+        )
+        self.epoch_samples, self.averaged_with = 0, 1
+        self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
+        self.grad_averager.reset_accumulated_grads_()
+        if not self.client_mode:
+            self.state_averager.state_sharing_priority = self.local_epoch
+        if not self.auxiliary:
+            self.tracker.announce()
+        self._note_late_download(time.monotonic() - start)
+        return True
+
+    def _note_late_download(self, seconds: float) -> None:
+        """Tell a peer that can never catch up why, and let it try less often."""
+        with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
+            self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+        epochs = self.tracker.global_epoch - self.local_epoch
+        self.late_downloads = self.late_downloads + 1 if epochs > 0 else 0
+        if self.late_downloads >= 3:
+            megabytes = self.state_averager.received[0] / 1e6
+            pause = min(300.0, seconds * 2 ** (self.late_downloads - 3))
+            logger.warning(
+                f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.0f} s "
+                f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
+                f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger --target_batch_size for all. "
+                f"Next try in {pause:.0f} s"
+            )
+            self._download_after = time.monotonic() + pause
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
         return ProgressTracker(
@@ -808,10 +863,11 @@ class Optimizer(hivemind.Optimizer):
         return averager
 
     def _maybe_schedule_gradient_averaging(self) -> None:
+        self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
+        for averager in (self.grad_averager, self.state_averager):
+            averager.expect(self.tracker.in_step)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
-        self.grad_averager.epoch = self.local_epoch
-        self.grad_averager.in_step = self._averages_in_step()
         if self.tracker.global_progress.num_peers > 1:
             super()._maybe_schedule_gradient_averaging()
 
@@ -825,23 +881,83 @@ class Optimizer(hivemind.Optimizer):
             self.scheduled_grads = None
         if not self.delay_grad_averaging:
             self.averaged_with = 1
+        self.state_averager.group_id = self.dht.peer_id.to_bytes()
         return super()._begin_averaging_gradients(grad_scaler)
 
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control) -> None:
         # hivemind would go on with its accumulators here, which are zeros by now (note 16)
         try:
-            group = maybe_step_control.result(self.averaging_timeout)
+            group = self._wait_for_round(maybe_step_control)
         except (Exception, asyncio.CancelledError) as e:
             if not maybe_step_control.done():
                 maybe_step_control.cancel()
             self.grad_averager.keep_gradients()
             self.failed_rounds += 1
             self.averaged_with = 1
-            if isinstance(e, OutOfStep):
-                self._group_epoch = e.args[0]
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
         self._load_averaged_gradients_into_optimizer_()
         self.averaged_with = len(group)
+        if self._averages_in_step():
+            self.state_averager.group_id = next(iter(group.values()))
+            present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
+            absent = [peer_id for peer_id in self.tracker.in_step if peer_id in present and peer_id not in took_part]
+            # nobody can ping a peer in client mode
+            self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
+            self._question(absent)
+
+    def _wait_for_round(self, control) -> dict:
+        """The round's result. While no group is found, look whether anybody is there, and whether the others are here.
+
+        hivemind waits for averaging_timeout in both cases: for dead peers whose records are still there (note 22), and
+        for a round that was over before this peer came.
+        """
+        deadline = time.monotonic() + self.averaging_timeout
+        next_look = time.monotonic() + FIRST_LOOK
+        while True:
+            try:
+                return control.result(max(0.0, min(0.2, deadline - time.monotonic())))
+            except concurrent.futures.TimeoutError:
+                if control.done():
+                    return control.result()  # just now, or its failure is a TimeoutError too
+                if time.monotonic() >= deadline:
+                    if control.stage == AveragingStage.LOOKING_FOR_GROUP and self._averages_in_step():
+                        self.tracker.leave_out(self.tracker.present)
+                    raise
+            if control.stage != AveragingStage.LOOKING_FOR_GROUP or time.monotonic() < next_look:
+                continue
+            if STOP_REQUESTED.is_set():
+                raise AllreduceException("this peer was asked to stop")
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+            if self._has_missed_the_round():
+                raise AllreduceException("the others have stepped without this peer")
+            self.tracker.impatient_epoch = self.local_epoch
+            self._question(self.tracker.in_step, wait=True)
+            if not self.tracker.in_step:
+                raise AllreduceException("nobody else is there")
+            # whoever is there is enough
+            self.grad_averager.expect(self.tracker.in_step)
+            next_look = time.monotonic() + FIRST_LOOK
+
+    def _question(self, peer_ids: Iterable[bytes], wait: bool = False) -> None:
+        """Ping some of these peers that accept connections; who does not answer does not count any more.
+
+        :param wait: for the answers, up to about 3 s; otherwise they are dealt with when they come
+        """
+        present = self.tracker.present
+        public = [peer_id for peer_id in peer_ids if peer_id in present and not present[peer_id].client_mode]
+        asked = set(random.sample(public, min(QUESTIONED, len(public))))
+        if not asked:
+            return
+        future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
+        if wait:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self.tracker.leave_out(asked - future.result(timeout=FETCH_TIMEOUT))
+        else:
+            self._questions = [question for question in self._questions if not question.done()] + [future]
+            future.add_done_callback(
+                lambda done: done.cancelled() or done.exception() or self.tracker.leave_out(asked - done.result())
+            )
 
     def _averages_in_step(self) -> bool:
         """Whether all peers go from epoch to epoch together.
@@ -850,7 +966,7 @@ class Optimizer(hivemind.Optimizer):
         background: neighbours an epoch apart are nothing unusual there.
         """
         group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
-        is_one_group = group_size is None or self.tracker.global_progress.num_peers <= group_size
+        is_one_group = group_size is None or len(self.tracker.in_step) + 1 <= group_size
         return is_one_group and not self.delay_grad_averaging
 
     def _has_missed_the_round(self) -> bool:
@@ -862,7 +978,11 @@ class Optimizer(hivemind.Optimizer):
         return not self.auxiliary and self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
 
     def _update_global_epoch(self, grad_scaler) -> None:
-        if self._has_missed_the_round() and self.load_state_from_peers():
+        if self._has_missed_the_round():
+            if time.monotonic() >= self._download_after:
+                self.load_state_from_peers()
+            return
+        if self.tracker.last_fetch < self._retry_after:
             return
         samples = self.grad_averager.local_samples_accumulated
         try:
@@ -874,8 +994,15 @@ class Optimizer(hivemind.Optimizer):
                 f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
                 "samples go into the next round"
             )
-            if self._group_epoch >= self.local_epoch:
+            cause = e.__cause__
+            if isinstance(cause, OutOfStep):
+                self.load_state_from_peers(*cause.args)
+            elif self._has_missed_the_round():
                 self.load_state_from_peers()
+            else:
+                self._question(self.tracker.present)
+                self._retry_after = time.monotonic() + RETRY_AFTER
+                self.tracker.fetch_soon(RETRY_AFTER)
 
 
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
@@ -904,14 +1031,17 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
 
 
 class CalmLog(logging.Filter):
-    """Makes one line of each exception that hivemind has caught and handled, and drops all it logs while stopping."""
+    """Makes one line of each exception that hivemind has caught and handled, and drops what it logs of each round and
+    while stopping."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.name.startswith(("hivemind", "asyncio")):
             return True
-        if record.exc_info and not os.environ.get("HIVEMIND_LOGLEVEL"):
+        if not os.environ.get("HIVEMIND_LOGLEVEL"):
             # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
             record.exc_info = record.exc_text = None
+            if record.name.startswith(("hivemind.averaging", "asyncio")):
+                return False  # Optimizer says what became of a round
         return not STOPPING.value
 
 
@@ -935,6 +1065,8 @@ def live_as_helper() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # a terminal sends Ctrl-C to the whole process group: out of it, or p2pd is gone before we have said goodbye
     os.setpgrp()
+    # pages of the imports that this process shares with its parent: a garbage collection would write to all of them
+    gc.freeze()
     parent = os.getppid()
 
     def watch() -> None:
@@ -1024,16 +1156,15 @@ def handle_stop_signals() -> threading.Event:
 
     Call it when everything is built: hivemind's constructors set SIGINT to be ignored (note 36).
     """
-    stop = threading.Event()
 
     def request_stop(*_) -> None:
-        if stop.is_set():
+        if STOP_REQUESTED.is_set():
             end_process(0)
-        stop.set()
+        STOP_REQUESTED.set()
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    return stop
+    return STOP_REQUESTED
 
 
 def shut_down(dht: hivemind.DHT, optimizer: Optimizer | None = None) -> None:

@@ -1,14 +1,15 @@
-"""CollaborativeCallback: what happens around each step of a trainer: take over the state, report, back up, restore.
+"""CollaborativeCallback: what happens around each step of a trainer: take over the state, report, save, restore.
 
 run_trainer.py calls it; read there when. It must not cost the loop: losses are summed on the device and read once per
 epoch, records go to the DHT in the background.
 """
 
+import contextlib
 import json
 import logging
 import math
-import os
 import time
+from pathlib import Path
 
 import psutil
 import torch
@@ -18,7 +19,19 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments
-from averaging import Optimizer, publish_contract
+from averaging import Optimizer
+from checkpoint import (
+    CheckpointError,
+    append_line,
+    apply_state,
+    collect_state,
+    load_state,
+    load_state_file,
+    save_checkpoint,
+    save_state_file,
+    write_file,
+)
+from joining import publish_contract
 from preflight import warn_of_speed
 from utils import LocalMetrics, RunContract
 
@@ -26,7 +39,10 @@ logger = logging.getLogger("trainer")
 
 
 class CollaborativeCallback:
-    """The state that lives across a trainer's steps: sums since the last epoch, the backup, the progress bar."""
+    """The state that lives across a trainer's steps: sums since the last epoch, the backup, the progress bar.
+
+    :param arguments: of the whole command line, by name: checkpoints note them
+    """
 
     def __init__(
         self,
@@ -36,9 +52,15 @@ class CollaborativeCallback:
         args: TrainerArguments,
         public_key: bytes,
         contract: RunContract,
+        *,
+        model: torch.nn.Module,
+        tokenizer,
+        scaler: torch.amp.GradScaler | None,
+        arguments: dict,
     ):
         self.dht, self.optimizer, self.swarm, self.args = dht, optimizer, swarm, args
         self.public_key, self.contract = public_key, contract
+        self.model, self.tokenizer, self.scaler, self.arguments = model, tokenizer, scaler, arguments
         self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.next_contract_time = 0.0
         self.loss_sum: torch.Tensor | float = 0.0
@@ -47,21 +69,44 @@ class CollaborativeCallback:
         self.last_epoch, self.epoch_start = 0, time.monotonic()
         self.epochs = self.averaged_epochs = 0
         self.has_contributed = False
-        self.backup: tuple[torch.Tensor, ...] | None = None
-        self.history = open(os.path.join(args.output_dir, "history.jsonl"), "w", buffering=1)  # noqa: SIM115
+        # samples whose gradients this process has computed, and its longest time between two steps since the last epoch
+        self.computed_samples, self.longest_step, self.last_step_end = 0, 0.0, time.monotonic()
+        # in memory unless --state_path holds it
+        self.backup: dict | None = None
+        self.saved_epoch = 0
+        self.history = Path(args.output_dir) / "history.jsonl"
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_bar_time = 0.0
 
+    def resume(self, path: Path | None) -> None:
+        """Go on from a training state, if there is one, with its history; otherwise begin a new history.
+
+        :raises CheckpointError: it is no whole state of this model and optimizer; nothing has changed then
+        """
+        lines = []
+        if path is not None:
+            state = load_state(path)
+            apply_state(state, self.model, self.optimizer, self.scaler)
+            self.saved_epoch = self.optimizer.local_epoch
+            counters = state.get("counters", {})
+            self.epochs, self.averaged_epochs = counters.get("epochs", 0), counters.get("averaged_epochs", 0)
+            self.skipped_steps = counters.get("skipped_steps", 0)
+            self.optimizer.failed_rounds = counters.get("failed_rounds", 0)
+            # what came after the checkpoint was lost, and comes again
+            lines = [line for line in read_history(self.history) if line["epoch"] <= self.optimizer.local_epoch]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        write_file(self.history, lambda file: file.write(text.encode()))
+
     def on_train_begin(self) -> None:
-        """Take over the swarm's state, when there is a swarm that is further than the initial weights."""
-        progress = self.optimizer.tracker.global_progress
-        if progress.num_peers and progress.epoch > 0:
-            logger.info(f"loading the state of epoch {progress.epoch} from {progress.num_peers} peers")
-            if not self.optimizer.load_state_from_peers():
-                logger.warning("no peer gave its state, starting from the local one")
+        """Take over the swarm's state, when there is a swarm that is further than this peer."""
+        progress, others = self.optimizer.tracker.global_progress, len(self.optimizer.tracker.present)
+        if others and progress.epoch > self.optimizer.local_epoch:
+            logger.info(f"taking over the state of epoch {progress.epoch}, {others} other peers are there")
+            self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
+        self.last_step_end = time.monotonic()
         self.on_step_end()
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -75,14 +120,18 @@ class CollaborativeCallback:
         self.loss_sum, self.mini_steps = 0.0, 0
         logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")
 
-    def on_step_end(self) -> None:
-        """After each step of this peer: most times only a look at the clock."""
+    def on_step_end(self, samples: int = 0) -> None:
+        """After each step of this peer: most times only a look at the clock.
+
+        :param samples: those whose gradients were given to the optimizer
+        """
         now = time.monotonic()
+        self.computed_samples += samples
+        self.longest_step, self.last_step_end = max(self.longest_step, now - self.last_step_end), now
         if now >= self.next_contract_time:
-            self.next_contract_time = now + self.args.statistics_expiration / 3
-            publish_contract(
-                self.dht, self.swarm.experiment_prefix, self.public_key, self.contract, self.args.statistics_expiration
-            )
+            expiration = self.optimizer.tracker.metadata_expiration
+            self.next_contract_time = now + expiration / 3
+            publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, self.contract, expiration)
         if not self.has_contributed and self.optimizer.grad_averager.local_samples_accumulated:
             self.has_contributed = True
             seconds = time.time() - psutil.Process().create_time()
@@ -111,7 +160,7 @@ class CollaborativeCallback:
             "loss": loss_sum,
             "mini_steps": self.mini_steps,
             "averaged_with": optimizer.averaged_with,
-            "num_peers": max(1, optimizer.tracker.global_progress.num_peers),
+            "num_peers": len(optimizer.tracker.present) + 1,
             "grad_norm": optimizer.opt.grad_norm,
             "learning_rate": float(optimizer.opt.param_groups[0]["lr"]),
             "total_samples": optimizer.total_samples,
@@ -125,7 +174,6 @@ class CollaborativeCallback:
                 now - self.epoch_start,
                 metrics["num_peers"],
                 optimizer.matchmaking_time,
-                optimizer.grad_averager.matchmaking_kwargs["target_group_size"],
             )
         try:
             self.dht.store(
@@ -138,31 +186,44 @@ class CollaborativeCallback:
         except ValidationError as e:
             # a loss that has run away, say: the others would refuse the record
             logger.warning(f"epoch {epoch} is not reported: {'; '.join(error['msg'] for error in e.errors())}")
-        self.history.write(json.dumps(metrics | {"loss": self.epoch_loss, "time": time.time()}) + "\n")
+        own = {
+            "loss": self.epoch_loss,
+            "time": time.time(),
+            # computed since this process started, and of these what waits for the next round: the rest of what is not
+            # in total_samples is lost
+            "computed_samples": self.computed_samples,
+            "pending_samples": optimizer.grad_averager.local_samples_accumulated + optimizer.grad_averager.kept_samples,
+            "longest_step": self.longest_step,
+        }
+        append_line(self.history, json.dumps(metrics | own))
         if self.bar.disable and epoch % self.args.logging_steps == 0:
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}"
             )
-        self.loss_sum, self.mini_steps = 0.0, 0
-        self.last_epoch, self.epoch_start = epoch, now
-        if epoch % self.args.backup_every_steps == 0:
+        self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
+        # a peer that takes over the swarm's state leaps over epochs, maybe over one that is due
+        if epoch // self.args.backup_every_epochs != self.last_epoch // self.args.backup_every_epochs:
             self.back_up()
+        if epoch // self.args.save_steps != self.last_epoch // self.args.save_steps:
+            self.save()
+        self.last_epoch, self.epoch_start = epoch, now
 
     def read_progress(self) -> dict:
         """For the status page, which asks from a thread of its own."""
-        peers = max(1, self.optimizer.tracker.global_progress.num_peers)
+        peers = len(self.optimizer.tracker.present) + 1
         return {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
 
     def describe_progress(self) -> str:
         """One line on the swarm, from what the tracker already knows."""
         progress, optimizer = self.optimizer.tracker.global_progress, self.optimizer
+        peers = len(optimizer.tracker.present) + 1
         eta = progress.eta_next_epoch - get_dht_time()
         speed = (progress.target_batch_size - progress.samples_accumulated) / eta if 0 < eta < math.inf else math.nan
         percent = min(100, 100 * progress.samples_accumulated // progress.target_batch_size)
         return (
             f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  "
-            f"peers {max(1, progress.num_peers)}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
+            f"peers {peers}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
             f"mine {optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated:,} samples"
         )
 
@@ -177,22 +238,57 @@ class CollaborativeCallback:
     def parameters_are_finite(self) -> bool:
         return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in self.state_tensors()]).isfinite().all())
 
-    @torch.no_grad()
-    def back_up(self) -> None:
-        """Copy parameters and moments in memory."""
-        self.backup = tuple(tensor.clone() for tensor in self.state_tensors())
+    def collect_state(self) -> dict:
+        """This trainer's whole state, see checkpoint.py."""
+        counters = {
+            "epochs": self.epochs,
+            "averaged_epochs": self.averaged_epochs,
+            "skipped_steps": self.skipped_steps,
+            "failed_rounds": self.optimizer.failed_rounds,
+        }
+        return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
 
-    @torch.no_grad()
+    def save(self) -> None:
+        """Write a checkpoint; a disk that is full costs the checkpoint, not the training."""
+        state = self.collect_state()
+        extra = {"experiment_prefix": self.swarm.experiment_prefix, "loss": self.epoch_loss, "time": time.time()}
+        if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, self.args.save_total_limit):
+            self.saved_epoch = state["local_epoch"]
+
+    def back_up(self) -> None:
+        """Copy the state to --state_path, or in memory without one, or when that file cannot be written."""
+        state = self.collect_state()
+        is_in_file = self.args.state_path is not None and save_state_file(state, self.args.state_path)
+        self.backup = None if is_in_file else state
+
     def restore(self) -> None:
-        """Put the backup in place of parameters that are not finite any more; averaging brings the swarm's later."""
-        logger.warning(f"non-finite parameters at epoch {self.optimizer.local_epoch}, restoring the last backup")
-        with self.optimizer.state_averager.lock_averaged_tensors:
-            for tensor, saved in zip(self.state_tensors(), self.backup, strict=True):
-                tensor.copy_(saved)
-        self.optimizer.state_averager._apply_optimizer_parameters_()
+        """Put the backup in place of parameters that are not finite any more, at the epoch at which the swarm is."""
+        optimizer = self.optimizer
+        logger.warning(f"non-finite parameters at epoch {optimizer.local_epoch}, restoring the last backup")
+        try:
+            state = load_state_file(self.args.state_path) if self.backup is None else self.backup
+            now = {"local_epoch": optimizer.local_epoch, "total_samples": optimizer.total_samples}
+            apply_state({**state, **now, "scaler": None, "random": None}, self.model, optimizer)
+        except CheckpointError as e:
+            logger.warning(f"the backup did not load ({e}), asking the swarm")
+            if not optimizer.load_state_from_peers():
+                logger.error("nobody gave a state: restart to go on from the newest checkpoint")
+                raise SystemExit(1) from e
 
     def on_train_end(self) -> None:
-        """Withdraw the contract: a swarm that has ended must not bind the next one of the same name."""
+        """Save, and withdraw the contract: a swarm that has ended must not bind the next one of the same name."""
         self.bar.close()
-        self.history.close()
-        publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, None, self.args.statistics_expiration)
+        if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
+            self.save()
+        expiration = self.optimizer.tracker.metadata_expiration
+        publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, None, expiration)
+
+
+def read_history(path: Path) -> list[dict]:
+    """The lines of a history.jsonl; the last one may be cut where its writer was killed."""
+    lines = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                lines.append(json.loads(line))
+    return lines

@@ -1,44 +1,107 @@
-"""Write trained models to disk so that a folder is either whole or not there. (Training states: see issue 3.)
+"""Write, find and load training states, so that each of them is either whole or not there.
 
-A checkpoint is a folder that `from_pretrained` reads: the weights as safetensors, the configuration, the tokenizer, and
-`training_state.json` with the epoch and what else the writer knows. To look at one:
+A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
+configuration, the tokenizer; beside them `training_state.pt` with the rest of the state, and `training_state.json`,
+written last, with the epoch and the size and SHA-256 of every other file: a folder that does not agree with it is not
+whole and never loaded. A state file (--state_path) holds all of a state in one file. To look at one:
 
     python -c "from transformers import AlbertForPreTraining; \
-        print(AlbertForPreTraining.from_pretrained('outputs/monitor/checkpoint-10').num_parameters())"
+        print(AlbertForPreTraining.from_pretrained('outputs/trainer/checkpoint-500').num_parameters())"
+    python -c "import torch; \
+        print(torch.load('outputs/trainer/checkpoint-500/training_state.pt', weights_only=True)['arguments'])"
+
+A state is a dictionary, laid out as in RuLeanALBERT: model (weights by name), optimizer and scheduler (their
+state_dict), local_epoch; and, where a trainer wrote it: total_samples, counters, scaler, random, arguments, versions.
 """
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import logging
 import os
+import pickle
+import platform
+import random
 import re
 import shutil
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
-from safetensors import SafetensorError
+import hivemind
+import numpy
+import torch
+import transformers
+from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
+
+from arguments import TrainerArguments, stop_for_user
 
 logger = logging.getLogger("checkpoint")
 
+#: folders and files that could not be written the last time: one warning, not one at each try
+UNWRITABLE: set[Path] = set()
+OPEN_LOCKS: list[TextIO] = []
 
-def save_model(model, tokenizer, folder: str | Path, extra: dict) -> bool:
+
+class CheckpointError(Exception):
+    """What is there cannot be taken for a training state, or not for one of this model; the text says why."""
+
+
+def lock_folder(flag: str, folder: str | Path) -> None:
+    """Keep others out of a folder until this process ends; ends it now when another one is in there.
+
+    Two trainers in one folder would take each other's checkpoints for their own.
+    """
+    try:
+        file = open(Path(folder) / ".lock", "a")  # noqa: SIM115 (open until the end)
+        OPEN_LOCKS.append(file)
+        # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as e:
+        stop_for_user(f"{flag} {folder} is in use by another trainer, or not yours: choose another one ({e.strerror})")
+    except OSError as e:  # a full disk, or one that knows no locks
+        logger.info(f"{folder} is not locked ({e.strerror}): see that no other trainer uses it")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def save_model(model, tokenizer, folder: str | Path, extra: dict, state: dict | None = None) -> bool:
     """Write model, tokenizer and `extra` (JSON) to `folder`, which is replaced as a whole if it exists.
 
     Everything goes to a temporary folder beside it first, and reaches the disk before that is renamed: a reader, or a
     restart after a power cut, finds the old state or the new one. A disk that is full or gone is a warning and False:
     training is worth more than one checkpoint.
+
+    :param state: a training state, whose weights and whose rest are written instead of the model's own weights
     """
     folder = Path(folder).absolute()
     # one name, not a random one: what a killed process left behind is overwritten
     unfinished, replaced = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f".{folder.name}.replaced")
-    try:
-        for leftover in (unfinished, replaced):
-            if leftover.exists():
-                shutil.rmtree(leftover)
+    with warn_of_full_disk(folder.parent, f"the model to {folder}", unfinished) as success:
+        put_back(folder.parent)
+        for leftover in folder.parent.glob(".checkpoint-*.unfinished"):
+            shutil.rmtree(leftover)
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
         unfinished.mkdir(parents=True)
         disable_progress_bar()  # "Writing model shards" would break into the log at each checkpoint
-        model.save_pretrained(unfinished)
+        if state is None:
+            model.save_pretrained(unfinished)
+        else:
+            # a copy of the dictionary: save_pretrained empties the one it gets
+            model.save_pretrained(unfinished, state_dict=dict(state["model"]))
+            rest = {name: value for name, value in state.items() if name != "model"}
+            with open(unfinished / "training_state.pt", "wb") as file:
+                torch.save(rest, file)
         tokenizer.save_pretrained(unfinished)
-        (unfinished / "training_state.json").write_text(json.dumps(extra, indent=2) + "\n", encoding="utf-8")
+        names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
+        files = {name: describe_file(unfinished / name) for name in names}
+        text = json.dumps({**extra, "files": files}, indent=2)
+        (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")
         for path in (*unfinished.rglob("*"), unfinished):
             flush_to_disk(path)
         if folder.exists():  # a folder that is not empty cannot be replaced by a rename
@@ -46,11 +109,82 @@ def save_model(model, tokenizer, folder: str | Path, extra: dict) -> bool:
         unfinished.rename(folder)
         flush_to_disk(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError) as e:  # safetensors wraps the system's error
-        logger.warning(f"Could not save the model to {folder}: {e}")
-        shutil.rmtree(unfinished, ignore_errors=True)
+    return bool(success)
+
+
+def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
+    """save_model to `checkpoint-{epoch}`, then remove all checkpoints but it and the newest others, up to the limit."""
+    folder = Path(output_dir) / f"checkpoint-{state['local_epoch']}"
+    if not save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state):
         return False
+    others = [path for path in find_checkpoints(output_dir) if path != folder]
+    for old in others[: max(0, len(others) + 1 - save_total_limit)]:
+        shutil.rmtree(old, ignore_errors=True)
     return True
+
+
+def save_state_file(state: dict, path: str | Path) -> bool:
+    """Write a whole training state to one file, which is replaced at once; a full disk is a warning and False."""
+    return write_file(path, lambda file: torch.save(state, file))
+
+
+def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> bool:
+    """Have `write` write a file, which is there whole or not at all; a full disk is a warning and False."""
+    path = Path(path).absolute()
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with warn_of_full_disk(path, str(path), unfinished) as success:
+        with open(unfinished, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+        flush_to_disk(path.parent)
+    return bool(success)
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Append to a file of lines; a full disk is a warning and no line."""
+    path = Path(path).absolute()
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as e:
+        if path.exists():
+            os.truncate(path, size)
+        # the disk that is too full for a checkpoint is no news
+        if not {path, path.parent} & UNWRITABLE:
+            logger.warning(f"Could not write to {path}: {e}. Will go on trying")
+        UNWRITABLE.add(path)
+
+
+@contextlib.contextmanager
+def warn_of_full_disk(where: Path, what: str, unfinished: Path) -> Iterator[list]:
+    """Of what cannot be written make one warning, until it can be again, and remove what is unfinished.
+
+    :returns: a list that is empty unless all was written
+    """
+    success = []
+    try:
+        yield success
+    except Exception as e:
+        # torch hides the system's error behind one of its own; safetensors and tokenizers turn it into text
+        cause = e if isinstance(e, OSError) else e.__context__
+        if not isinstance(cause, OSError) and "os error" not in str(e):
+            raise
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
+        if where not in UNWRITABLE:
+            reason = cause if isinstance(cause, OSError) else e
+            logger.warning(f"Could not save {what}: {reason}. Will go on trying, and tell when it works")
+        UNWRITABLE.add(where)
+    else:
+        success.append(True)
+        if where in UNWRITABLE:
+            UNWRITABLE.remove(where)
+            logger.info(f"Saved {what}: writing works again")
 
 
 def flush_to_disk(path: Path) -> None:
@@ -62,16 +196,229 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def describe_file(path: Path) -> dict:
+    """Size in bytes and SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+# --- finding and reading ----------------------------------------------------------------------------------------------
+
+
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
     """The folders `checkpoint-{epoch}` in `output_dir`, by epoch; unfinished ones have other names."""
     found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.split("-")[1]))
+    return sorted((path for path in found if path.is_dir()), key=read_epoch)
 
 
-def save_checkpoint(model, tokenizer, output_dir: str | Path, epoch: int, extra: dict, save_total_limit: int) -> bool:
-    """save_model to `checkpoint-{epoch}`, then remove all but the newest `save_total_limit` checkpoints."""
-    if not save_model(model, tokenizer, Path(output_dir) / f"checkpoint-{epoch}", {"epoch": epoch, **extra}):
-        return False
-    for old in find_checkpoints(output_dir)[:-save_total_limit]:
-        shutil.rmtree(old, ignore_errors=True)
-    return True
+def read_epoch(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
+
+
+def put_back(output_dir: Path) -> None:
+    """Give folders their name again that a process was about to replace when it was killed."""
+    for replaced in output_dir.glob(".*.replaced"):
+        folder = replaced.with_name(replaced.name[1 : -len(".replaced")])
+        if folder.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(folder)
+
+
+def load_checkpoint(folder: str | Path) -> dict:
+    """The training state in a folder that save_model has written; raises CheckpointError when it is not whole."""
+    folder = Path(folder)
+    try:
+        files = json.loads((folder / "training_state.json").read_text(encoding="utf-8"))["files"]
+        for name, description in files.items():
+            if describe_file(folder / name) != description:
+                raise CheckpointError(f"{folder} is not whole: {name} is truncated or altered")
+    except OSError as e:
+        raise CheckpointError(f"{folder} is not whole: {Path(e.filename or folder).name}: {e.strerror}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{folder} is not whole: training_state.json has no list of its files") from e
+    if "training_state.pt" not in files:
+        raise CheckpointError(f"{folder} holds a model, and no training state beside it")
+    state = read_state(folder / "training_state.pt")
+    state["model"] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state["model"] |= load_file(path)
+    return state
+
+
+def load_state_file(path: str | Path) -> dict:
+    """The training state in a file that save_state_file has written; raises CheckpointError when it is none."""
+    state = read_state(Path(path))
+    if not isinstance(state.get("model"), dict):
+        raise CheckpointError(f"{path} holds no weights: it is no whole training state")
+    return state
+
+
+def read_state(path: Path) -> dict:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror}") from e
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
+        raise CheckpointError(f"{path} is truncated or no training state ({type(e).__name__})") from e
+    if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
+        raise CheckpointError(f"{path} is no training state: it lacks the optimizer, the scheduler or the epoch")
+    return state
+
+
+def load_state(path: Path) -> dict:
+    """The training state in a checkpoint's folder or a state file, with its path; raises CheckpointError."""
+    state = load_checkpoint(path) if path.is_dir() else load_state_file(path)
+    return {**state, "path": path}
+
+
+def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
+    """What a trainer goes on from, as --resume_from_checkpoint, --output_dir and --state_path say; None: from epoch 0.
+
+    A path, as helper processes are yet to be forked and would hold on to the memory of a whole state.
+
+    Checkpoints of epochs beyond that state, or all when it is None, are of another course of the run: they are set
+    aside, into a folder of their own, or a later restart would take them for the newest.
+
+    A state that is of another model or run, or a PATH that holds none, ends the process with one line.
+    """
+    output_dir = Path(args.output_dir)
+    put_back(output_dir)
+    state = None
+    try:
+        if args.resume_from_checkpoint is None:
+            state = find_newest_state(output_dir, args.state_path)
+            found = state and state.get("arguments", {}).get("experiment_prefix", experiment_prefix)
+            if state and found != experiment_prefix:
+                raise CheckpointError(f"{state['path']} is of another run, {found}")
+        elif args.resume_from_checkpoint != "none":
+            state = load_state(Path(args.resume_from_checkpoint))
+        if state:
+            check_weights(state, model)
+    except CheckpointError as e:
+        stop_for_user(
+            f"cannot resume: {e}. Give --resume_from_checkpoint PATH to go on from another one, another --output_dir "
+            "to keep it, or --resume_from_checkpoint none to start anew"
+        )
+    epoch = state["local_epoch"] if state else -1
+    if beyond := [path for path in find_checkpoints(output_dir) if read_epoch(path) > epoch]:
+        aside = output_dir / time.strftime("set-aside-%Y%m%d-%H%M%S")
+        aside.mkdir(exist_ok=True)
+        for path in beyond:
+            path.rename(aside / path.name)
+        logger.info(f"{', '.join(path.name for path in beyond)} set aside in {aside}")
+    if state:
+        logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
+        if args.overwrite_output_dir:
+            logger.info("--overwrite_output_dir does not stop that; --resume_from_checkpoint none starts anew")
+    return state["path"] if state else None
+
+
+def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
+    """The newest of all whole checkpoints and the state file, with its path; a warning for each that is not whole."""
+    newest = None
+    if state_path and Path(state_path).exists():
+        try:
+            newest = load_state(Path(state_path))
+        except CheckpointError as e:
+            logger.warning(f"skipped a training state: {e}")
+    for folder in reversed(find_checkpoints(output_dir)):
+        if newest and newest["local_epoch"] >= read_epoch(folder):
+            break
+        try:
+            newest = load_state(folder)
+        except CheckpointError as e:
+            logger.warning(f"skipped a checkpoint: {e}")
+    return newest
+
+
+# --- from a trainer to a state and back -------------------------------------------------------------------------------
+
+
+def collect_state(
+    model: torch.nn.Module, optimizer, arguments: dict, scaler=None, counters: dict | None = None
+) -> dict:
+    """A copy, in host memory, of all that a process needs to go on from here.
+
+    :param optimizer: averaging.Optimizer of this model; its copy of the parameters is the one that counts
+    :param arguments: of the command line, by name
+    :param counters: what else shall go on counting
+    """
+    state = optimizer.training_state()
+    masters = zip(optimizer.state_averager.main_parameters, state.pop("parameters"), strict=True)
+    copies = {id(param): master for param, master in masters}
+    weights = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # tied weights stay one tensor; what is not trained is the model's own
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        weights[name] = copies[id(tensor)]
+    numpy_state = numpy.random.get_state(legacy=False)
+    return {
+        "model": weights,
+        **state,
+        "counters": counters or {},
+        "scaler": scaler.state_dict() if scaler else {},
+        "random": {
+            "python": random.getstate(),
+            # an array is not among the types that weights_only=True allows
+            "numpy": numpy_state | {"state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        },
+        "arguments": arguments,
+        "versions": {
+            "python": platform.python_version(),
+            **{module.__name__: str(module.__version__) for module in (hivemind, torch, transformers, numpy)},
+        },
+    }
+
+
+def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> None:
+    """Have model, optimizer, scaler and random numbers go on from a state; raises CheckpointError before it changes
+    anything when the state is not of this model and optimizer."""
+    own = model.state_dict(keep_vars=True)
+    saved = check_weights(state, model)
+    trained = optimizer.state_averager.main_parameters
+    name_of = {id(tensor): name for name, tensor in own.items()}
+    parameters = [saved[name_of[id(param)]] for param in trained]
+    try:
+        optimizer.load_training_state({"total_samples": 0, **state, "parameters": parameters})
+    except ValueError as e:
+        raise CheckpointError(f"{state.get('path', 'the backup')} is of another run: {e}") from e
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if not any(tensor is param for param in trained):
+                tensor.copy_(saved[name])
+    if scaler and state.get("scaler"):
+        scaler.load_state_dict(state["scaler"])
+    if randomness := state.get("random"):
+        random.setstate(randomness["python"])
+        numpy.random.set_state(randomness["numpy"])
+        torch.set_rng_state(randomness["torch"])
+        if randomness["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(randomness["cuda"])
+
+
+def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state's weights under every name that the model has for them; raises CheckpointError when one is missing,
+    left over, or of another shape."""
+    own = model.state_dict(keep_vars=True)
+    # safetensors keep one of the names of tied weights
+    found = {id(own[name]): tensor for name, tensor in state["model"].items() if name in own}
+    where = state.get("path", "the backup")
+    for name, tensor in own.items():
+        if id(tensor) not in found:
+            raise CheckpointError(f"{where} is of another model: it has no {name}")
+        shape, saved_shape = list(tensor.shape), list(found[id(tensor)].shape)
+        if shape != saved_shape:
+            raise CheckpointError(
+                f"{where} is of another model (see --config_path, --tokenizer_path): {name} is {saved_shape} there, "
+                f"{shape} here"
+            )
+    if unknown := sorted(state["model"].keys() - own.keys()):
+        raise CheckpointError(f"{where} is of another model: it has {unknown[0]}")
+    return {name: found[id(tensor)] for name, tensor in own.items()}

@@ -275,9 +275,13 @@ def load_tokenized_dataset(path: str | Path, tokenizer) -> tuple:
 # ---------------------------------------------------------------- batches
 
 
-def data_seed(peer_id: str, seed: int) -> int:
-    """Seed of one peer's data order, 63 bits: the same in every process, unlike hash()."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}".encode()).digest()[:8], "big") >> 1
+def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
+    """Seed of one peer's data order, 63 bits: the same in every process, unlike hash().
+
+    :param epoch: where the peer begins: one that goes on from a checkpoint does not read the first batches once more
+    """
+    start = f":{epoch}" if epoch else ""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}{start}".encode()).digest()[:8], "big") >> 1
 
 
 class MaskedBatches:

@@ -35,8 +35,9 @@ from pydantic.v1 import ValidationError
 
 from addresses import is_public, is_relayed, select_for_others
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments, TrainerArguments
-from averaging import (
-    calm_log,
+from averaging import calm_log, raise_file_limit
+from data import load_tokenized_dataset, load_tokenizer, make_train_batches
+from joining import (
     check_addresses,
     explain_clock,
     explain_unreachable,
@@ -44,10 +45,8 @@ from averaging import (
     find_differences,
     find_direct_averagers,
     find_reachability,
-    raise_file_limit,
     start_dht,
 )
-from data import load_tokenized_dataset, load_tokenizer, make_train_batches
 from model import make_model, move_batch
 from optimizer import describe_contract
 from utils import RunContract, make_validators
@@ -200,13 +199,13 @@ def check_step_time(seconds: float, batch_size: int) -> Check:
     return Check("step time", "ok", finding)
 
 
-def check_epoch_time(seconds: float, peers: int, matchmaking_time: float, target_group_size: int) -> Check:
-    """:param peers: of the swarm, this one included; a group that is full starts at once, others wait for more"""
+def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Check:
+    """:param peers: of the swarm, this one included; a group starts when all are there, who is alone looks for none"""
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
-    if 1 < peers < target_group_size and seconds < 3 * matchmaking_time:
-        finding += f", of which finding a group takes {matchmaking_time:g} s (--matchmaking_time)"
+    if peers > 1 and seconds < matchmaking_time:
+        finding += f": others wait for a peer that is late for up to {matchmaking_time:g} s (--matchmaking_time)"
         cure = (
-            "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take several times that"
+            "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take longer than that"
         )
         return Check("epoch time", "warning", finding, cure)
     return Check("epoch time", "ok", finding)
@@ -338,7 +337,7 @@ def check_all(
         yield check_step_time(seconds, batch_size)
         speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
         epoch_seconds = averaging.target_batch_size / speed
-        yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time, averaging.target_group_size)
+        yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time)
         yield check_bandwidth(parameters, peers, averaging)
 
 
@@ -420,9 +419,9 @@ def warn_at_start(model: torch.nn.Module, args: TrainerArguments) -> None:
 
 
 def warn_of_speed(
-    step_seconds: float, batch_size: int, epoch_seconds: float, peers: int, matchmaking_time: float, group_size: int
+    step_seconds: float, batch_size: int, epoch_seconds: float, peers: int, matchmaking_time: float
 ) -> None:
     """What the first epochs have shown, where it costs the others something."""
     if step_seconds > 0.5:  # short steps are harmless: the tracker does not report each
         warn(check_step_time(step_seconds, batch_size))
-    warn(check_epoch_time(epoch_seconds, peers, matchmaking_time, group_size))
+    warn(check_epoch_time(epoch_seconds, peers, matchmaking_time))

@@ -11,7 +11,9 @@ The same on a laptop's CPU, alone, on the sample corpus:
         --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
         --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30
 
-The model is the same on every peer; the data order is not: it comes from the peer's id.
+The model is the same on every peer; the data order is not: it comes from the peer's id. The same command again goes on
+where the last one ended, however it ended: from the newest whole checkpoint in --output_dir, or from the swarm if that
+is further (--resume_from_checkpoint none starts anew).
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import logging
 import os
 import platform
 import signal
+from dataclasses import asdict
 
 # Ctrl-C while the imports below run: the end, without a traceback
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -38,10 +41,11 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, join_run, make_dht, shut_down, warn_of_local_addresses
+from averaging import clean_end, handle_stop_signals, shut_down
 from callback import CollaborativeCallback
-from checkpoint import save_model
+from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
 from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
+from joining import join_run, make_dht, warn_of_local_addresses
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
@@ -52,9 +56,10 @@ logger = logging.getLogger("trainer")
 
 
 def main() -> None:
-    swarm, model_args, optimizer_args, averaging_args, args = parse_arguments(
+    groups = parse_arguments(
         SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, TrainerArguments, description=__doc__
     )
+    swarm, model_args, optimizer_args, averaging_args, args = groups
     setup_logging("trainer")
     if args.preflight:
         raise SystemExit(run_preflight(swarm, model_args, optimizer_args, averaging_args, args))
@@ -79,24 +84,42 @@ def main() -> None:
             f"--dataset_path {args.dataset_path} has instances of {corpus['seq_length']} tokens, the model takes "
             f"{model.config.max_position_embeddings}: tokenize with a smaller --seq_length"
         )
-    try:
-        os.makedirs(args.output_dir, exist_ok=True)
-    except OSError as e:
-        stop_for_user(f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder")
+    for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
+        try:
+            os.makedirs(folder or ".", exist_ok=True)
+        except OSError as e:
+            stop_for_user(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder")
+    lock_folder("--output_dir", args.output_dir)
+    saved_state = choose_state(args, model, swarm.experiment_prefix)
 
     warn_at_start(model, args)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
     dht, public_key = make_dht(swarm)
     contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
-    contract = join_run(dht, swarm.experiment_prefix, public_key, contract, args.statistics_expiration)
+    contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
     optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     stop = handle_stop_signals()
     model.to(device).train()
     optimizer.accumulate_on(device)
     scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
     autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
-    callback = CollaborativeCallback(dht, optimizer, swarm, args, public_key, contract)
+    callback = CollaborativeCallback(
+        dht,
+        optimizer,
+        swarm,
+        args,
+        public_key,
+        contract,
+        model=model,
+        tokenizer=tokenizer,
+        scaler=scaler,
+        arguments={name: value for group in groups for name, value in asdict(group).items()},
+    )
+    try:
+        callback.resume(saved_state)
+    except CheckpointError as e:
+        stop_for_user(f"cannot resume: {e}; --resume_from_checkpoint none starts anew")
     logger.info(
         f"run {swarm.experiment_prefix} until epoch {max_epoch}, {model.num_parameters():,} parameters, "
         f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
@@ -120,15 +143,17 @@ def main() -> None:
             f"validation loss {summary['start_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
         )
 
+    callback.on_train_begin()
+    if optimizer.local_epoch >= max_epoch:
+        logger.info(f"epoch {max_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts anew")
     batches = make_train_batches(
         dataset["train"],
         tokenizer,
         batch_size=args.per_device_train_batch_size,
-        seed=data_seed(str(dht.peer_id), model_args.seed),
+        seed=data_seed(str(dht.peer_id), model_args.seed, optimizer.local_epoch),
         mlm_probability=args.mlm_probability,
         num_workers=args.dataloader_num_workers,
     )
-    callback.on_train_begin()
 
     for number, batch in enumerate(batches, start=1):
         if stop.is_set() or optimizer.local_epoch >= max_epoch:
@@ -142,17 +167,18 @@ def main() -> None:
 
         scaler.unscale_(optimizer)
         # the one point of a step where the host waits for the device: what is not finite must not be contributed
-        if gradients_are_finite(model):
+        is_finite = gradients_are_finite(model)
+        if is_finite:
             optimizer.step(batch_size=batch_size_per_step)
         else:
             callback.skip_step()
         scaler.update()
         optimizer.zero_grad()
-        callback.on_step_end()
+        callback.on_step_end(samples=batch_size_per_step * is_finite)
 
-    callback.on_train_end()
     # rounds that run in the background still change the parameters
     optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
+    callback.on_train_end()
     summary |= {
         "epoch": optimizer.local_epoch,
         "samples": optimizer.total_samples,
@@ -162,18 +188,19 @@ def main() -> None:
         "skipped_steps": callback.skipped_steps,
     }
     shut_down(dht, optimizer)
-    save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
+    saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
     if args.do_eval:
         batches = make_eval_batches(dataset["validation"], tokenizer, **eval_options)
         summary["final_loss"] = evaluate(model, batches, device)
         logger.info(
             f"validation loss {summary['final_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
         )
-    with open(os.path.join(args.output_dir, "summary.json"), "w") as f:
-        json.dump(summary, f, indent=2)
+    summary_text = json.dumps(summary, indent=2) + "\n"
+    write_file(os.path.join(args.output_dir, "summary.json"), lambda file: file.write(summary_text.encode()))
     logger.info(
         f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples, averaged with others in "
-        f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is in {args.output_dir}"
+        f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "
+        + (f"in {args.output_dir}" if saved else "NOT SAVED, see the warning above")
     )
 
 

@@ -11,10 +11,11 @@ On one machine, to try it out:
 
 It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line an
 epoch), learning_curve.png, and at the end (Ctrl-C) summary.json. With --store_checkpoints it also downloads the swarm's
-state every few epochs and saves the model; give it then the trainers' model, optimizer and averaging flags.
+state every few epochs and saves it; give it then the trainers' model, optimizer and averaging flags.
 """
 
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -43,7 +44,8 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, make_dht, shut_down, warn_of_local_addresses
+from averaging import clean_end, handle_stop_signals, shut_down
+from joining import make_dht, warn_of_local_addresses
 from status import StatusServer
 from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, select_believable, setup_logging
 
@@ -170,6 +172,8 @@ def draw_learning_curve(history: list[dict], prefix: str, path: Path) -> None:
     figure.savefig(unfinished, dpi=130, format="png")
     unfinished.rename(path)
     pyplot.close(figure)
+    # a figure's parts refer to each other: 2 to 4 MB a drawing pile up until Python happens to look for such circles
+    gc.collect()
 
 
 def write_summary(path: Path, prefix: str, last: SwarmMetrics | None, peers: dict[str, LocalMetrics]) -> None:
@@ -213,6 +217,8 @@ class CheckpointSaver:
         from optimizer import make_optimizer
 
         self.args, self.last_epoch = args, 0
+        groups = (args, swarm_args, model_args, optimizer_args, averaging_args)
+        self.arguments = {name: value for group in groups for name, value in asdict(group).items()}
         self.tokenizer = load_tokenizer(model_args.tokenizer_path)
         self.model = make_model(model_args, len(self.tokenizer))
         # auxiliary: takes no part in training; its state is the trainers' only right after a download (note 28)
@@ -224,16 +230,18 @@ class CheckpointSaver:
         """Download the swarm's state and save it, when enough epochs have passed since the last time."""
         if epoch < self.last_epoch + self.args.save_checkpoint_step_interval:
             return
-        from checkpoint import save_checkpoint
+        from checkpoint import collect_state, save_checkpoint
 
         if not self.optimizer.load_state_from_peers():
             logger.warning("No peer gave its state, will try to save a checkpoint at the next epoch")
             return
         self.last_epoch = self.optimizer.local_epoch
+        # a whole training state: should all trainers die, one can go on from it (--resume_from_checkpoint)
+        state = collect_state(self.model, self.optimizer, self.arguments)
         extra = {"experiment_prefix": prefix, "swarm_loss": loss}
         limit = self.args.save_total_limit
-        if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, self.last_epoch, extra, limit):
-            logger.info(f"Saved {self.args.output_dir}/checkpoint-{self.last_epoch}")
+        if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, limit):
+            logger.info(f"Saved {self.args.output_dir}/checkpoint-{state['local_epoch']}")
 
 
 def main() -> None:

@@ -17,8 +17,30 @@ import torch
 from hivemind.compression import NoCompression, Uniform8BitQuantization
 
 from arguments import SwarmArguments
-from averaging import GradientAverager, Optimizer, clean_end, handle_stop_signals, make_dht, shut_down
+from averaging import GradientAverager, Optimizer, clean_end, handle_stop_signals, shut_down
+from joining import make_dht
 from utils import setup_logging
+
+
+def make_gradient_optimizer(
+    dht, prefix: str, parameter: torch.nn.Parameter, target_batch_size: int, group_size: int, eight_bit: bool = False
+) -> Optimizer:
+    """SGD with learning rate 1, whose parameters only gradients move: states are never averaged."""
+    return Optimizer(
+        dht=dht,
+        run_id=prefix,
+        params=[{"params": [parameter]}],
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        target_batch_size=target_batch_size,
+        matchmaking_time=2.0,
+        averaging_timeout=10.0,
+        next_chunk_timeout=4.0,
+        grad_compression=Uniform8BitQuantization() if eight_bit else NoCompression(),
+        grad_averager_factory=partial(GradientAverager, target_group_size=group_size, request_timeout=1.0),
+        averager_opts=dict(target_group_size=group_size, request_timeout=1.0),
+        average_state_every=10**6,
+        tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
+    )
 
 
 def main() -> None:
@@ -29,28 +51,17 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, required=True)
     parser.add_argument("--step_seconds", type=float, default=0.3)
     parser.add_argument("--target_batch_size", type=int, default=128)
+    parser.add_argument("--group_size", type=int, default=2)
     parser.add_argument("--numbers", type=int, default=100_000)
     parser.add_argument("--eight_bit", action="store_true")
     args = parser.parse_args()
     setup_logging("peer")
 
     swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    dht, _ = make_dht(swarm)
+    dht, *_ = make_dht(swarm)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
-    optimizer = Optimizer(
-        dht=dht,
-        run_id=args.experiment_prefix,
-        params=[{"params": [parameter]}],
-        optimizer=partial(torch.optim.SGD, lr=1.0),
-        target_batch_size=args.target_batch_size,
-        matchmaking_time=2.0,
-        averaging_timeout=8.0,
-        grad_compression=Uniform8BitQuantization() if args.eight_bit else NoCompression(),
-        grad_averager_factory=partial(GradientAverager, target_group_size=2, request_timeout=1.0),
-        averager_opts=dict(target_group_size=2, request_timeout=1.0),
-        # parameters that only gradients move
-        average_state_every=10**6,
-        tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=6.0),
+    optimizer = make_gradient_optimizer(
+        dht, args.experiment_prefix, parameter, args.target_batch_size, args.group_size, args.eight_bit
     )
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
@@ -64,6 +75,7 @@ def main() -> None:
             epoch = optimizer.local_epoch
             report = {
                 "epoch": epoch,
+                "clock": time.strftime("%H:%M:%S"),
                 "steps": steps,
                 "samples": optimizer.epoch_samples,
                 "total_samples": optimizer.total_samples,

@@ -4,7 +4,37 @@ import os
 import signal
 
 import pytest
-from processes import make_prefix, wait_until
+from bad_donor import KINDS
+from processes import ROOT, make_prefix, wait_until
+
+# A peer that takes over the swarm's state again and again, each time from a parameter of its own.
+TAKER = """
+import json, sys
+import torch
+from arguments import SwarmArguments
+from averaging import clean_end, shut_down
+from joining import make_dht
+from gradient_peer import make_gradient_optimizer
+from utils import setup_logging
+
+with clean_end():
+    prefix, times, numbers, *maddrs = sys.argv[1:]
+    setup_logging("taker")
+    dht, *_ = make_dht(SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    parameter = torch.nn.Parameter(torch.zeros(int(numbers)))
+    optimizer = make_gradient_optimizer(dht, prefix, parameter, target_batch_size=10**6, group_size=2)
+    own = next(iter(optimizer.opt.param_groups))["params"][0]
+    for _ in range(int(times)):
+        optimizer.state_averager.local_epoch, optimizer.state_averager.lineage = 0, "own"
+        with torch.no_grad():
+            own.fill_(-1.0)
+        loaded = optimizer.load_state_from_peers()
+        state = optimizer.state_averager
+        values = [own.min().item(), own.max().item(), parameter.mean().item()]
+        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.lineage == "own", values=values)
+        print(json.dumps(facts), flush=True)
+    shut_down(dht, optimizer)
+"""
 
 
 def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):
@@ -25,13 +55,13 @@ def epochs(peer) -> dict[int, dict]:
 
 
 def joint_epochs(a, b) -> list[int]:
-    """Epochs that both peers have averaged together, and whose predecessor both report too."""
-    both = sorted(set(epochs(a)) & set(epochs(b)))
-    return [
+    """Epochs that both peers have averaged together, as they have the epoch before."""
+    joint = [
         epoch
-        for epoch in both
-        if epoch - 1 in both and epochs(a)[epoch]["averaged_with"] == epochs(b)[epoch]["averaged_with"] == 2
+        for epoch in sorted(set(epochs(a)) & set(epochs(b)))
+        if epochs(a)[epoch]["averaged_with"] == epochs(b)[epoch]["averaged_with"] == 2
     ]
+    return [epoch for epoch in joint if epoch - 1 in joint]
 
 
 @pytest.mark.parametrize("flags, tolerance", [((), 1e-5), (("--eight_bit",), 3e-2)], ids=["exact", "8bit"])
@@ -103,3 +133,101 @@ def test_helpers_end_when_their_parent_dies(start):
     os.kill(peer.process.pid, signal.SIGKILL)
     peer.process.wait(10)
     wait_until(lambda: not peer.left_processes(), 15, "no process left")
+
+
+def test_a_bad_state_is_refused_and_another_donor_asked(start):
+    """Truncated, of wrong shapes, not finite, broken or no answer (note 25): the next donor's is taken as a whole."""
+    prefix = make_prefix()
+    good = start_peer(start, "good", prefix, gradient=1.0, batch_size=128)
+    maddrs = good.json_lines()[0]["maddrs"]
+    bad = start("bad", "tests/bad_donor.py", "--experiment_prefix", prefix, "--initial_peers", *maddrs)
+    bad.wait_for('"maddrs"')
+    wait_until(lambda: epochs(good), 60, "an epoch")
+    taker = start(
+        "taker", "-c", TAKER, prefix, len(KINDS), 100_000, *maddrs, env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    )
+    taker.assert_clean_end(120)
+    assert [line["gave"] for line in bad.json_lines() if "gave" in line] == list(KINDS)
+    taken = taker.json_lines()
+    assert len(taken) == len(KINDS)
+    for line in taken:
+        # the good peer's parameter is minus its epoch, as it steps alone by 1
+        assert line["loaded"] and not line["own"]
+        assert 0 < line["epoch"] < 1000
+        assert line["values"] == [-line["epoch"]] * 3
+
+    # with the bad donor alone, nothing is taken over, and it takes bounded time
+    good.kill()
+    alone = start(
+        "alone",
+        "-c",
+        TAKER,
+        prefix,
+        1,
+        100_000,
+        *bad.json_lines()[0]["maddrs"],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
+    )
+    alone.assert_clean_end(120)
+    assert alone.json_lines() == [{"loaded": False, "epoch": 0, "own": True, "values": [-1.0, -1.0, 0.0]}]
+
+
+def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
+    """Its state is behind the swarm's as soon as it has arrived: it says how large it is, how fast it came, and how
+    fast the swarm is, and tries less often."""
+    prefix = make_prefix()
+    quick = ("--numbers", 4_000_000, "--step_seconds", 0.05, "--target_batch_size", 16)
+    swarm = start_peer(start, "swarm", prefix, gradient=1e-3, batch_size=16, flags=quick)
+    wait_until(lambda: epochs(swarm), 60, "an epoch")
+    newcomer = start_peer(start, "newcomer", prefix, gradient=1e-3, batch_size=16, others=[swarm], flags=quick)
+    reason = newcomer.wait_for(
+        r"cannot catch up: the state of ([\d.]+) MB took (\d+) s \(([\d.]+) Mbit/s\), and meanwhile the swarm made "
+        r"(\d+) epochs of about ([\d.]+) s",
+        90,
+    )
+    megabytes, _, speed, made, _ = map(float, reason.groups())
+    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes
+    assert speed > 0 and made >= 1
+    newcomer.interrupt()
+    newcomer.assert_clean_end()
+
+
+# LAMB's state has numbers that are tensors after some steps and none before: what one peer gives, another must accept.
+LAMB = """
+import json, sys
+import torch
+from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from averaging import clean_end, shut_down
+from joining import make_dht
+from optimizer import make_optimizer
+
+with clean_end():
+    states, maddrs = [], []
+    for steps in (3, 0):
+        swarm = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        dht, *_ = make_dht(swarm)
+        maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
+        torch.manual_seed(steps)
+        model = torch.nn.Sequential(torch.nn.Linear(50, 20), torch.nn.LayerNorm(20))
+        optimizer = make_optimizer(model, dht, swarm, OptimizerArguments(optim="lamb"), AveragingArguments())
+        for _ in range(steps):
+            for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
+                param.grad.normal_()
+            optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
+        states.append((dht, model, optimizer))
+    (_, model, giver), (_, copy, taker) = states
+    giver.state_averager.state_sharing_priority = 3
+    loaded = taker.load_state_from_peers()
+    given, taken = (optimizer.training_state()["optimizer"]["state"].values() for optimizer in (giver, taker))
+    same = all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for a, b in zip(given, taken) for k in a)
+    weights = all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
+    print(json.dumps(dict(loaded=loaded, epoch=taker.local_epoch, same=same, weights=weights)), flush=True)
+    for dht, _, optimizer in reversed(states):
+        shut_down(dht, optimizer)
+"""
+
+
+def test_the_state_of_lamb_is_taken_over(start):
+    taker = start("taker", "-c", LAMB, make_prefix(), env={"PYTHONPATH": str(ROOT)})
+    taker.assert_clean_end(90)
+    assert taker.json_lines() == [{"loaded": True, "epoch": 3, "same": True, "weights": True}]

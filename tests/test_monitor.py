@@ -147,7 +147,8 @@ def test_checkpoints_are_whole_and_few(model_and_tokenizer, tmp_path):
     model, tokenizer = model_and_tokenizer
     (tmp_path / ".checkpoint-2.unfinished").mkdir()  # what a killed process left
     for epoch in (1, 2, 10, 10):
-        assert save_checkpoint(model, tokenizer, tmp_path, epoch, {"swarm_loss": 5.0}, save_total_limit=2)
+        state = {"model": model.state_dict(), "local_epoch": epoch}
+        assert save_checkpoint(model, tokenizer, tmp_path, state, {"swarm_loss": 5.0}, save_total_limit=2)
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-2"]
     newest = tmp_path / "checkpoint-10"
@@ -156,7 +157,9 @@ def test_checkpoints_are_whole_and_few(model_and_tokenizer, tmp_path):
     for name, tensor in model.state_dict().items():
         assert loaded.state_dict()[name].equal(tensor), name
     assert AutoTokenizer.from_pretrained(newest).get_vocab() == tokenizer.get_vocab()
-    assert json.loads((newest / "training_state.json").read_text()) == {"epoch": 10, "swarm_loss": 5.0}
+    description = json.loads((newest / "training_state.json").read_text())
+    assert (description["epoch"], description["swarm_loss"]) == (10, 5.0)
+    assert description["files"]["model.safetensors"]["bytes"] == (newest / "model.safetensors").stat().st_size
 
 
 def test_full_disk_is_a_warning(model_and_tokenizer, tmp_path, caplog):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
-from averaging import find_differences
+from joining import find_differences
 from model import make_model
 from optimizer import describe_contract, learning_rate_factor, make_local_optimizer, make_param_groups
 from utils import RunContract

@@ -47,11 +47,10 @@ def test_bandwidth_against_the_time_of_a_round():
 
 
 def test_epoch_time_against_matchmaking_time():
-    assert check_epoch_time(2.0, peers=3, matchmaking_time=15, target_group_size=256).level == "warning"
-    assert check_epoch_time(60.0, peers=3, matchmaking_time=15, target_group_size=256).level == "ok"
-    # nobody waits: a group that is full starts at once, and who is alone looks for none (note 11)
-    assert check_epoch_time(2.0, peers=2, matchmaking_time=15, target_group_size=2).level == "ok"
-    assert check_epoch_time(2.0, peers=1, matchmaking_time=15, target_group_size=256).level == "ok"
+    assert check_epoch_time(2.0, peers=3, matchmaking_time=15).level == "warning"
+    assert check_epoch_time(60.0, peers=3, matchmaking_time=15).level == "ok"
+    # who is alone looks for no group
+    assert check_epoch_time(2.0, peers=1, matchmaking_time=15).level == "ok"
 
 
 def test_what_is_fatal_and_what_a_warning():

@@ -40,10 +40,11 @@ with run_trainer.clean_end():
 
 # A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer's parameters break and are mended.
 ROLES = """
-import json, sys
+import json, os, sys
 import torch
 from arguments import *
-from averaging import clean_end, make_dht, shut_down
+from averaging import clean_end, shut_down
+from joining import make_dht
 from callback import CollaborativeCallback
 from model import make_model
 from optimizer import make_optimizer, make_param_groups
@@ -67,17 +68,38 @@ with clean_end():
         optimizers.append(optimizer)
 
     contract = RunContract(joined=0.0, contract={})
-    arguments = TrainerArguments(output_dir=sys.argv[2])
-    callback = CollaborativeCallback(dht, optimizer, swarm, arguments, public_key, contract)
-    callback.back_up()
-    good = [param.clone() for param in model.parameters()]
-    with torch.no_grad():
-        for tensor in callback.state_tensors():
-            tensor.fill_(float("nan"))
-    facts["finite_before"] = callback.parameters_are_finite()
-    callback.on_epoch_end(0.0)
-    facts["finite_after"] = callback.parameters_are_finite()
-    facts["restored"] = all(torch.equal(a, b) for a, b in zip(good, model.parameters()))
+    restored = {}
+    for state_path in (None, os.path.join(sys.argv[2], "state.pt")):
+        arguments = TrainerArguments(output_dir=sys.argv[2], state_path=state_path)
+        callback = CollaborativeCallback(
+            dht, optimizer, swarm, arguments, public_key, contract,
+            model=model, tokenizer=None, scaler=None, arguments={},
+        )
+        with torch.no_grad():
+            for tensor in callback.state_tensors():
+                tensor.uniform_()
+        optimizer.state_averager._apply_optimizer_parameters_()
+        callback.back_up()
+        good = [tensor.clone() for tensor in [*callback.state_tensors(), *model.parameters()]]
+        with torch.no_grad():
+            for tensor in callback.state_tensors():
+                tensor.fill_(float("nan"))
+        # the swarm has gone on: the parameters come back, the epoch stays
+        optimizer.state_averager.local_epoch = 3
+        optimizer.state_averager._update_scheduler()
+        finite = [callback.parameters_are_finite()]
+        callback.on_epoch_end(0.0)
+        finite.append(callback.parameters_are_finite())
+        now = [*callback.state_tensors(), *model.parameters()]
+        restored["file" if state_path else "memory"] = {
+            "finite": finite,
+            "equal": all(map(torch.equal, good, now)) and len(good) == len(now),
+            "in_memory": callback.backup is not None,
+            "epoch": optimizer.local_epoch,
+            "learning_rate": optimizer.opt.param_groups[0]["lr"],
+        }
+        optimizer.state_averager.local_epoch = 0
+    facts["restored"] = restored
     print(json.dumps(facts), flush=True)
     shut_down(dht, optimizer)
 """
@@ -118,10 +140,16 @@ def test_all_roles_have_the_same_ordered_parameters(facts):
     assert len(matrices) >= 8
 
 
-def test_parameters_that_are_not_finite_are_restored(facts):
-    assert not facts["finite_before"]
-    assert facts["finite_after"]
-    assert facts["restored"]
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_parameters_that_are_not_finite_are_restored(facts, where):
+    """From the backup in memory, or from --state_path: parameters and moments bit for bit, at the swarm's epoch."""
+    restored = facts["restored"][where]
+    assert restored["finite"] == [False, True]
+    assert restored["equal"]
+    assert restored["in_memory"] is (where == "memory")
+    assert restored["epoch"] == 3
+    # the fourth of the 5,001 steps of warm-up
+    assert restored["learning_rate"] == pytest.approx(0.00176 * 4 / 5001)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do --fp16")

@@ -1,0 +1,524 @@
+"""What faults cost a swarm: trainers that are killed, frozen, cut off and restarted, by a schedule that a seed decides.
+
+    python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
+    python benchmarks/chaos.py --minutes 10
+    python benchmarks/chaos.py --minutes 2 --faults kill stop --trainers 3
+
+A monitor and the trainers train undisturbed, then with a fault every --fault_every seconds, then undisturbed again, and
+end with Ctrl-C. The faults:
+    kill       kill -9 of all processes of a trainer, which is started again with the same command after a few seconds
+    main       the same, but of its main process alone: its helpers have to end themselves
+    stop       SIGSTOP of all its processes for 20 s, as a laptop that is closed
+    partition  half of the trainers cut off from the others for 20 s; needs root (see tests/netlab.py), or is left out
+Batches are paced (paced_trainer.py), so that the cores are not the bottleneck and a trainer computes at the same speed
+whatever becomes of the others.
+
+Figures:
+    goodput          samples that reached an optimizer step / samples computed. What a killed trainer had computed since
+                     its last epoch is its own loss and stands apart; what waits for the next round is not lost
+    throughput kept  samples per second and live trainer that reached a step, relative to the undisturbed swarm. Not
+                     live: killed, until its loop begins again; frozen; and the epoch that a kill cut short
+    worst stall      longest time that a live trainer waited for an epoch beyond what the trainers that it could reach
+                     needed for their samples; and the longest time in which its loop stood still
+    recovery         from the restart (or thaw, or healing) to the next epoch averaged by all that are live
+    agreement        largest difference between any two trainers' weights at the end
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import netlab
+import psutil
+from processes import LOOPBACK, Script, make_prefix, wait_until
+from safetensors.torch import load_file
+from soak import measure_processes
+
+FAULTS = ["kill", "stop", "partition", "main"]
+RESTART_AFTER, FAULT_SECONDS, AVERAGING_TIMEOUT = 5.0, 20.0, 15.0
+BATCH_SIZE, SECONDS_PER_BATCH = 8, 0.4
+TRAINER = (
+    "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 15 --total_steps 1000000 "
+    f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --dataloader_num_workers 0 "
+    f"--matchmaking_time 3 --request_timeout 1 --averaging_timeout {AVERAGING_TIMEOUT:g} --next_chunk_timeout 4 "
+    "--metadata_expiration 30 --average_state_every 1"
+).split()
+
+
+class Trainer:
+    """One place in the swarm: a command, run again after each kill, and when it was away."""
+
+    def __init__(self, name: str, folder: Path, command: list, prefix: list[str]):
+        self.name, self.folder, self.prefix = name, folder, prefix
+        self.command = [*command, "--output_dir", folder]
+        self.runs: list[dict] = []  # started, ready, ended: times; log, and history once it has ended
+        self.frozen: list[list[float]] = []  # [from, to]
+        folder.mkdir()
+
+    def start(self) -> None:
+        log = self.folder / f"log-{len(self.runs)}"
+        self.runs.append(dict(started=time.time(), ready=None, ended=None))
+        self.script = Script(log, *self.command, prefix=self.prefix)
+
+    def look(self) -> None:
+        """Note the time at which the loop begins."""
+        if self.runs[-1]["ready"] is None and "until epoch" in self.script.text:
+            self.runs[-1]["ready"] = time.time()
+
+    def has_died(self) -> bool:
+        return self.runs[-1]["ended"] is None and self.script.process.poll() is not None
+
+    def note_end(self) -> None:
+        """After a kill: keep the history, whether the next run appends to the file or begins it anew."""
+        self.runs[-1].update(ended=time.time(), history=self.read_history())
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / "history.jsonl").rename(self.folder / f"history-{len(self.runs) - 1}.jsonl")
+
+    def read_history(self) -> list[dict]:
+        """The lines of the run that is going on."""
+        path = self.folder / "history.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def histories(self) -> list[tuple[dict, list[dict]]]:
+        """Each run and its lines."""
+        return [(run, run["history"] if run["ended"] else self.read_history()) for run in self.runs]
+
+
+class Chaos:
+    """The swarm, what was done to it and when."""
+
+    def __init__(self, args: argparse.Namespace, net: netlab.Net | None, folder: Path):
+        self.args, self.net, self.folder = args, net, folder
+        self.random = random.Random(args.seed)
+        self.events: list[dict] = []  # time, kind, names; and until: when it was undone
+        self.partitions: list[list] = []  # [from, to, names cut off]
+        self.pending: list[tuple[float, Callable[[], None]]] = []
+        self.begin = time.time()
+
+    def say(self, text: str) -> None:
+        print(f"{time.time() - self.begin:7.1f} s  {text}", flush=True)
+
+    # --- the swarm
+
+    def start(self) -> None:
+        names = [f"trainer{number}" for number in range(self.args.trainers)]
+        if self.net:
+            for name in ("monitor", *names):
+                self.net.host(name, rtt_ms=self.args.rtt_ms / 2, up=self.args.mbits, down=self.args.mbits)
+            self.net.start()
+        common = ["--experiment_prefix", make_prefix()]
+        options = ["--report_to", "none", "--refresh_period", 2, "--output_dir", self.folder / "monitor"]
+        command = ["run_training_monitor.py", *common, *self.listen("monitor"), *options]
+        self.monitor = Script(self.folder / "monitor.log", *command, prefix=self.prefix("monitor"))
+        self.trainers: list[Trainer] = []
+        peers = self.monitor.wait_for(r"--initial_peers (/ip4\S+)").group(1)
+        common += ["--initial_peers", peers, *TRAINER, "--target_group_size", self.args.target_group_size]
+        common += ["--target_batch_size", self.args.target_batch_size]
+        common += ["--dataset_path", self.args.dataset_path, "--tokenizer_path", self.args.tokenizer_path]
+        for name in names:
+            command = ["benchmarks/paced_trainer.py", SECONDS_PER_BATCH, *common, *self.listen(name)]
+            self.trainers.append(Trainer(name, self.folder / name, command, self.prefix(name)))
+            self.trainers[-1].start()
+
+    def listen(self, name: str) -> list[str]:
+        return ["--host_maddrs", f"/ip4/{self.net.ip(name)}/tcp/0"] if self.net else LOOPBACK
+
+    def prefix(self, name: str) -> list[str]:
+        return self.net.prefix(name) if self.net else []
+
+    def kill(self) -> None:
+        """Whatever happens, nothing is left behind."""
+        for script in [self.monitor, *(trainer.script for trainer in self.trainers)]:
+            script.kill()
+
+    def wait_for_joint_epoch(self, seconds: float) -> dict | None:
+        """The first epoch from now on that all trainers have averaged, or None when there is none in time."""
+        begin = time.time()
+
+        def find() -> dict | None:
+            self.work()
+            newest = [(trainer.read_history() or [None])[-1] for trainer in self.trainers]
+            if any(line is None or line["time"] < begin for line in newest):
+                return None
+            averaged_by_all = all(line["averaged_with"] == len(self.trainers) for line in newest)
+            return newest[0] if averaged_by_all and len({line["epoch"] for line in newest}) == 1 else None
+
+        try:
+            return wait_until(find, seconds, "an epoch averaged by all")
+        except AssertionError:
+            return None
+
+    # --- faults
+
+    def work(self) -> None:
+        """Do what is due, and look after the trainers."""
+        for due, action in list(self.pending):
+            if time.time() >= due:
+                self.pending.remove((due, action))
+                action()
+        for trainer in self.trainers:
+            trainer.look()
+            if trainer.has_died():
+                code = trainer.script.process.returncode
+                if code == 2:  # a mistake of the user's, which another start repeats
+                    sys.exit(trainer.script.text.strip().splitlines()[-1])
+                self.say(f"{trainer.name} ended by itself with {code}, see {trainer.script.log}; it is started again")
+                self.events.append(dict(time=time.time(), kind="death", names=[trainer.name], until=time.time()))
+                trainer.script.kill()
+                trainer.note_end()
+                trainer.start()
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        self.pending.append((time.time() + seconds, action))
+
+    def strike(self, kind: str) -> None:
+        """One fault, and when it is to be undone."""
+        # whoever is there and trains; a partition takes half of all
+        able = [t for t in self.trainers if t.runs[-1]["ready"] and not t.runs[-1]["ended"]]
+        able = [t for t in able if not (t.frozen and t.frozen[-1][1] is None)]
+        if kind == "partition":
+            victims = sorted(self.random.sample(range(len(self.trainers)), len(self.trainers) // 2))
+            victims = [self.trainers[number] for number in victims]
+        else:
+            victims = [self.random.choice(able)]
+        event = dict(time=time.time(), kind=kind, names=[victim.name for victim in victims], until=None)
+        self.events.append(event)
+        self.say(f"{kind} {' '.join(event['names'])}")
+        [victim, *_] = victims
+
+        def undo() -> None:
+            event["until"] = time.time()
+            if kind in ("kill", "main"):
+                event["orphans"] = len(victim.script.left_processes())
+                if event["orphans"]:
+                    self.say(f"{victim.name} has left {event['orphans']} processes behind after {RESTART_AFTER:g} s")
+                    victim.script.kill()
+                victim.start()
+            elif kind == "stop":
+                victim.frozen[-1][1] = time.time()
+                victim.script.thaw()
+            else:
+                self.partitions[-1][1] = time.time()
+                self.net.heal()
+            self.say(f"{kind} {' '.join(event['names'])}: undone")
+
+        if kind == "kill":
+            victim.script.kill()
+            victim.note_end()
+        elif kind == "main":
+            victim.script.process.kill()
+            victim.script.process.wait()
+            victim.note_end()
+        elif kind == "stop":
+            victim.frozen.append([time.time(), None])
+            victim.script.freeze()
+        else:
+            self.partitions.append([time.time(), None, event["names"]])
+            self.net.partition(event["names"])
+        self.later(RESTART_AFTER if kind in ("kill", "main") else FAULT_SECONDS, undo)
+
+    def run_phase(self, name: str, seconds: float, kinds: list[str] = ()) -> list[float]:
+        """Let the time pass, with faults if any; returns begin and end."""
+        begin, bag = time.time(), []
+        self.say(f"{name} for {seconds:.0f} s")
+        psutil.cpu_percent()
+        for number in range(int(seconds / self.args.fault_every) if kinds else 0):
+            if not bag:  # each kind as often as the others
+                bag = self.random.sample(kinds, len(kinds))
+            self.later((number + 0.2) * self.args.fault_every, partial(self.strike, bag.pop()))
+        while time.time() < begin + seconds or self.pending:
+            self.work()
+            time.sleep(0.1)
+        # where the machine has other work, phases cannot be compared
+        self.say(f"the processors were busy for {psutil.cpu_percent():.0f} % of the time")
+        return [begin, time.time()]
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def overlap(a: list[float], b: list[float]) -> float:
+    """Seconds that two intervals share."""
+    return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+def gains(trainer: Trainer) -> list[dict]:
+    """For each epoch of each run: begin, end; samples reached, lost and pending then; the loop's longest standstill."""
+    result = []
+    for run, lines in trainer.histories():
+        begin = run["ready"]
+        # a run may go on from what a checkpoint has counted
+        last = None
+        for line in lines:
+            if last is None:
+                total, last = line["total_samples"] - line["samples_accumulated"], dict(computed=0, pending=0)
+            computed = line["computed_samples"] - last["computed"]
+            reached = line["total_samples"] - total
+            gain = dict(begin=begin, end=line["time"], epoch=line["epoch"], reached=reached, run=run)
+            gain["lost"] = computed - reached - (line["pending_samples"] - last["pending"])
+            gain |= dict(longest_step=line["longest_step"], averaged_with=line["averaged_with"])
+            result.append(gain)
+            begin, total = line["time"], line["total_samples"]
+            last = dict(computed=line["computed_samples"], pending=line["pending_samples"])
+    return result
+
+
+def live_intervals(trainer: Trainer, end: float, epoch_seconds: float, is_strict: bool = False) -> list[list[float]]:
+    """When a trainer trained: its loop runs, it is not frozen, and no kill cuts the epoch short (two epochs at most).
+
+    :param is_strict: also without the epoch in which it was frozen, whose samples come late
+    """
+    result = []
+    for run, lines in trainer.histories():
+        if run["ready"] is None:
+            continue
+        begin, stop = run["ready"], run["ended"] or end
+        if run["ended"]:
+            stop = max(max([line["time"] for line in lines], default=begin), run["ended"] - 2 * epoch_seconds)
+        for frozen_from, frozen_to in trainer.frozen:
+            if begin <= frozen_from < (run["ended"] or end):
+                before = [line["time"] for line in lines if line["time"] <= frozen_from]
+                result.append([begin, min(stop, max(before, default=begin) if is_strict else frozen_from)])
+                begin = frozen_to or end
+        result.append([begin, stop])
+    return [interval for interval in result if interval[1] > interval[0]]
+
+
+def count_reached(trainers: list[Trainer], phase: list[float]) -> float:
+    """Samples that reached a step, an epoch's spread evenly over its time."""
+    return sum(
+        gain["reached"] * overlap([gain["begin"], gain["end"]], phase) / (gain["end"] - gain["begin"])
+        for trainer in trainers
+        for gain in gains(trainer)
+    )
+
+
+def throughput(trainers: list[Trainer], phase: list[float], epoch_seconds: float) -> float:
+    """Samples per second and live trainer."""
+    live = sum(overlap(i, phase) for t in trainers for i in live_intervals(t, phase[1], epoch_seconds))
+    return count_reached(trainers, phase) / live
+
+
+def find_stalls(chaos: Chaos, phase: list[float], rate: float, epoch_seconds: float) -> list[dict]:
+    """For each epoch of each trainer in the phase: seconds beyond those in which the samples can have come together.
+
+    :param rate: samples per second of one undisturbed trainer, rounds included
+    """
+    live = {t.name: live_intervals(t, phase[1], epoch_seconds, is_strict=True) for t in chaos.trainers}
+
+    def supply(name: str, begin: float, end: float) -> float:
+        """Samples of those that the trainer can reach, itself included."""
+        borders = sorted({begin, end, *(x for f, t, _ in chaos.partitions for x in (f, t) if begin < x < end)})
+        samples = 0.0
+        for part in zip(borders, borders[1:], strict=False):
+            cut = [set(names) for f, t, names in chaos.partitions if f <= part[0] < t]
+            for other, intervals in live.items():
+                if not cut or (other in cut[0]) == (name in cut[0]):
+                    samples += rate * sum(overlap(interval, part) for interval in intervals)
+        return samples
+
+    stalls = []
+    for trainer in chaos.trainers:
+        epochs = gains(trainer)
+        spans = [(gain["begin"], gain["end"], gain["epoch"]) for gain in epochs]
+        # the epoch that a kill, or the phase's end, cut short: it may have stood still already
+        for run, lines in trainer.histories():
+            if run["ready"]:
+                last = lines[-1] if lines else dict(time=run["ready"], epoch=-1)
+                spans.append((last["time"], run["ended"] or phase[1], last["epoch"] + 1))
+        for begin, end, epoch in spans:
+            if begin is None or end <= phase[0] or begin >= phase[1] or end <= begin:
+                continue
+            # it had to catch up first: that is its recovery
+            if any(overlap(frozen, [begin, end]) for frozen in trainer.frozen):
+                continue
+            needed = begin
+            while needed < end and supply(trainer.name, begin, needed) < chaos.args.target_batch_size:
+                needed += 0.1
+            stalls.append(dict(trainer=trainer.name, epoch=epoch, time=end, seconds=max(0.0, end - needed)))
+    return sorted(stalls, key=lambda stall: -stall["seconds"])
+
+
+def find_standstills(chaos: Chaos, phase: list[float]) -> list[dict]:
+    """The loops' longest times between two steps, without those in which they were frozen."""
+    standstills = []
+    for trainer in chaos.trainers:
+        for gain in gains(trainer):
+            if phase[0] < gain["end"] <= phase[1]:
+                frozen = sum(overlap(f, [gain["begin"], gain["end"]]) for f in trainer.frozen)
+                seconds = gain["longest_step"] - (frozen if gain["longest_step"] > frozen else 0)
+                standstills.append(dict(trainer=trainer.name, epoch=gain["epoch"], time=gain["end"], seconds=seconds))
+    return sorted(standstills, key=lambda standstill: -standstill["seconds"])
+
+
+def find_recovery(chaos: Chaos, event: dict, end: float, epoch_seconds: float) -> float | None:
+    """Seconds from the end of a fault to the first epoch that the victims have averaged with all that are live."""
+    live = [live_intervals(trainer, end, epoch_seconds) for trainer in chaos.trainers]
+    done = []
+    for trainer in chaos.trainers:
+        if trainer.name in event["names"]:
+            for gain in gains(trainer):
+                count = sum(any(b <= gain["begin"] and gain["end"] <= e + 1 for b, e in each) for each in live)
+                if gain["end"] > event["until"] and gain["averaged_with"] >= max(2, count):
+                    done.append(gain["end"] - event["until"])
+                    break
+    return max(done) if len(done) == len(event["names"]) else None
+
+
+def largest_difference(folders: list[Path]) -> float:
+    """Between any two trainers' weights."""
+    first, *others = [load_file(folder / "model" / "model.safetensors") for folder in folders]
+    return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
+
+
+def report(chaos: Chaos, phases: dict[str, list[float]]) -> dict:
+    """Compute and print the figures."""
+    trainers = chaos.trainers
+    calm = [phases["undisturbed"], phases["undisturbed again"]]
+    storm = phases["chaos"]
+    ends = [gain["end"] for gain in gains(trainers[0]) if calm[0][0] < gain["end"] <= calm[0][1]]
+    epoch_seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
+    rates = [throughput(trainers, phase, epoch_seconds) for phase in calm]
+    rate = sum(rates) / len(rates)
+    in_storm = throughput(trainers, storm, epoch_seconds)
+    losses = [
+        dict(trainer=trainer.name, epoch=gain["epoch"], time=gain["end"], samples=gain["lost"])
+        for trainer in trainers
+        for gain in gains(trainer)
+        if storm[0] < gain["end"] <= storm[1] and gain["lost"]
+    ]
+    lost = sum(loss["samples"] for loss in losses)
+    reached = sum(g["reached"] for t in trainers for g in gains(t) if storm[0] < g["end"] <= storm[1])
+    stalls = find_stalls(chaos, storm, rate, epoch_seconds)
+    standstills = find_standstills(chaos, storm)
+    usual = max(s["seconds"] for phase in calm for s in find_standstills(chaos, phase))
+    recoveries = []
+    for event, following in zip(chaos.events, [*chaos.events[1:], {"time": storm[1]}], strict=True):
+        kept = throughput(trainers, [event["time"], following["time"]], epoch_seconds) / rate
+        seconds = find_recovery(chaos, event, time.time(), epoch_seconds)
+        recoveries.append(
+            dict(kind=event["kind"], time=event["time"], names=event["names"], seconds=seconds, kept=kept)
+        )
+
+    def show(item: dict) -> str:
+        return (
+            f"{item['seconds']:.1f} s ({item['trainer']}, epoch {item['epoch']}, at {item['time'] - chaos.begin:.0f} s)"
+        )
+
+    print(f"\nundisturbed: epochs of {epoch_seconds:.1f} s, {rates[0]:.2f} and {rates[1]:.2f} samples/s per trainer")
+    print(f"faults: {len(chaos.events)} in {storm[1] - storm[0]:.0f} s")
+    print(f"goodput: {reached / max(1, reached + lost):.2%}, {lost} of {reached + lost} samples lost")
+    for loss in losses:
+        print(
+            f"    {loss['samples']} by {loss['trainer']}, epoch {loss['epoch']}, at {loss['time'] - chaos.begin:.0f} s"
+        )
+    print(f"throughput kept: {in_storm / rate:.1%} ({in_storm:.2f} samples/s per live trainer)")
+    print(f"worst stalls: {', '.join(map(show, stalls[:4]))}")
+    print(f"loop stood still: {', '.join(map(show, standstills[:4]))}; undisturbed {usual:.1f} s")
+    for recovery in recoveries:
+        seconds = "never" if recovery["seconds"] is None else f"{recovery['seconds']:.1f} s"
+        at = recovery["time"] - chaos.begin
+        print(
+            f"recovery from {recovery['kind']} of {' '.join(recovery['names'])} at {at:.0f} s: {seconds}; "
+            f"{recovery['kept']:.0%} of the throughput until the next fault"
+        )
+    return dict(
+        epoch_seconds=epoch_seconds,
+        undisturbed=rates,
+        chaos=in_storm,
+        throughput_kept=in_storm / rate,
+        goodput=reached / max(1, reached + lost),
+        reached=reached,
+        losses=losses,
+        stalls=stalls[:20],
+        standstills=standstills[:20],
+        recoveries=recoveries,
+        events=chaos.events,
+        phases=phases,
+    )
+
+
+def measure_memory(chaos: Chaos) -> dict[str, float]:
+    """MB (PSS) of each role."""
+    scripts = {"monitor": chaos.monitor, **{trainer.name: trainer.script for trainer in chaos.trainers}}
+    return {role: sum(mb for mb, _ in measure_processes(script).values()) for role, script in scripts.items()}
+
+
+def run(args: argparse.Namespace, net: netlab.Net | None, folder: Path) -> dict:
+    chaos = Chaos(args, net, folder)
+    kinds = [kind for kind in args.faults if kind != "partition" or net]
+    print(f"logs are in {folder}; faults: {' '.join(kinds)}", flush=True)
+    phases: dict[str, list[float]] = {}
+    try:
+        chaos.start()
+        if not chaos.wait_for_joint_epoch(180):
+            raise SystemExit(f"no epoch was averaged by all, see {folder}")
+        chaos.wait_for_joint_epoch(60)
+        phases["undisturbed"] = chaos.run_phase("undisturbed", args.undisturbed)
+        memory = [measure_memory(chaos)]
+        phases["chaos"] = chaos.run_phase("chaos", args.minutes * 60, kinds)
+        joint = chaos.wait_for_joint_epoch(120)
+        chaos.say(f"epoch {joint['epoch']} averaged by all" if joint else "no epoch averaged by all within 120 s")
+        memory.append(measure_memory(chaos))
+        phases["undisturbed again"] = chaos.run_phase("undisturbed", args.undisturbed)
+        # all end with the same epoch: some time after it has begun, when its parameters have been averaged
+        chaos.wait_for_joint_epoch(120)
+        time.sleep(4)
+        for trainer in chaos.trainers:
+            trainer.script.process.send_signal(2)
+        codes = [trainer.script.wait(120) for trainer in chaos.trainers]
+        chaos.say(f"ended with {codes}")
+        chaos.monitor.interrupt()
+        chaos.monitor.wait(60)
+    finally:
+        chaos.kill()
+    figures = report(chaos, phases)
+    epochs = [json.loads((t.folder / "summary.json").read_text())["epoch"] for t in chaos.trainers]
+    difference = largest_difference([trainer.folder for trainer in chaos.trainers])
+    print(f"final weights: differ by {difference:.1e} at most, of epochs {sorted(set(epochs))}")
+    for role in memory[0]:
+        print(f"memory of {role}: {memory[0][role]:.0f} MB before the chaos, {memory[1][role]:.0f} MB after it (PSS)")
+    return figures | dict(arguments=vars(args), difference=difference, epochs=epochs, memory=memory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
+    parser.add_argument("--tokenizer_path", default="data/tokenizer")
+    parser.add_argument("--trainers", type=int, default=4)
+    parser.add_argument("--target_batch_size", type=int, default=512, help="about 8 s of four trainers")
+    parser.add_argument("--target_group_size", type=int, default=16)
+    parser.add_argument("--minutes", type=float, default=5, help="of the chaos")
+    parser.add_argument("--undisturbed", type=float, default=60, help="seconds before the chaos, and again after it")
+    parser.add_argument("--fault_every", type=float, default=30, help="seconds")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--seed", type=int, default=0, help="of the schedule")
+    parser.add_argument("--rtt_ms", type=float, default=20, help="of each path, where the network is emulated")
+    parser.add_argument("--mbits", type=float, default=100, help="of each peer, up and down, likewise")
+    parser.add_argument("--json", type=Path, help="file for the raw figures")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chaos_"))
+    with contextlib.ExitStack() as stack:
+        net = None
+        if "partition" in args.faults:
+            if why := netlab.unavailable():
+                print(f"no partitions: {why}")
+            else:
+                net = stack.enter_context(netlab.Net())
+        figures = run(args, net, folder)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2, default=str))
+
+
+if __name__ == "__main__":
+    main()

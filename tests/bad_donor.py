@@ -1,0 +1,107 @@
+"""A peer that offers a state to those who join, and gives one that is of no use: each time another kind of KINDS.
+
+It claims to be further than everybody, so that it is asked first. Its parameter is that of tests/gradient_peer.py. Run
+by tests/test_averaging.py.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import multiprocessing
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import AsyncIterator  # noqa: UP035 (hivemind knows a stream by this very type)
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from hivemind.p2p import P2PContext
+from hivemind.proto import averaging_pb2
+
+from arguments import SwarmArguments
+from averaging import StateAverager, clean_end, handle_stop_signals, shut_down
+from joining import make_dht
+from utils import setup_logging
+
+KINDS = ("truncated", "shapes", "infinite", "metadata", "bytes", "hanging", "breaking")
+
+
+class BadStateAverager(StateAverager):
+    def __init__(self, *args, **kwargs):
+        # of downloads so far, in whichever process it is counted
+        self.downloads = multiprocessing.Value(ctypes.c_int, 0)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def kind(self) -> str:
+        return KINDS[(self.downloads.value - 1) % len(KINDS)]
+
+    def get_current_state(self):
+        metadata, tensors, infos = super().get_current_state()
+        metadata["epoch"] = 1000
+        if self.kind == "shapes":
+            tensors = [tensor[:-1] for tensor in tensors]
+        if self.kind == "infinite":
+            tensors[0][7] = float("inf")
+        if self.kind == "metadata":
+            metadata["optimizer_metadata"] = [{"type": "tensor", "index": 99}]
+        return metadata, tensors, infos
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        self.downloads.value += 1
+        print(json.dumps({"gave": self.kind}), flush=True)
+        parts = 0
+        async for message in super().rpc_download_state(request, context):
+            parts += 1
+            if parts == 2 and self.kind == "truncated":
+                return
+            if parts == 2 and self.kind == "hanging":
+                await asyncio.sleep(3600)
+            if parts == 2 and self.kind == "breaking":
+                raise RuntimeError("this donor breaks")
+            if self.kind == "bytes":
+                message.tensor_part.buffer = b"not a tensor"
+            yield message
+
+
+# hivemind finds the calls of a peer under the name of its averager's class
+BadStateAverager.__name__ = StateAverager.__name__
+BadStateAverager.__qualname__ = StateAverager.__qualname__
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--experiment_prefix", required=True)
+    parser.add_argument("--initial_peers", nargs="*", default=[])
+    parser.add_argument("--numbers", type=int, default=100_000)
+    args = parser.parse_args()
+    setup_logging("donor")
+    swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    dht, *_ = make_dht(swarm)
+    averager = BadStateAverager(
+        dht=dht,
+        prefix=f"{args.experiment_prefix}_state_averager",
+        params=[{"params": [torch.nn.Parameter(torch.full([args.numbers], -777.0))]}],
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        offload_optimizer=True,
+        custom_gradients=True,
+        min_matchmaking_time=2.0,
+        request_timeout=1.0,
+        start=True,
+    )
+    averager.state_sharing_priority = 1000
+    stop = handle_stop_signals()
+    print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+    while not stop.is_set():
+        time.sleep(0.2)
+    shut_down(dht)
+
+
+if __name__ == "__main__":
+    with clean_end():
+        main()

@@ -1,0 +1,512 @@
+"""Training states on disk: bit for bit, whole or not there, and what a trainer goes on from after kill -9."""
+
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import LOOPBACK, ROOT, Script, make_prefix, wait_until
+from safetensors.torch import load_file
+from test_swarm import TRAINER, flags, history, start_monitor
+from transformers import AlbertForPreTraining, AutoTokenizer
+
+import checkpoint
+from arguments import ModelArguments, TrainerArguments
+from checkpoint import choose_state, find_checkpoints, load_checkpoint, load_state, load_state_file
+from data import load_tokenizer
+from model import make_model
+
+ALONE = {
+    **TRAINER,
+    "--target_batch_size": 64,
+    "--learning_rate": 2e-3,
+    "--save_steps": 2,
+    "--save_total_limit": 3,
+    # a step of this model takes 20 ms; epochs that end faster than anybody looks would only be noise
+    "--gradient_accumulation_steps": 2,
+}
+
+# Two optimizers of one model: the state of the first, after some steps, goes through a file into the second.
+ROUND_TRIP = """
+import copy, json, random, sys, time
+import numpy, torch
+from arguments import *
+from averaging import clean_end, shut_down
+from joining import make_dht
+from checkpoint import *
+from data import load_tokenizer
+from model import make_model
+from optimizer import make_optimizer
+
+folder, tokenizer_path, optim = sys.argv[2:]
+
+
+def everything(model, optimizer):
+    opt = optimizer.opt
+    return {
+        "weights": [tensor.clone() for tensor in model.state_dict().values()],
+        "masters": [param.detach().clone() for group in opt.param_groups for param in group["params"]],
+        "moments": copy.deepcopy([sorted(state.items()) for state in opt.state_dict()["state"].values()]),
+        "numbers": [optimizer.local_epoch, optimizer.total_samples, [group["lr"] for group in opt.param_groups]],
+    }
+
+
+def equal(one, other):
+    if torch.is_tensor(one):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+with clean_end():
+    swarm = SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    options = OptimizerArguments(optim=optim, warmup_steps=5)
+    tokenizer = load_tokenizer(tokenizer_path)
+    peers = []
+    for seed in (1, 2):
+        dht, _ = make_dht(swarm)
+        model = make_model(ModelArguments("configs/demo.json", seed=seed), len(tokenizer))
+        optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(target_batch_size=4))
+        optimizer.accumulate_on(torch.device("cpu"))
+        peers.append((dht, model, optimizer))
+    (_, model, optimizer), (_, other_model, other) = peers
+    while optimizer.local_epoch < 3:
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step(batch_size=4)
+    scaler, other_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu")
+    before = everything(model, optimizer)
+    torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
+    state = collect_state(model, optimizer, {"experiment_prefix": swarm.experiment_prefix}, scaler, {"epochs": 3})
+    draws = [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]
+    assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
+    assert save_state_file(state, folder + "/state.pt")
+    facts = {}
+    # going on must not change what was collected
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step(batch_size=4)
+    facts["went_on"] = [optimizer.local_epoch, equal(before["masters"], everything(model, optimizer)["masters"])]
+    loaded_from = {"folder": load_checkpoint(folder + "/checkpoint-3"), "file": load_state_file(folder + "/state.pt")}
+    for name, loaded in loaded_from.items():
+        with torch.no_grad():
+            for param in other_model.parameters():
+                param.zero_()
+        apply_state({**loaded, "path": name}, other_model, other, other_scaler)
+        after = everything(other_model, other)
+        facts[name] = {part: equal(before[part], after[part]) for part in before}
+        facts[name] |= {
+            "tracker": [other.tracker.local_progress.epoch, other.tracker.global_epoch],
+            "priority": other.state_averager.state_sharing_priority,
+            "scale": other_scaler.get_scale(),
+            "draws": equal(draws, [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]),
+        }
+        # what it goes on with is a copy: a step leaves the state that was loaded alone
+        moment = loaded["optimizer"]["state"][0]["exp_avg"]
+        before_step = moment.clone()
+        for param in other_model.parameters():
+            param.grad = torch.ones_like(param)
+        deadline = time.monotonic() + 30  # the tracker may still hold what was before
+        while other.local_epoch <= 3 and time.monotonic() < deadline:
+            other.step(batch_size=4)
+            time.sleep(0.1)
+        facts[name]["is_copied"] = other.local_epoch > 3 and equal(before_step, moment)
+    print(json.dumps(facts), flush=True)
+    for dht, _, optimizer in peers:
+        shut_down(dht, optimizer)
+"""
+
+# Writes checkpoints without end, each with weights that are all its own number.
+WRITER = """
+import sys
+import torch
+from arguments import ModelArguments
+from checkpoint import save_checkpoint, save_state_file
+from data import load_tokenizer
+from model import make_model
+
+folder, tokenizer_path = sys.argv[1:]
+tokenizer = load_tokenizer(tokenizer_path)
+model = make_model(ModelArguments("configs/demo.json"), len(tokenizer))
+number = 0
+while True:
+    number += 1
+    weights = {name: torch.full_like(tensor, number) for name, tensor in model.state_dict().items()}
+    # each epoch twice: a folder that is there already is replaced
+    epoch = number // 2
+    state = {"model": weights, "optimizer": {}, "scheduler": {}, "local_epoch": epoch, "number": number}
+    assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
+    assert save_state_file(state, folder + "/state.pt")
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("optim", ["adamw", "lamb"])
+def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
+    """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers; by folder, by file."""
+    command = [sys.executable, "-c", ROUND_TRIP, make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
+    result = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stderr[-3000:]
+    facts = json.loads(result.stdout.splitlines()[-1])
+    assert facts["went_on"] == [4, False]
+    for where in ("folder", "file"):
+        assert facts[where] == {
+            **dict.fromkeys(("weights", "masters", "moments", "numbers", "draws"), True),
+            "tracker": [3, 3] if where == "folder" else [3, 4],  # the second time it has been at epoch 4 already
+            "priority": 3,
+            "scale": 1024.0,
+            "is_copied": True,
+        }
+    folder = tmp_path / "checkpoint-3"
+    model = AlbertForPreTraining.from_pretrained(folder)
+    rest = torch.load(folder / "training_state.pt", weights_only=True)
+    whole = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert all(whole["model"][name].equal(tensor) for name, tensor in model.state_dict().items())
+    assert rest["local_epoch"] == whole["local_epoch"] == 3
+    assert rest["versions"]["torch"] == torch.__version__
+    assert (
+        AutoTokenizer.from_pretrained(folder).get_vocab() == load_tokenizer(tiny_data["--tokenizer_path"]).get_vocab()
+    )
+
+
+@pytest.fixture
+def saved(tmp_path, tiny_data):
+    """A model, its tokenizer, and a function that saves states of it to a folder."""
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
+
+    def save(epoch: int, folder: Path = tmp_path, model=model, limit: int = 3, prefix: str = "a") -> dict:
+        state = {"model": model.state_dict(), "optimizer": {"state": {}}, "scheduler": {}, "local_epoch": epoch}
+        state["arguments"] = {"experiment_prefix": prefix}
+        assert checkpoint.save_checkpoint(model, tokenizer, folder, state, {}, limit)
+        return state
+
+    return model, save
+
+
+FILES = ["model.safetensors", "training_state.pt", "training_state.json", "config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "one bit"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
+    """With one warning that names it; the next older one is taken, and the damaged one is out of the way."""
+    model, save = saved
+    for epoch in (2, 4):
+        save(epoch)
+    victim = tmp_path / "checkpoint-4" / name
+    if damage == "cut":
+        os.truncate(victim, victim.stat().st_size // 2)
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        content = bytearray(victim.read_bytes())
+        content[content.index(b"sha256") if name == "training_state.json" else len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    path = choose_state(TrainerArguments(output_dir=str(tmp_path)), model, "a")
+    assert path == tmp_path / "checkpoint-2"
+    state = load_state(path)
+    assert state["local_epoch"] == 2
+    assert all(state["model"][key].equal(model.state_dict()[key]) for key in state["model"])
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
+    assert "checkpoint-4" in warning
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2"]
+    assert len(list(tmp_path.glob("set-aside-*/checkpoint-4"))) == 1
+
+
+def test_the_newest_of_folder_and_file_is_taken(saved, tmp_path, caplog):
+    model, save = saved
+    file = tmp_path / "state.pt"
+    arguments = TrainerArguments(output_dir=str(tmp_path), state_path=str(file))
+    assert choose_state(arguments, model, "a") is None
+    state = save(4)
+    for epoch, expected in ((3, tmp_path / "checkpoint-4"), (5, file)):
+        assert checkpoint.save_state_file({**state, "local_epoch": epoch}, file)
+        assert choose_state(arguments, model, "a") == expected
+    for size in (file.stat().st_size // 2, 10, 0):
+        os.truncate(file, size)
+        caplog.clear()
+        assert choose_state(arguments, model, "a") == tmp_path / "checkpoint-4"
+        [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
+        assert str(file) in warning
+
+
+def test_what_is_beyond_the_chosen_state_is_set_aside(saved, tmp_path):
+    """Or a later restart would take it for the newest, and new checkpoints would be the first to be removed."""
+    model, save = saved
+    for epoch in (2, 4, 6):
+        save(epoch)
+    arguments = TrainerArguments(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert choose_state(arguments, model, "another").name == "checkpoint-4"  # a PATH may begin another run
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
+    arguments.resume_from_checkpoint = "none"
+    assert choose_state(arguments, model, "a") is None
+    assert find_checkpoints(tmp_path) == []
+    assert len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 3
+    save(1, limit=1)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
+def test_a_wrong_checkpoint_is_one_line_and_exit_code_2(saved, tmp_path, capsys):
+    model, save = saved
+    small, big = tmp_path / "small", tmp_path / "big"
+    save(2, small)
+    config = json.loads((ROOT / "configs/demo.json").read_text()) | {"hidden_size": 64, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save(2, big, make_model(ModelArguments(str(tmp_path / "config.json")), model.config.vocab_size))
+    checkpoint.save_model(model, load_tokenizer(small / "checkpoint-2"), tmp_path / "model", {})
+    (tmp_path / "text").write_text("no state")
+    for output_dir, path, prefix, words in (
+        (big, None, "a", ["of another model", "--config_path", "none"]),
+        (tmp_path / "new", big / "checkpoint-2", "a", ["of another model", "--config_path"]),
+        (small, None, "b", ["of another run, a", "--output_dir", "none"]),
+        (tmp_path / "new", tmp_path / "no", "a", ["No such file"]),
+        (tmp_path / "new", tmp_path / "text", "a", ["no training state"]),
+        (tmp_path / "new", tmp_path, "a", ["not whole", "training_state.json"]),
+        (tmp_path / "new", tmp_path / "model", "a", ["no training state"]),
+    ):
+        arguments = TrainerArguments(output_dir=str(output_dir), resume_from_checkpoint=path and str(path))
+        with pytest.raises(SystemExit) as error:
+            choose_state(arguments, model, prefix)
+        assert error.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "cannot resume" in line and all(word in line for word in words), line
+
+
+def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
+    """At random moments of a process that does nothing but write; what is there is whole, and of one writing."""
+    folder, generator, tried = tmp_path / "out", random.Random(0), 0
+    folder.mkdir()
+    for number in range(4):
+        writer = start(f"writer{number}", "-c", WRITER, folder, tiny_data["--tokenizer_path"])
+        writer.wait_for(r"(?m)^3$")
+        time.sleep(generator.uniform(0, 0.3))
+        writer.process.kill()
+        writer.wait()
+        last = int(writer.text.split()[-1])
+        checkpoint.put_back(folder)
+        states = [load_checkpoint(path) for path in find_checkpoints(folder)] + [load_state_file(folder / "state.pt")]
+        for state in states:
+            assert all((tensor == state["number"]).all() for tensor in state["model"].values())
+        # what was finished is there
+        assert states[-2]["number"] >= last and states[-1]["number"] >= last - 1
+        tried += bool(list(folder.glob(".*.unfinished")))
+        for path in find_checkpoints(folder):
+            shutil.rmtree(path)
+    assert tried  # or the kills met nothing that could be half
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """mount(kilobytes) -> a folder with so much room."""
+    mounted = []
+
+    def mount(size: int) -> Path:
+        folder = tmp_path / f"disk{size}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", folder]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a small tmpfs needs root")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_one_warning_whichever_file_it_meets(saved, small_disk, caplog):
+    """And one line when it works again; nothing half-written is left."""
+    _, save = saved
+    caplog.set_level("INFO")
+    disk = small_disk(6000)
+    room = disk / "filler"
+    save(1, disk)
+    size = sum(path.stat().st_size for path in (disk / "checkpoint-1").iterdir()) // 1024
+    shutil.rmtree(disk / "checkpoint-1")
+    for free in range(16, size, size // 8):
+        room.write_bytes(bytes((6000 - free) * 1024))
+        caplog.clear()
+        for _ in range(2):
+            with pytest.raises(AssertionError):
+                save(2, disk)
+        [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
+        assert "No space left" in warning
+        assert list(disk.iterdir()) == [room]
+        room.unlink()
+        save(2, disk)
+        assert "works again" in caplog.records[-1].getMessage()
+        shutil.rmtree(disk / "checkpoint-2")
+
+
+def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict) -> Script:
+    own = {"--experiment_prefix": prefix, "--output_dir": output_dir}
+    return start(name, "run_trainer.py", *LOOPBACK, *flags(ALONE, own, *groups))
+
+
+def kill_after_epoch(trainer: Script, tmp_path: Path, name: str, epoch: int) -> dict[int, dict]:
+    """kill -9 of the whole peer once it has passed an epoch; its history."""
+    wait_until(lambda: max(history(tmp_path, name), default=0) >= epoch, 90, f"epoch {epoch} of {name}")
+    trainer.kill()
+    trainer.wait()
+    return history(tmp_path, name)
+
+
+def assert_loss_goes_on(lines: dict[int, dict], epoch: int) -> None:
+    """The loss before and after a restart at an epoch is the same, but for noise, and far from that of a new model."""
+    untrained = math.log(500) + math.log(2)
+    before = statistics.mean([lines[number]["loss"] for number in sorted(lines) if number <= epoch][-3:])
+    after = statistics.mean([lines[number]["loss"] for number in sorted(lines) if number > epoch][:2])
+    assert before < untrained - 0.3
+    assert after == pytest.approx(before, abs=0.35)
+
+
+def test_a_full_disk_does_not_end_the_training(start, small_disk, tiny_data, tmp_path):
+    """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
+    disk = small_disk(1000)
+    limits = {**tiny_data, "--max_steps": 8, "--save_steps": 1, "--backup_every_epochs": 1}
+    trainer = start_alone(start, "trainer", disk, make_prefix(), limits, {"--state_path": disk / "state.pt"})
+    trainer.assert_clean_end(120)
+    assert "epoch 8, contributed" in trainer.text and "NOT SAVED" in trainer.text
+    warnings = [line for line in trainer.text.splitlines() if "warning: Could not" in line]
+    # one for checkpoints, one for the state file
+    assert len(warnings) == 2 and all("No space left" in line for line in warnings), trainer.text
+    assert not find_checkpoints(disk) and not list(disk.glob(".*.unfinished"))
+
+
+def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
+    """The same command: the saved epoch, its learning rate and loss; then anew, and from a given checkpoint."""
+    prefix = make_prefix()
+    own = {**tiny_data, "--overwrite_output_dir": []}
+    first = kill_after_epoch(start_alone(start, "first", tmp_path / "out", prefix, own), tmp_path, "out", 21)
+    newest = find_checkpoints(tmp_path / "out")[-1]
+    epoch = json.loads((newest / "training_state.json").read_text())["epoch"]
+    assert len(find_checkpoints(tmp_path / "out")) == 3
+    assert max(first) - 2 <= epoch <= max(first)
+
+    second = start_alone(start, "second", tmp_path / "out", prefix, own)
+    second.wait_for(f"resuming from .*checkpoint-{epoch}, epoch {epoch}")
+    second.wait_for(f"Epoch #{epoch + 3} ")
+    with pytest.raises(SystemExit):
+        checkpoint.lock_folder("--output_dir", tmp_path / "out")
+    second.interrupt()
+    second.assert_clean_end()
+    both = history(tmp_path, "out")
+    assert sorted(both) == list(range(1, max(both) + 1))
+    assert all(both[number] == first[number] for number in range(1, epoch + 1))
+    # warm-up of 5, peak at the sixth, zero at 100: the learning rate after an epoch
+    for number in (epoch, epoch + 1, epoch + 2):
+        assert both[number]["learning_rate"] == pytest.approx(2e-3 * (100 - number) / 95)
+    assert both[epoch + 1]["total_samples"] == both[epoch]["total_samples"] + both[epoch + 1]["samples_accumulated"]
+    assert_loss_goes_on(both, epoch)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["samples"] == both[max(both)]["total_samples"]
+    assert summary["epochs_here"] == max(both)
+    # Ctrl-C saves: nothing of what was trained is lost
+    last = find_checkpoints(tmp_path / "out")[-1]
+    assert last.name == f"checkpoint-{summary['epoch']}"
+    trained, saved = load_file(tmp_path / "out" / "model" / "model.safetensors"), load_file(last / "model.safetensors")
+    assert all(trained[name].equal(saved[name]) for name in trained)
+
+    anew = start_alone(start, "anew", tmp_path / "out", prefix, own, {"--resume_from_checkpoint": "none"})
+    anew.wait_for("Epoch #2 ")
+    anew.kill()
+    assert "resuming" not in anew.text
+    assert min(history(tmp_path, "out")) == 1 and max(history(tmp_path, "out")) < epoch
+    assert history(tmp_path, "out")[1]["total_samples"] == 64
+
+    [aside] = (tmp_path / "out").glob(f"set-aside-*/{last.name}")
+    other = {"--resume_from_checkpoint": aside, "--optim": "lamb"}
+    wrong = start_alone(start, "wrong", tmp_path / "wrong", prefix, own, other)
+    assert wrong.wait() == 2
+    [line] = [line for line in wrong.text.splitlines() if "error:" in line]
+    assert "--optim" in line and "--resume_from_checkpoint none" in line and "Traceback" not in wrong.text
+
+    limits = {"--resume_from_checkpoint": aside, "--max_steps": summary["epoch"] + 1}
+    start_alone(start, "chosen", tmp_path / "chosen", prefix, own, limits).assert_clean_end()
+    assert list(history(tmp_path, "chosen")) == [summary["epoch"] + 1]
+    assert json.loads((tmp_path / "chosen" / "summary.json").read_text())["samples"] == summary["samples"] + 64
+
+
+def test_all_dead_and_one_back(start, tmp_path, tiny_data):
+    """Two peers, both killed; one comes back and goes on alone; the other follows and takes over what it missed."""
+    prefix, names = make_prefix(), ["first", "second"]
+    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    own = {
+        **tiny_data,
+        "--initial_peers": peers,
+        "--target_batch_size": 256,
+        "--target_group_size": 2,
+        "--total_steps": 400,
+        "--save_steps": 3,
+    }
+    trainers = [start_alone(start, name, tmp_path / name, prefix, own) for name in names]
+
+    def epochs_together() -> list[int]:
+        lines = [history(tmp_path, name) for name in names]
+        return [epoch for epoch in lines[0] if all(line.get(epoch, {}).get("averaged_with") == 2 for line in lines)]
+
+    wait_until(lambda: len(epochs_together()) >= 12, 120, "epochs together")
+    for trainer in trainers:
+        trainer.kill()
+    before = history(tmp_path, "first")
+    epoch = checkpoint.read_epoch(find_checkpoints(tmp_path / "first")[-1])
+
+    back = start_alone(start, "back", tmp_path / "first", prefix, own)
+    back.wait_for(f"Epoch #{epoch + 3} ", 90)
+    after = history(tmp_path, "first")
+    assert [number for number in after if number <= epoch] == [number for number in before if number <= epoch]
+    assert [number for number in after if number > epoch][:3] == [epoch + 1, epoch + 2, epoch + 3]
+    assert all(after[number] == before[number] for number in before if number <= epoch)
+    assert [after[number]["averaged_with"] for number in range(epoch + 1, epoch + 4)] == [1, 1, 1]
+    for number in range(epoch + 1, epoch + 4):
+        # warm-up of 5, peak at the sixth, zero at 400: the learning rate after an epoch
+        rate = (number + 1) / 6 if number < 5 else (400 - number) / 395
+        assert after[number]["learning_rate"] == pytest.approx(2e-3 * rate)
+    assert_loss_goes_on(after, epoch)
+    assert after[epoch + 1]["total_samples"] == after[epoch]["total_samples"] + after[epoch + 1]["samples_accumulated"]
+
+    start_alone(start, "follower", tmp_path / "second", prefix, own)
+    joint = wait_until(lambda: [e for e in epochs_together() if e > epoch + 3], 90, "an epoch together again")[-1]
+    norms = [history(tmp_path, name)[joint]["grad_norm"] for name in names]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
+    """What the monitor saves is a whole training state: where all trainers are lost, a new one goes on from it."""
+    prefix = make_prefix()
+    trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
+    shared = {**ALONE, **tiny_data, "--target_batch_size": 256}
+    shared = {name: value for name, value in shared.items() if not name.startswith(trainers_only)}
+    _, peers = start_monitor(
+        start,
+        prefix,
+        *flags(shared, {"--output_dir": tmp_path / "monitor", "--report_to": "none", "--refresh_period": 0.5}),
+        *("--store_checkpoints", "--save_checkpoint_step_interval", 4),
+    )
+    own = {**tiny_data, "--target_batch_size": 256}
+    lost = start_alone(start, "lost", tmp_path / "lost", prefix, own, {"--initial_peers": peers})
+
+    def find_new() -> list[Path]:
+        return [path for path in find_checkpoints(tmp_path / "monitor") if checkpoint.read_epoch(path) >= 8]
+
+    folder = wait_until(find_new, 120, "a checkpoint of the monitor")[0]
+    lost.kill()
+    before, epoch = history(tmp_path, "lost"), checkpoint.read_epoch(folder)
+    assert load_checkpoint(folder)["local_epoch"] == epoch
+
+    limits = {"--resume_from_checkpoint": folder, "--max_steps": epoch + 2}
+    start_alone(start, "revived", tmp_path / "revived", prefix, own, limits).assert_clean_end(90)
+    after = history(tmp_path, "revived")
+    assert sorted(after) == [epoch + 1, epoch + 2]
+    assert after[epoch + 1]["learning_rate"] == pytest.approx(before[epoch]["learning_rate"] - 2e-3 / 95)
+    assert_loss_goes_on(before | after, epoch)

@@ -1,0 +1,88 @@
+"""The emulated network does what tests of faults rely on: delay, rate, partition, firewall, NAT."""
+
+import subprocess
+import sys
+import time
+
+import netlab
+import pytest
+from processes import wait_until
+
+SERVER = """
+import socket
+listener = socket.create_server(("0.0.0.0", 5000))
+while True:
+    connection, _ = listener.accept()
+    received = 0
+    while received < 1_000_000 and (data := connection.recv(1 << 16)):
+        received += len(data)
+    connection.sendall(b"!")
+    connection.close()
+"""
+# prints the seconds of the handshake, which takes one round trip, and of a million bytes with their answer
+CLIENT = """
+import socket, sys, time
+begin = time.monotonic()
+connection = socket.create_connection((sys.argv[1], 5000), timeout=3)
+print(time.monotonic() - begin)
+connection.settimeout(20)
+connection.sendall(bytes(1_000_000))
+assert connection.recv(1) == b"!"
+print(time.monotonic() - begin)
+"""
+
+
+@pytest.fixture
+def net():
+    if why := netlab.unavailable():
+        pytest.skip(why)
+    with netlab.Net() as network:
+        yield network
+
+
+def test_links_behave_as_declared(net):
+    net.host("near")
+    net.host("far", rtt_ms=80, up=20, down=20)
+    net.host("guarded", firewall=True)
+    net.host("home", nat="router")
+    net.start()
+    for name in ("near", "far", "guarded"):
+        net.popen(name, [sys.executable, "-c", SERVER])
+
+    def connect(source: str, target: str) -> tuple[float, float] | None:
+        """Seconds of a round trip and of a million bytes, or None when the target is not reached."""
+        client = net.popen(source, [sys.executable, "-c", CLIENT, net.ip(target)], stdout=-1, stderr=-1, text=True)
+        output, errors = client.communicate()
+        assert output or "timed out" in errors or "refused" in errors, errors
+        return tuple(map(float, output.split())) if client.returncode == 0 else None
+
+    wait_until(lambda: connect("near", "far") and connect("far", "near"), 20, "both servers listen")
+    round_trip, seconds = connect("near", "far")
+    assert 0.08 <= round_trip < 0.5
+    assert 0.4 <= seconds < 3  # 8 Mbit at 20 Mbit/s
+    assert connect("guarded", "far")
+    assert connect("near", "guarded") is None
+    assert connect("home", "near")
+
+    net.partition(["far", "home"])
+    assert connect("near", "far") is None
+    assert connect("home", "far")
+    net.heal()
+    assert connect("near", "far")
+    net.set("far", down=2)
+    before = time.monotonic(), net.bytes("far")[1]
+    assert connect("near", "far")
+    assert time.monotonic() - before[0] > 4
+    assert net.bytes("far")[1] - before[1] > 1_000_000
+
+
+def test_nothing_is_left_behind():
+    if why := netlab.unavailable():
+        pytest.skip(why)
+    with netlab.Net() as net:
+        net.host("home", nat="router")
+        net.start()
+        daemon = net.popen("home", ["setsid", "sleep", "1000"])
+        assert net.tag in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert daemon.poll() is not None
+    assert net.tag not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
