@@ -301,7 +301,7 @@ def check_all(
         yield check_memory(parameters)
         if check := check_shared_memory(parameters):
             yield check
-        yield check_disk(args.output_dir, parameters, kept=1)
+        yield check_disk(args.output_dir, parameters, args.save_total_limit)
 
     reports: list[LocalTrainingProgress] = []
     resolved, failure = attempt("addresses", lambda: check_addresses(swarm))
@@ -415,7 +415,7 @@ def warn_at_start(model: torch.nn.Module, args: TrainerArguments) -> None:
     warn(check_file_limit())
     warn(check_memory(parameters))
     warn(check_shared_memory(parameters))
-    warn(check_disk(args.output_dir, parameters, kept=1))
+    warn(check_disk(args.output_dir, parameters, args.save_total_limit))
 
 
 def warn_of_speed(
