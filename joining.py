@@ -125,7 +125,6 @@ def check_identity(path: str) -> None:
 
 def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
     """Start the DHT's helper process; stops with one line when that fails."""
-    logging.getLogger("asyncio").addFilter(is_not_a_destroyed_task)
     if not options.get("client_mode") and not swarm.use_ipfs:
         # or nobody relays through this peer before it has found out by itself that it is public, which takes minutes
         options.setdefault("force_reachability", "public")
@@ -152,11 +151,6 @@ def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
         stop_for_user(explain_failed_start(swarm, str(e)))
     dht.run_coroutine(offer_dial_back)
     return dht
-
-
-def is_not_a_destroyed_task(record: logging.LogRecord) -> bool:
-    """For logging: a DHT that ends during its start, as by a wrong clock, leaves tasks that add nothing."""
-    return not record.getMessage().startswith("Task was destroyed but it is pending")
 
 
 def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where: str) -> DHT:
