@@ -291,10 +291,14 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
-        gathered = [self.serializer.loads(self.serializer.loads(data)[2]) for data in group_info.gathered]
+        of_group = [self.serializer.loads(data) for data in group_info.gathered]
+        gathered = [self.serializer.loads(data) for _, _, data in of_group]
         if all(is_standing(item) and item[1] for item in gathered):
             standings = [(epoch, lineage) for epoch, _, lineage in gathered]
-            votes = Counter(standings)
+            # a state that clients alone have cannot be taken over: they give none
+            clients = [mode == AveragingMode.CLIENT.value for _, mode, _ in of_group]
+            given = {standing for standing, is_client in zip(standings, clients, strict=True) if not is_client}
+            votes = Counter(standing for standing in standings if standing in given)
             chosen_standing = max(votes, key=lambda standing: (votes[standing], standing))
             chosen = [index for index, standing in enumerate(standings) if standing == chosen_standing]
             epoch, peer_ids = chosen_standing[0], tuple(group_info.peer_ids[index] for index in chosen)
@@ -411,7 +415,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         :returns: whether parameters, optimizer, epoch and lineage are now that peer's
         """
         future = MPFuture()
-        options = dict(min_epoch=min_epoch, local_epoch=self.local_epoch, donors=donors, avoid=avoid, timeout=timeout)
+        lowest = min(min_epoch, self.local_epoch)
+        options = dict(min_epoch=min_epoch, lowest_epoch=lowest, donors=donors, avoid=avoid, timeout=timeout)
         self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         targets = (*params, *self.extra_tensors)
@@ -443,13 +448,20 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 group.update(own)
             for target, tensor in zip(targets, tensors, strict=False):
                 target.copy_(tensor)
-            self.local_epoch, self.lineage = metadata["epoch"], metadata["lineage"]
+            self.set_epoch(metadata["epoch"])
+            self.lineage = metadata["lineage"]
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors:
             self._load_local_tensors_into_averager_()
-        self._update_scheduler()
         return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move epoch and learning rate to this epoch, also back; hivemind's only ever go forward."""
+        if self.scheduler is not None:
+            self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
+            self.scheduler.step()
+        self.local_epoch = epoch
 
     async def _load_state_from_peers(self, future, timeout: float, **options) -> None:
         """Runs in the averager's process."""
@@ -460,7 +472,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 future.set_result(None)
 
     async def _download_state(
-        self, timeout: float, min_epoch: int, local_epoch: int, donors: Sequence[bytes], avoid: Sequence[bytes]
+        self, timeout: float, min_epoch: int, lowest_epoch: int, donors: Sequence[bytes], avoid: Sequence[bytes]
     ) -> tuple[dict, list[torch.Tensor]] | None:
         failures: dict[PeerID, int] = Counter()
         for attempt in range(DOWNLOAD_TRIES):
@@ -473,13 +485,13 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 for peer, info in declared
                 if isinstance(info, ValueWithExpiration) and isinstance(info.value, (int, float))
             }
-            epochs = {peer: epoch for peer, epoch in epochs.items() if peer != self.peer_id and epoch >= local_epoch}
+            epochs = {peer: epoch for peer, epoch in epochs.items() if peer != self.peer_id and epoch >= lowest_epoch}
             ranks = {
                 peer: (-failures[peer], peer.to_bytes() in donors, peer.to_bytes() not in avoid, epoch, random.random())
                 for peer, epoch in epochs.items()
             }
             # the last time, a state that is older than wanted is better than none
-            wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else local_epoch
+            wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
             for peer in sorted(ranks, key=ranks.get, reverse=True):
                 try:
                     return await asyncio.wait_for(self._download_from(peer, wanted), timeout)
@@ -734,10 +746,8 @@ class Optimizer(hivemind.Optimizer):
             self.opt.load_state_dict({"state": copy.deepcopy(moments), "param_groups": own["param_groups"]})
             scheduler = averager.scheduler
             scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
-            # a step to the epoch sets the learning rate; hivemind's only ever goes forward
-            scheduler.last_epoch, scheduler._step_count = epoch - 1, epoch
-            scheduler.step()
-            averager.local_epoch, averager.lineage = epoch, state.get("lineage", "")
+            averager.set_epoch(epoch)
+            averager.lineage = state.get("lineage", "")
         averager._apply_optimizer_parameters_()
         self.grad_averager.reset_accumulated_grads_()
         self.total_samples = state["total_samples"]
@@ -761,10 +771,10 @@ class Optimizer(hivemind.Optimizer):
     def _should_load_state_from_peers(self) -> bool:
         return time.monotonic() >= self._download_after and super()._should_load_state_from_peers()
 
-    def load_state_from_peers(self, min_epoch: int = 0, donors: Sequence[bytes] = ()) -> bool:
+    def load_state_from_peers(self, min_epoch: int | None = None, donors: Sequence[bytes] = ()) -> bool:
         """Take over the newest state of the swarm; gradients that are not yet averaged are kept.
 
-        :param min_epoch: take an earlier state only after some seconds without this one
+        :param min_epoch: take an earlier state only after some seconds without this one; default: the swarm's epoch
         :param donors: ids of peers to ask first
         :returns: whether a peer gave it; otherwise the local state stays, and peers that do not answer do not count
             any more, so that training goes on without them
@@ -780,7 +790,7 @@ class Optimizer(hivemind.Optimizer):
         start, old_epoch = time.monotonic(), self.local_epoch
         with self.tracker.performance_ema.pause():
             loaded = self.state_averager.load_state_from_peers(
-                min_epoch=max(self.tracker.global_epoch, min_epoch),
+                min_epoch=self.tracker.global_epoch if min_epoch is None else min_epoch,
                 donors=donors,
                 avoid=list(self.tracker.silent),
                 timeout=self.load_state_timeout,

@@ -38,6 +38,7 @@ def make_gradient_optimizer(
         grad_compression=Uniform8BitQuantization() if eight_bit else NoCompression(),
         grad_averager_factory=partial(GradientAverager, target_group_size=group_size, request_timeout=1.0),
         averager_opts=dict(target_group_size=group_size, request_timeout=1.0),
+        client_mode=dht.client_mode,
         average_state_every=10**6,
         tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
     )
@@ -54,10 +55,17 @@ def main() -> None:
     parser.add_argument("--group_size", type=int, default=2)
     parser.add_argument("--numbers", type=int, default=100_000)
     parser.add_argument("--eight_bit", action="store_true")
+    parser.add_argument("--client_mode", action="store_true")
+    parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
     args = parser.parse_args()
     setup_logging("peer")
 
-    swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    swarm = SwarmArguments(
+        args.experiment_prefix,
+        args.initial_peers,
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+        client_mode=args.client_mode,
+    )
     dht, *_ = make_dht(swarm)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
     optimizer = make_gradient_optimizer(
@@ -71,6 +79,11 @@ def main() -> None:
         parameter.grad = torch.full_like(parameter, args.gradient)
         optimizer.step(batch_size=args.batch_size)
         steps += 1
+        if args.leap_at and optimizer.local_epoch >= args.leap_at:
+            args.leap_at = None
+            optimizer.state_averager.set_epoch(optimizer.local_epoch + 1)
+            optimizer.state_averager.lineage = "leapt"
+            print(json.dumps({"leapt": optimizer.local_epoch}), flush=True)
         if optimizer.local_epoch != epoch:
             epoch = optimizer.local_epoch
             report = {

@@ -113,6 +113,21 @@ def test_failed_round_keeps_its_gradients(start):
     survivor.assert_clean_end()
 
 
+def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
+    """It gives its state to nobody, so that the others could never catch up with it."""
+    prefix = make_prefix()
+    public = start_peer(start, "public", prefix, gradient=1.0, batch_size=16)
+    flags = ("--client_mode", "--leap_at", 6)
+    client = start_peer(start, "client", prefix, gradient=3.0, batch_size=16, others=[public], flags=flags)
+    client.wait_for("leapt", 60)
+    leapt = next(line["leapt"] for line in client.json_lines() if "leapt" in line)
+    joint = wait_until(lambda: [epoch for epoch in joint_epochs(public, client) if epoch > leapt + 1], 60, "an epoch")
+    assert epochs(public)[joint[0]]["parameter"] == epochs(client)[joint[0]]["parameter"]
+    for peer in (public, client):
+        peer.interrupt()
+        peer.assert_clean_end()
+
+
 def test_a_peer_ends_when_its_helper_dies(start):
     """Nobody answers a trainer whose DHT process is gone: it must say so and end instead of waiting for ever."""
     import psutil
