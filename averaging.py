@@ -69,11 +69,12 @@ FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself give
 FIRST_LOOK = 2.0  # of waiting for a group before asking whether anybody is there; a live group forms within it
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
 RETRY_PERIOD = 10.0  # between two downloads of the state when the first has failed or came too late
+DOWNLOAD_PAUSE = 0.5  # between two passes over the donors: short, as a state is good for one epoch
 PROGRESS_PERIOD = 5.0  # between two lines about a running download
 
 TOUCHES = 60  # pings after which a lost peer is given up
 QUESTIONED = 8  # peers pinged at once while waiting for a group: enough to see that somebody is there
-DOWNLOAD_TRIES = 4  # passes over all donors, with growing pauses between them, 3.5 s together
+DOWNLOAD_TRIES = 16  # passes over all donors until one has the epoch that is wanted
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
 
@@ -370,6 +371,10 @@ class UnusableState(Exception):
     """A peer's state that this peer cannot or should not take over."""
 
 
+class StaleState(UnusableState):
+    """A peer's state of an earlier epoch than the one that is wanted."""
+
+
 class StateAverager(TrainingStateAverager, VerifiedAverager):
     """Gives whole states to peers that join, and takes them: from another donor when one fails, in bounded time.
 
@@ -476,7 +481,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     ) -> tuple[dict, list[torch.Tensor]] | None:
         failures: dict[PeerID, int] = Counter()
         for attempt in range(DOWNLOAD_TRIES):
-            await asyncio.sleep(0.5 * 2 ** (attempt - 1) if attempt else 0.0)
+            await asyncio.sleep(DOWNLOAD_PAUSE * bool(attempt))
             key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
             entry = await self.dht.get(key, latest=True, return_future=True)
             declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
@@ -489,19 +494,21 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             ranks = {
                 peer: (-failures[peer], peer.to_bytes() in donors, peer.to_bytes() not in avoid, epoch, random.random())
                 for peer, epoch in epochs.items()
+                if failures[peer] < 2
             }
+            if not ranks and attempt >= 3:
+                break  # nobody is there, or nobody who can give a state
             # the last time, a state that is older than wanted is better than none
             wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
             for peer in sorted(ranks, key=ranks.get, reverse=True):
                 try:
                     return await asyncio.wait_for(self._download_from(peer, wanted), timeout)
+                except StaleState:
+                    continue
                 except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
-                    failures[peer] += not isinstance(e, UnusableState)
+                    failures[peer] += 1
                     reason = str(e) if isinstance(e, UnusableState) else f"{type(e).__name__}: {e}".splitlines()[0]
-                    logger.log(
-                        logging.DEBUG if epochs[peer] < wanted else logging.WARNING,
-                        f"the state of peer {peer} is of no use ({reason}), asking another one",
-                    )
+                    logger.warning(f"the state of peer {peer} is of no use ({reason}), asking another one")
         return None
 
     async def _download_from(self, peer: PeerID, min_epoch: int) -> tuple[dict, list[torch.Tensor]]:
@@ -535,6 +542,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             await stream.aclose()
         if parts:
             complete_tensor()
+        if metadata is None:
+            raise UnusableState("it gave none")
         if len(tensors) != len(shapes):
             raise UnusableState(f"it ended after {len(tensors)} of {len(shapes)} tensors")
         return metadata, tensors
@@ -543,8 +552,10 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         """The shapes of the tensors that have to follow; raises UnusableState where something is missing or wrong."""
         if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
             raise UnusableState("it has no lineage")
-        if type(metadata.get("epoch")) is not int or metadata["epoch"] < min_epoch:
-            raise UnusableState(f"it is of epoch {metadata.get('epoch')}, {min_epoch} is wanted")
+        if type(metadata.get("epoch")) is not int:
+            raise UnusableState("it has no epoch")
+        if metadata["epoch"] < min_epoch:
+            raise StaleState(f"it is of epoch {metadata['epoch']}, {min_epoch} is wanted")
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shapes = [tensor.shape for tensor in (*params, *self.extra_tensors)]
         own, own_tensors = dump_optimizer_state(self.optimizer)
