@@ -158,7 +158,7 @@ class OutOfStep(AllreduceException):
 
 
 class PromptMatchmaking(Matchmaking):
-    """Starts a group as soon as every peer that is known to be there has come.
+    """Starts a group as soon as the epoch has ended here and every peer that is known to be there has come.
 
     hivemind waits for a full group or until matchmaking_time has passed: a swarm smaller than target_group_size waits
     it out in each round (note 11), and one that was just large enough does so once a peer has died (note 22).
@@ -187,6 +187,8 @@ class PromptMatchmaking(Matchmaking):
         async with self.lock_request_join_group:
             if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
                 return
+            if not self.step_control.triggered:
+                return  # a group is looked for in advance; who comes in the meantime shall be in it
             here = {peer_id.to_bytes() for peer_id in self.current_followers}
             if self.expected and self.expected <= here:
                 await self.leader_assemble_group()
@@ -223,6 +225,20 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._matchmaking.__class__ = PromptMatchmaking
         self._matchmaking.expected = expected
         await self._matchmaking.start_when_complete()
+
+    async def _step(self, *, step, **kwargs) -> None:
+        start = asyncio.create_task(self._start_when_triggered(step))
+        try:
+            await super()._step(step=step, **kwargs)
+        finally:
+            start.cancel()
+
+    async def _start_when_triggered(self, step) -> None:
+        while step._trigger is None:  # made by the parent's first lines
+            await asyncio.sleep(0)
+        await step.wait_for_trigger()
+        if isinstance(self._matchmaking, PromptMatchmaking):
+            await self._matchmaking.start_when_complete()
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         watch = asyncio.create_task(self._end_when_a_peer_is_gone(group_info))
