@@ -404,8 +404,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
     def __init__(self, *args, **kwargs):
         self._lock_step = threading.Lock()
-        # of the running download: bytes and numbers so far
-        self.received = multiprocessing.Array(ctypes.c_longlong, 2)
+        # of the last download: bytes, numbers, milliseconds
+        self.received = multiprocessing.Array(ctypes.c_longlong, 3)
         super().__init__(*args, **kwargs)
 
     def step(self, *args, increment_epoch: bool = False, **kwargs):
@@ -442,19 +442,18 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         targets = (*params, *self.extra_tensors)
         numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
-        start = next_report = time.monotonic()
+        next_report = time.monotonic()
         while True:
             try:
                 loaded = future.result(timeout=0.5)
                 break
             except concurrent.futures.TimeoutError:
-                received_bytes, received_numbers = self.received
-                seconds = time.monotonic() - start
+                received_bytes, received_numbers, milliseconds = self.received
                 if received_numbers and time.monotonic() >= next_report + PROGRESS_PERIOD:
                     next_report = time.monotonic()
                     logger.info(
                         f"downloading the swarm's state: {received_numbers / numbers:.0%}, "
-                        f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-6 / seconds:.1f} Mbit/s"
+                        f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-3 / max(1, milliseconds):.1f} Mbit/s"
                     )
                 if STOP_REQUESTED.is_set():
                     return False
@@ -530,7 +529,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     async def _download_from(self, peer: PeerID, min_epoch: int) -> tuple[dict, list[torch.Tensor]]:
         """One peer's state, checked; raises UnusableState, TimeoutError or what the network and the bytes cause."""
         metadata, shapes, tensors, parts = None, [], [], []
-        self.received[:] = 0, 0
+        self.received[:], start = (0, 0, 0), time.monotonic()
 
         def complete_tensor() -> None:
             tensor = deserialize_torch_tensor(combine_from_streaming(parts))
@@ -548,6 +547,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         try:
             async for message in aiter_with_timeout(stream, timeout=self.next_chunk_timeout):
                 self.received[0] += message.ByteSize()
+                self.received[2] = int(1000 * (time.monotonic() - start))
                 if metadata is None:
                     metadata = self.serializer.loads(message.metadata)
                     shapes = self._check_metadata(metadata, min_epoch)
@@ -814,7 +814,7 @@ class Optimizer(hivemind.Optimizer):
                 self._tag_along_with_zero_weight(self.scheduled_grads)
             self.scheduled_grads = None
         self.state_averager.step(wait_for_delayed_updates=True)
-        start, old_epoch = time.monotonic(), self.local_epoch
+        old_epoch = self.local_epoch
         with self.tracker.performance_ema.pause():
             loaded = self.state_averager.load_state_from_peers(
                 min_epoch=self.tracker.global_epoch if min_epoch is None else min_epoch,
@@ -844,20 +844,20 @@ class Optimizer(hivemind.Optimizer):
             self.state_averager.state_sharing_priority = self.local_epoch
         if not self.auxiliary:
             self.tracker.announce()
-        self._note_late_download(time.monotonic() - start)
+        self._note_late_download()
         return True
 
-    def _note_late_download(self, seconds: float) -> None:
+    def _note_late_download(self) -> None:
         """Tell a peer that can never catch up why, and let it try less often."""
         with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
             self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
         epochs = self.tracker.global_epoch - self.local_epoch
         self.late_downloads = self.late_downloads + 1 if epochs > 0 else 0
         if self.late_downloads >= 3:
-            megabytes = self.state_averager.received[0] / 1e6
+            megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
             pause = min(300.0, seconds * 2 ** (self.late_downloads - 3))
             logger.warning(
-                f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.0f} s "
+                f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.1f} s "
                 f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
                 f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger --target_batch_size for all. "
                 f"Next try in {pause:.0f} s"
