@@ -119,7 +119,11 @@ def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra
         return False
     others = [path for path in find_checkpoints(output_dir) if path != folder]
     for old in others[: max(0, len(others) + 1 - save_total_limit)]:
-        shutil.rmtree(old, ignore_errors=True)
+        # under another name, or who is killed meanwhile leaves half a checkpoint
+        outdated = old.with_name(f".{old.name}.outdated")
+        with contextlib.suppress(OSError):
+            old.rename(outdated)
+        shutil.rmtree(outdated, ignore_errors=True)
     return True
 
 
@@ -219,7 +223,9 @@ def read_epoch(folder: Path) -> int:
 
 
 def put_back(output_dir: Path) -> None:
-    """Give folders their name again that a process was about to replace when it was killed."""
+    """Give folders their name again that a process was about to replace when it was killed, and end its removals."""
+    for outdated in output_dir.glob(".*.outdated"):
+        shutil.rmtree(outdated, ignore_errors=True)
     for replaced in output_dir.glob(".*.replaced"):
         folder = replaced.with_name(replaced.name[1 : -len(".replaced")])
         if folder.exists():

@@ -70,7 +70,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
     prefix, together = (
         make_prefix(),
-        {**tiny_data, "--max_steps": 20, "--target_group_size": 3, "--target_batch_size": 1536},
+        {**tiny_data, "--max_steps": 40, "--target_group_size": 3, "--target_batch_size": 1536},
     )
     monitor, peers = start_monitor(
         start, prefix, "--refresh_period", 0.5, "--output_dir", tmp_path / "monitor", "--report_to", "none"
@@ -79,6 +79,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, together) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
     trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together))
+    trainers[-1].wait_for("first contribution", 120)
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
     assert "target_batch_size: the run has 1536, you have 64" in stranger.text
@@ -88,7 +89,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in names]
 
     # the same epoch, the same weights
-    assert [summary["epoch"] for summary in summaries] == [20, 20, 20]
+    assert [summary["epoch"] for summary in summaries] == [40, 40, 40]
     assert largest_difference(tmp_path, *names) < 1e-6
 
     # the third began where the others were, not at zero, and went on from their weights: its first loss shows it
@@ -110,7 +111,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     monitor.interrupt()
     monitor.assert_clean_end()
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["epoch"] == 20
+    assert lines[-1]["epoch"] == 40
     assert max(line["alive_peers"] for line in lines) == 3
     assert lines[-1]["loss"] < lines[0]["loss"]
     seen = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
