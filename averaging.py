@@ -73,7 +73,7 @@ DOWNLOAD_PAUSE = 0.5  # between two passes over the donors: short, as a state is
 PROGRESS_PERIOD = 5.0  # between two lines about a running download
 
 TOUCHES = 60  # pings after which a lost peer is given up
-QUESTIONED = 8  # peers pinged at once while waiting for a group: enough to see that somebody is there
+QUESTIONED = 8  # peers pinged at once, by each peer before each round
 DOWNLOAD_TRIES = 16  # passes over all donors until one has the epoch that is wanted
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
@@ -906,7 +906,11 @@ class Optimizer(hivemind.Optimizer):
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1:
+            before = self.scheduled_grads
             super()._maybe_schedule_gradient_averaging()
+            if self.scheduled_grads is not before:
+                # in good time: who is gone is known when the epoch ends
+                self._question(self.tracker.in_step)
 
     def _maybe_schedule_state_averaging(self) -> None:
         if self.tracker.global_progress.num_peers > 1:
@@ -960,7 +964,11 @@ class Optimizer(hivemind.Optimizer):
                     if control.stage == AveragingStage.LOOKING_FOR_GROUP and self._averages_in_step():
                         self.tracker.leave_out(self.tracker.present)
                     raise
-            if control.stage != AveragingStage.LOOKING_FOR_GROUP or time.monotonic() < next_look:
+            if control.stage != AveragingStage.LOOKING_FOR_GROUP:
+                continue
+            # whoever is there is enough
+            self.grad_averager.expect(self.tracker.in_step)
+            if time.monotonic() < next_look:
                 continue
             if STOP_REQUESTED.is_set():
                 raise AllreduceException("this peer was asked to stop")
@@ -972,18 +980,16 @@ class Optimizer(hivemind.Optimizer):
             self._question(self.tracker.in_step, wait=True)
             if not self.tracker.in_step:
                 raise AllreduceException("nobody else is there")
-            # whoever is there is enough
-            self.grad_averager.expect(self.tracker.in_step)
             next_look = time.monotonic() + FIRST_LOOK
 
     def _question(self, peer_ids: Iterable[bytes], wait: bool = False) -> None:
-        """Ping some of these peers that accept connections; who does not answer does not count any more.
+        """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
 
         :param wait: for the answers, up to about 3 s; otherwise they are dealt with when they come
         """
         present = self.tracker.present
         public = [peer_id for peer_id in peer_ids if peer_id in present and not present[peer_id].client_mode]
-        asked = set(random.sample(public, min(QUESTIONED, len(public))))
+        asked = set(sorted(public, key=lambda peer_id: present[peer_id].time)[:QUESTIONED])
         if not asked:
             return
         future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
