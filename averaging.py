@@ -68,7 +68,7 @@ TOUCH_PERIOD = 10.0  # between two pings of peers that have been lost; a peer th
 FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself gives up on a peer after 3
 FIRST_LOOK = 2.0  # of waiting for a group before asking whether anybody is there; a live group forms within it
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
-RETRY_PERIOD = 10.0  # between two downloads of the state when the first has failed or came too late
+RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
 DOWNLOAD_PAUSE = 0.5  # between two passes over the donors: short, as a state is good for one epoch
 PROGRESS_PERIOD = 5.0  # between two lines about a running download
 
@@ -279,6 +279,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 if gone := set(awaited) - await self.dht.run_coroutine(question, return_future=True):
                     names = ", ".join(str(PeerID(peer_id)) for peer_id in gone)
                     runner.finalize(exception=AllreduceException(f"peer {names} is gone"))
+                    return
 
 
 def is_standing(item: object) -> bool:

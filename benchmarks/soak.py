@@ -95,6 +95,7 @@ def main() -> None:
         common += ["--dataset_path", args.dataset_path, "--tokenizer_path", args.tokenizer_path]
         for name in ("trainer 1", "trainer 2"):
             command = ["benchmarks/paced_trainer.py", SECONDS_PER_BATCH, *common, "--output_dir", folder / name]
+            command += ["--resume_from_checkpoint", "none"]  # an earlier soak may have left its own
             scripts[name] = Script(folder / f"{name}.log", *command)
         for name in ("trainer 1", "trainer 2"):
             scripts[name].wait_for("first contribution", 120)

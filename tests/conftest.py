@@ -1,10 +1,11 @@
-"""Fixtures: scripts that are ended whatever happens, and a small tokenized dataset."""
+"""Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
 
 import lzma
 import subprocess
 import sys
 from pathlib import Path
 
+import netlab
 import pytest
 from processes import ROOT, Script
 
@@ -22,6 +23,15 @@ def start(tmp_path):
     for script in scripts:
         script.kill()
         script.process.wait(10)
+
+
+@pytest.fixture
+def net():
+    """An emulated network; its hosts are declared and started by the test."""
+    if why := netlab.unavailable():
+        pytest.skip(why)
+    with netlab.Net() as network:
+        yield network
 
 
 @pytest.fixture(scope="session")

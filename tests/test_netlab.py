@@ -32,14 +32,6 @@ print(time.monotonic() - begin)
 """
 
 
-@pytest.fixture
-def net():
-    if why := netlab.unavailable():
-        pytest.skip(why)
-    with netlab.Net() as network:
-        yield network
-
-
 def test_links_behave_as_declared(net):
     net.host("near")
     net.host("far", rtt_ms=80, up=20, down=20)

@@ -16,15 +16,6 @@ STATUS_PORT = 8080
 PAIR = {"--target_group_size": 2, "--target_batch_size": 1024}
 
 
-@pytest.fixture
-def net():
-    """An emulated network; its hosts are declared and started by the test."""
-    if why := netlab.unavailable():
-        pytest.skip(why)
-    with netlab.Net() as network:
-        yield network
-
-
 def start_on(start, net: netlab.Net, host: str, name: str, script: str, *more: object) -> Script:
     return start(name, script, *more, prefix=net.prefix(host))
 
