@@ -25,11 +25,16 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
     example = "/ip4/203.0.113.1/tcp/31337" + "/p2p/QmPeerId" * needs_peer_id
     for maddr in maddrs:
         try:
-            parsed = Multiaddr(maddr)
+            Multiaddr(maddr)
             if needs_peer_id:
-                PeerID.from_base58(parsed["p2p"])
+                get_peer_id(maddr)
         except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
             stop_for_user(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})")
+
+
+def get_peer_id(maddr: str) -> PeerID:
+    """The id of the peer that a multiaddr leads to; it raises many kinds of errors where there is none."""
+    return PeerID.from_base58(Multiaddr(maddr)["p2p"])
 
 
 def get_host_port(maddr: str) -> tuple[str, str, int | None]:

@@ -51,9 +51,9 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout
-from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.streaming import combine_from_streaming
 
+from addresses import get_peer_id
 from arguments import stop_for_user
 
 logger = logging.getLogger("averaging")
@@ -96,7 +96,7 @@ async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
     hivemind forgets a peer that has failed to answer once. A monitor that was restarted would stay alone, and the two
     halves of a network that was cut in two might never meet again.
     """
-    initial_peers = {PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in dht.initial_peers or ()}
+    initial_peers = {get_peer_id(maddr) for maddr in dht.initial_peers or ()}
     known, lost = set(), dict.fromkeys(initial_peers, 0)
     while True:
         await asyncio.sleep(TOUCH_PERIOD)
@@ -277,8 +277,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             if awaited:
                 question = partial(find_answering_peers, peer_ids=awaited)
                 if gone := set(awaited) - await self.dht.run_coroutine(question, return_future=True):
-                    names = ", ".join(str(PeerID(peer_id)) for peer_id in gone)
-                    runner.finalize(exception=AllreduceException(f"peer {names} is gone"))
+                    runner.finalize(exception=AllreduceException(f"peer {name_peers(gone)} is gone"))
                     return
 
 
@@ -384,6 +383,11 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 PLAIN_TYPES = (int, float, str, type(None))
 
 
+def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in the order of its groups, in which peers exchange them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 class UnusableState(Exception):
     """A peer's state that this peer cannot or should not take over."""
 
@@ -440,7 +444,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         lowest = min(min_epoch, self.local_epoch)
         options = dict(min_epoch=min_epoch, lowest_epoch=lowest, donors=donors, avoid=avoid, timeout=timeout)
         self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = list_params(self.optimizer)
         targets = (*params, *self.extra_tensors)
         numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
         next_report = time.monotonic()
@@ -573,7 +577,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             raise UnusableState("it has no epoch")
         if metadata["epoch"] < min_epoch:
             raise StaleState(f"it is of epoch {metadata['epoch']}, {min_epoch} is wanted")
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        params = list_params(self.optimizer)
         shapes = [tensor.shape for tensor in (*params, *self.extra_tensors)]
         own, own_tensors = dump_optimizer_state(self.optimizer)
         theirs, count = metadata.get("optimizer_metadata"), 0
@@ -591,6 +595,10 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------
+
+
+def name_peers(peer_ids: Iterable[bytes]) -> str:
+    return ", ".join(str(PeerID(peer_id)) for peer_id in peer_ids)
 
 
 async def find_answering_peers(dht: hivemind.DHT, node: DHTNode, peer_ids: list[bytes]) -> set[bytes]:
@@ -666,8 +674,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         for peer_id in gone:
             self.silent[peer_id] = self.others[peer_id].epoch, self.others[peer_id].samples_accumulated
         if gone:
-            names = ", ".join(str(PeerID(peer_id)) for peer_id in gone)
-            logger.warning(f"no answer from peer {names}: going on with {len(self.present)} other peers")
+            logger.warning(f"no answer from peer {name_peers(gone)}: going on with {len(self.present)} other peers")
             self.fetch_soon(0.0)
 
     def fetch_soon(self, seconds: float) -> None:
@@ -737,7 +744,7 @@ class Optimizer(hivemind.Optimizer):
         with averager.lock_optimizer, torch.no_grad():
             # a step in the background counts when it has ended, which is when it moves the schedule on
             return {
-                "parameters": [param.detach().clone() for group in self.opt.param_groups for param in group["params"]],
+                "parameters": [param.detach().clone() for param in list_params(self.opt)],
                 "optimizer": copy.deepcopy(self.opt.state_dict()),
                 "scheduler": copy.deepcopy(averager.scheduler.state_dict()),
                 "local_epoch": averager.scheduler.last_epoch,
@@ -755,7 +762,7 @@ class Optimizer(hivemind.Optimizer):
         """
         averager, epoch = self.state_averager, state["local_epoch"]
         own = self.opt.state_dict()
-        params = [param for group in self.opt.param_groups for param in group["params"]]
+        params = list_params(self.opt)
         moments = state["optimizer"]["state"]
 
         def shapes(parameters: list[torch.Tensor], moments: dict[int, dict]) -> list:
@@ -902,8 +909,9 @@ class Optimizer(hivemind.Optimizer):
 
     def _maybe_schedule_gradient_averaging(self) -> None:
         self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
+        others = self.tracker.in_step
         for averager in (self.grad_averager, self.state_averager):
-            averager.expect(self.tracker.in_step)
+            averager.expect(others)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1:
@@ -911,7 +919,7 @@ class Optimizer(hivemind.Optimizer):
             super()._maybe_schedule_gradient_averaging()
             if self.scheduled_grads is not before:
                 # in good time: who is gone is known when the epoch ends
-                self._question(self.tracker.in_step)
+                self._question(others)
 
     def _maybe_schedule_state_averaging(self) -> None:
         if self.tracker.global_progress.num_peers > 1:
@@ -1055,7 +1063,7 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
     hivemind needs the tensors of the state before the first step and makes them by a step with zero gradients, at the
     full learning rate: it counts in bias correction (note 8), and weight decay moves the parameters.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = list_params(optimizer)
     gradients = [param.grad for param in params]
     learning_rates = [group["lr"] for group in optimizer.param_groups]
     for param in params:

@@ -19,7 +19,7 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments
-from averaging import Optimizer
+from averaging import Optimizer, list_params
 from checkpoint import (
     CheckpointError,
     append_line,
@@ -230,7 +230,7 @@ class CollaborativeCallback:
     def state_tensors(self) -> list[torch.Tensor]:
         """Parameters and moments of the optimizer, which live in host memory."""
         local = self.optimizer.opt
-        params = [param for group in local.param_groups for param in group["params"]]
+        params = list_params(local)
         moments = [value for param in params for value in local.state[param].values() if torch.is_tensor(value)]
         return params + moments
 

@@ -34,6 +34,7 @@ from addresses import (
     explain_silence,
     get_host_port,
     get_ip,
+    get_peer_id,
     is_local,
     is_public,
     is_relayed,
@@ -283,9 +284,9 @@ async def ask_to_dial_back(
     initial_peers: list[str], ports: list[int], _: hivemind.DHT, node: DHTNode
 ) -> list[tuple[str, bool]]:
     """Runs in the DHT process: (IP address at which a peer sees this one, whether it could reach it there), by peer."""
-    peers = [PeerID.from_base58(Multiaddr(maddr)["p2p"]) for maddr in initial_peers]
+    peers = {get_peer_id(maddr) for maddr in initial_peers}
     # four are enough to tell
-    answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in list(set(peers))[:4]))
+    answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in list(peers)[:4]))
     return [(answer["seen_at"][0], answer["reached"] is True) for answer in answers if answer and answer["seen_at"]]
 
 
@@ -293,7 +294,7 @@ async def find_direct_peers(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -
     """Runs in the DHT process: where this peer is connected, directly, with the peers of these multiaddrs."""
     found = []
     for maddr in maddrs:
-        if connections := await find_connections(node, PeerID.from_base58(peer_id := Multiaddr(maddr)["p2p"])):
+        if connections := await find_connections(node, peer_id := get_peer_id(maddr)):
             # one that was found by its id alone has its address from IPFS
             found.append(f"{connections[0]}/p2p/{peer_id}" if maddr.startswith("/p2p/") else maddr)
     return found
@@ -302,18 +303,18 @@ async def find_direct_peers(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -
 async def find_relays(maddrs: list[str], dht: hivemind.DHT, node: DHTNode) -> list[str]:
     """Runs in the DHT process: of these peers, those that would relay for this one as much as training takes."""
     direct = await find_direct_peers(maddrs, dht, node)
-    limits = await asyncio.gather(*(ask_relay_limit(node.p2p, Multiaddr(maddr)["p2p"]) for maddr in direct))
+    limits = await asyncio.gather(*(ask_relay_limit(node.p2p, get_peer_id(maddr)) for maddr in direct))
     return [maddr for maddr, limit in zip(direct, limits, strict=True) if limit >= RELAY_BYTES]
 
 
-async def ask_relay_limit(p2p: P2P, peer_id: str) -> float:
+async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
     """Bytes that this peer passes through one relayed connection; 0 when it does not relay for us.
 
     Relays of plain hivemind pass 128 kB, after which the connection breaks, and every round with it.
     """
 
     async def ask() -> float:
-        _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), RELAY_PROTOCOL)
+        _, reader, writer = await p2p.call_binary_stream_handler(peer_id, RELAY_PROTOCOL)
         try:
             writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)
             size, shift = 0, 0
@@ -380,10 +381,9 @@ async def probe_peers(maddrs: list[str], use_ipfs: bool = False) -> dict[str, st
     try:
 
         async def probe(maddr: str) -> str | None:
-            peer_id = Multiaddr(maddr)["p2p"]
             address = Multiaddr(maddr.rsplit("/p2p/", 1)[0])
             try:
-                await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer_id), [address]), 15)
+                await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [address]), 15)
             except (ControlFailure, asyncio.TimeoutError) as e:
                 if mismatch := re.search(r"remote key matches (\w+)", str(e)):
                     return f"another peer is at this address: its id is {mismatch[1]}, take the address it prints now"

@@ -17,7 +17,7 @@ from hivemind.compression import Float16Compression, NoCompression, SizeAdaptive
 from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from averaging import GradientAverager, Optimizer, StateAverager, initialize_optimizer_state_
+from averaging import GradientAverager, Optimizer, StateAverager, initialize_optimizer_state_, list_params
 
 COMPRESSIONS = {
     "none": NoCompression(),
@@ -79,8 +79,7 @@ def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> 
         optimizer = torch.optim.AdamW(groups, **options)
 
     def clip(optimizer: torch.optim.Optimizer, *_) -> None:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(params, args.max_grad_norm).item()
+        optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(list_params(optimizer), args.max_grad_norm).item()
 
     initialize_optimizer_state_(optimizer)
     optimizer.grad_norm = 0.0

@@ -27,13 +27,11 @@ import psutil
 import torch
 from hivemind.dht.node import DHTNode
 from hivemind.optim.progress_tracker import LocalTrainingProgress
-from hivemind.p2p import PeerID
 from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import get_dht_time
-from hivemind.utils.multiaddr import Multiaddr
 from pydantic.v1 import ValidationError
 
-from addresses import is_public, is_relayed, select_for_others
+from addresses import get_peer_id, is_public, is_relayed, select_for_others
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments, TrainerArguments
 from averaging import calm_log, raise_file_limit
 from data import load_tokenized_dataset, load_tokenizer, make_train_batches
@@ -150,8 +148,8 @@ def check_clock(seconds: float | None) -> Check:
 async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode) -> float | None:
     """Runs in the DHT process: seconds by which this clock is ahead of the peers', the median; None without answer."""
     differences = []
-    for peer_id in {Multiaddr(maddr)["p2p"] for maddr in initial_peers}:
-        stub = node.protocol.get_stub(PeerID.from_base58(peer_id))
+    for peer_id in {get_peer_id(maddr) for maddr in initial_peers}:
+        stub = node.protocol.get_stub(peer_id)
         with contextlib.suppress(Exception):  # as hivemind's own ping: a peer that is gone fails in many ways
             sent = get_dht_time()
             response = await stub.rpc_ping(PingRequest(peer=node.protocol.node_info), timeout=5)

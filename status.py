@@ -21,10 +21,8 @@ import time
 from collections.abc import Callable
 
 from hivemind import DHT
-from hivemind.p2p import PeerID
-from hivemind.utils.multiaddr import Multiaddr
 
-from addresses import get_host_port, get_ip, is_local, is_public, is_relayed, select_for_others
+from addresses import get_host_port, get_ip, get_peer_id, is_local, is_public, is_relayed, select_for_others
 from arguments import split_host_port, stop_for_user
 
 logger = logging.getLogger("status")
@@ -203,7 +201,7 @@ def check_maddr(maddr: object) -> str:
     if not isinstance(maddr, str) or not maddr.startswith("/") or len(maddr) > 500 or any(c in maddr for c in ", \n"):
         raise ValueError(f"it lists {str(maddr)[:80]!r}, which is no multiaddr")
     try:
-        PeerID.from_base58(Multiaddr(maddr)["p2p"])
+        get_peer_id(maddr)
         get_ip(maddr), get_host_port(maddr)
     except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
         raise ValueError(f"it lists {maddr[:80]!r}, which is no multiaddr") from e

@@ -139,12 +139,13 @@ import asyncio
 from hivemind.p2p import P2P
 from arguments import SwarmArguments
 from averaging import clean_end, shut_down
+from addresses import get_peer_id
 from joining import ask_relay_limit, make_dht
 
 async def ask(maddr, peer_id):
     p2p = await P2P.create(initial_peers=[maddr], dht_mode="client")
     try:
-        return await ask_relay_limit(p2p, peer_id)
+        return await ask_relay_limit(p2p, get_peer_id(f"/p2p/{peer_id}"))
     finally:
         await p2p.shutdown()
 
