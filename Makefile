@@ -1,4 +1,4 @@
-# make demo      two peers on this machine learn English together, about four minutes
+# make demo      two peers on this machine learn English together, two to three minutes
 # make test      the tests, in minutes; make test-all: the slow ones too
 # make lint      style
 # make setup     what all of them do first: .venv with everything in it

@@ -3,7 +3,7 @@
     make demo
 
 or, with everything installed, `python demo.py`. It only starts the project's scripts and reads what they write: each
-command is printed, and you can type it yourself. It ends by itself after about four minutes on two cores; all that it
+command is printed, and you can type it yourself. It ends by itself after two to three minutes on two cores; all that it
 writes is in --output_dir. Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or
 something failed; 130: Ctrl-C.
 """
