@@ -55,6 +55,18 @@ class SwarmArguments:
             "help": "Multiaddrs to tell the others, if not those listened on: your public IP and forwarded port."
         },
     )
+    use_google_dns: bool = field(
+        default=False,
+        metadata={
+            "help": "Ask an echo service (--public_ip_url) for this machine's public address and announce it, with the "
+            "ports of --host_maddrs, for a machine that does not know its own, as in a cloud. The name is that of old "
+            "guides; Google is not asked."
+        },
+    )
+    public_ip_url: str = field(
+        default="https://api.ipify.org",
+        metadata={"help": "With --use_google_dns: address of a page that holds nothing but the visitor's IP address."},
+    )
     client_mode: bool = field(
         default=False,
         metadata={
@@ -117,7 +129,8 @@ class ModelArguments:
         },
     )
     tokenizer_path: str = field(
-        default="data/tokenizer", metadata={"help": "Folder of the tokenizer that made the dataset. ALL PEERS."}
+        default="data/tokenizer",
+        metadata={"help": "Folder of the tokenizer that made the dataset. ALL PEERS.", "aliases": ["--tokenizer"]},
     )
     seed: int = field(
         default=42,
@@ -183,7 +196,8 @@ class AveragingArguments:
         default=15.0,
         metadata={
             "help": "Seconds to wait for others when a group forms; an epoch should take several times as long. "
-            "4-5 on a local network."
+            "4-5 on a local network. --averaging_expiration is its old name.",
+            "aliases": ["--averaging_expiration"],
         },
     )
     request_timeout: float = field(
@@ -388,8 +402,8 @@ class TrainerArguments:
 
 
 @dataclass
-class MonitorArguments:
-    """The monitor's own work. Read by run_training_monitor.py."""
+class ReportArguments:
+    """How a role that watches the whole swarm reports what it sees. Read by dashboard.py."""
 
     refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the swarm's metrics."})
     report_to: Literal["trackio", "wandb", "none"] = field(
@@ -404,24 +418,63 @@ class MonitorArguments:
         default="outputs/monitor",
         metadata={"help": "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."},
     )
+
+    def __post_init__(self):
+        if self.refresh_period <= 0:
+            raise ValueError("--refresh_period must be greater than 0")
+        if self.report_to == "wandb" and not self.wandb_project:
+            raise ValueError("--report_to wandb needs --wandb_project NAME")
+        if self.wandb_project:
+            self.report_to = "wandb"
+
+
+@dataclass
+class MonitorArguments(ReportArguments):
+    """The monitor's own work. Read by run_training_monitor.py."""
+
+
+@dataclass
+class AuxPeerArguments(ReportArguments):
+    """The auxiliary peer's own work. Read by run_aux_peer.py."""
+
+    output_dir: str = field(
+        default="outputs/aux_peer",
+        metadata={"help": "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."},
+    )
+    assist_in_averaging: bool = field(
+        default=False,
+        metadata={"help": "Average for the others, clients above all. Needs the trainers' model and averaging flags."},
+    )
+    assist_refresh: float = field(
+        default=1.0, metadata={"help": "With --assist_in_averaging: seconds between two looks at the epoch's progress."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.assist_refresh <= 0:
+            raise ValueError("--assist_refresh must be greater than 0")
+
+
+@dataclass
+class ArchiveArguments:
+    """Which states of the swarm are kept and published. Read by archive.py, for the monitor and auxiliary peers."""
+
     store_checkpoints: bool = field(
         default=False,
         metadata={"help": "Save the swarm's model. Needs the trainers' model, optimizer and averaging flags."},
     )
     save_checkpoint_step_interval: int = field(
-        default=5, metadata={"help": "With --store_checkpoints: save the model every so many epochs."}
+        default=5,
+        metadata={
+            "help": "With --store_checkpoints: save the model every so many epochs.",
+            "aliases": ["--save_checkpoint_epoch_interval"],
+        },
     )
     save_total_limit: int = field(default=2, metadata={"help": "With --store_checkpoints: keep so many checkpoints."})
 
     def __post_init__(self):
-        if self.refresh_period <= 0:
-            raise ValueError("--refresh_period must be greater than 0")
         if self.save_checkpoint_step_interval < 1 or self.save_total_limit < 1:
             raise ValueError("--save_checkpoint_step_interval and --save_total_limit must be at least 1")
-        if self.report_to == "wandb" and not self.wandb_project:
-            raise ValueError("--report_to wandb needs --wandb_project NAME")
-        if self.wandb_project:
-            self.report_to = "wandb"
 
 
 @dataclass

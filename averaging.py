@@ -25,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait as wait_for_processes
 
@@ -47,7 +47,7 @@ from hivemind.compression import deserialize_torch_tensor
 from hivemind.dht.node import DHTNode
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout
@@ -60,6 +60,8 @@ logger = logging.getLogger("averaging")
 
 # Shared with the helper processes, which inherit it when they fork: once it is set, what they log is noise.
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)
+# Bytes of rounds and states that this process and its helpers have sent and received, so far.
+TRAFFIC = multiprocessing.Array(ctypes.c_longlong, 2)
 # Set by Ctrl-C and SIGTERM: whoever waits for others waits no longer.
 STOP_REQUESTED = threading.Event()
 
@@ -194,6 +196,17 @@ class PromptMatchmaking(Matchmaking):
                 await self.leader_assemble_group()
 
 
+async def count_bytes(messages, direction: int):
+    """Pass messages on, and add their sizes to TRAFFIC.
+
+    :param direction: 0: sent, 1: received
+    """
+    async for message in messages:
+        with TRAFFIC.get_lock():
+            TRAFFIC[direction] += message.ByteSize()
+        yield message
+
+
 class VerifiedAverager(hivemind.DecentralizedAverager):
     """Tells whose data verifiably entered the average, as hivemind reports success for rounds that failed.
 
@@ -207,6 +220,32 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     def run(self) -> None:
         live_as_helper()
         super().run()
+
+    @classmethod
+    def get_stub(cls, *args, **kwargs):
+        stub = super().get_stub(*args, **kwargs)
+        aggregate_part, download_state = stub.rpc_aggregate_part, stub.rpc_download_state
+
+        async def count_aggregate_part(inputs):
+            return count_bytes(await aggregate_part(count_bytes(inputs, 0)), 1)
+
+        async def count_download_state(request):
+            return count_bytes(await download_state(request), 1)
+
+        stub.rpc_aggregate_part, stub.rpc_download_state = count_aggregate_part, count_download_state
+        return stub
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        async for message in count_bytes(super().rpc_aggregate_part(count_bytes(stream, 1), context), 0):
+            yield message
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        async for message in count_bytes(super().rpc_download_state(request, context), 0):
+            yield message
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
@@ -440,12 +479,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         :param timeout: seconds for one donor's whole state
         :returns: whether parameters, optimizer, epoch and lineage are now that peer's
         """
-        future = MPFuture()
-        lowest = min(min_epoch, self.local_epoch)
-        options = dict(min_epoch=min_epoch, lowest_epoch=lowest, donors=donors, avoid=avoid, timeout=timeout)
-        self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
-        params = list_params(self.optimizer)
-        targets = (*params, *self.extra_tensors)
+        future = self.start_download(min_epoch, donors, avoid, timeout)
+        targets = (*list_params(self.optimizer), *self.extra_tensors)
         numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
         next_report = time.monotonic()
         while True:
@@ -464,7 +499,26 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                     return False
         if loaded is None:
             return False
-        metadata, tensors = loaded
+        self.take_over(*loaded)
+        return True
+
+    def start_download(
+        self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
+    ) -> MPFuture:
+        """Begin to download a state, see `load_state_from_peers`, without waiting for it.
+
+        :returns: of (metadata, tensors) to give to `take_over`, or of None: no peer gave its state. metadata["epoch"],
+            and metadata["donor"]: the id of the peer that gave it
+        """
+        future = MPFuture()
+        lowest = min(min_epoch, self.local_epoch)
+        options = dict(min_epoch=min_epoch, lowest_epoch=lowest, donors=donors, avoid=avoid, timeout=timeout)
+        self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
+        return future
+
+    def take_over(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        """Make a downloaded state this peer's own."""
+        targets = (*list_params(self.optimizer), *self.extra_tensors)
         # the run's own: all peers have the same, unless one lies
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         with self._lock_step, torch.no_grad(), self.lock_averaged_tensors:
@@ -479,7 +533,6 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors:
             self._load_local_tensors_into_averager_()
-        return True
 
     def set_epoch(self, epoch: int) -> None:
         """Move epoch and learning rate to this epoch, also back; hivemind's only ever go forward."""
@@ -567,7 +620,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             raise UnusableState("it gave none")
         if len(tensors) != len(shapes):
             raise UnusableState(f"it ended after {len(tensors)} of {len(shapes)} tensors")
-        return metadata, tensors
+        return metadata | {"donor": str(peer)}, tensors
 
     def _check_metadata(self, metadata: object, min_epoch: int) -> list[torch.Size]:
         """The shapes of the tensors that have to follow; raises UnusableState where something is missing or wrong."""
@@ -726,6 +779,11 @@ class Optimizer(hivemind.Optimizer):
     _download_after = -float("inf")  # time before which no download is tried
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
     _questions: list = []  # pings under way
+
+    def __init__(self, *args, **kwargs):
+        #: seconds spent so far while a group formed, and while gradients were averaged
+        self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
+        super().__init__(*args, **kwargs)
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
@@ -963,9 +1021,11 @@ class Optimizer(hivemind.Optimizer):
         """
         deadline = time.monotonic() + self.averaging_timeout
         next_look = time.monotonic() + FIRST_LOOK
+        last = time.monotonic()
         while True:
+            activity = "averaging" if control.stage == AveragingStage.RUNNING_ALLREDUCE else "waiting"
             try:
-                return control.result(max(0.0, min(0.2, deadline - time.monotonic())))
+                return control.result(max(0.0, min(0.1, deadline - time.monotonic())))
             except concurrent.futures.TimeoutError:
                 if control.done():
                     return control.result()  # just now, or its failure is a TimeoutError too
@@ -973,6 +1033,10 @@ class Optimizer(hivemind.Optimizer):
                     if control.stage == AveragingStage.LOOKING_FOR_GROUP and self._averages_in_step():
                         self.tracker.leave_out(self.tracker.present)
                     raise
+            finally:
+                now = time.monotonic()
+                self.round_seconds[activity] += now - last
+                last = now
             if control.stage != AveragingStage.LOOKING_FOR_GROUP:
                 continue
             # whoever is there is enough

@@ -19,7 +19,7 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments
-from averaging import Optimizer, list_params
+from averaging import TRAFFIC, Optimizer, list_params
 from checkpoint import (
     CheckpointError,
     append_line,
@@ -69,6 +69,7 @@ class CollaborativeCallback:
         self.last_epoch, self.epoch_start = 0, time.monotonic()
         self.epochs = self.averaged_epochs = 0
         self.has_contributed = False
+        self.rounds_before = dict(optimizer.round_seconds), tuple(TRAFFIC)
         # samples whose gradients this process has computed, and its longest time between two steps since the last epoch
         self.computed_samples, self.longest_step, self.last_step_end = 0, 0.0, time.monotonic()
         # in memory unless --state_path holds it
@@ -165,6 +166,9 @@ class CollaborativeCallback:
             "learning_rate": float(optimizer.opt.param_groups[0]["lr"]),
             "total_samples": optimizer.total_samples,
             "skipped_steps": self.skipped_steps,
+            "epoch_seconds": now - self.epoch_start,
+            "client_mode": self.dht.client_mode,
+            **self.measure_rounds(),
         }
         if self.epochs == 3:
             # the first two begin in the middle, or wait for others who start
@@ -208,6 +212,17 @@ class CollaborativeCallback:
         if epoch // self.args.save_steps != self.last_epoch // self.args.save_steps:
             self.save()
         self.last_epoch, self.epoch_start = epoch, now
+
+    def measure_rounds(self) -> dict:
+        """Time and bytes that rounds took since the epoch before."""
+        seconds, traffic = dict(self.optimizer.round_seconds), tuple(TRAFFIC)
+        before_seconds, before_traffic = self.rounds_before
+        self.rounds_before = seconds, traffic
+        return {
+            **{f"{name}_seconds": seconds[name] - before_seconds[name] for name in seconds},
+            "bytes_sent": traffic[0] - before_traffic[0],
+            "bytes_received": traffic[1] - before_traffic[1],
+        }
 
     def read_progress(self) -> dict:
         """For the status page, which asks from a thread of its own."""

@@ -29,7 +29,7 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.serializer import MSGPackSerializer
 
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
-from pydantic.v1 import BaseModel, ValidationError, confloat, conint, constr, root_validator
+from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, constr, root_validator
 
 logger = logging.getLogger("utils")
 
@@ -65,6 +65,12 @@ class LocalMetrics(BaseModel):
     learning_rate: confloat(strict=True, ge=0.0, le=1e6)
     total_samples: conint(strict=True, ge=0, le=10**15)  # of this peer, so far, that reached an optimizer step
     skipped_steps: conint(strict=True, ge=0, le=10**9)  # of this peer, so far, whose loss or gradient was not finite
+    epoch_seconds: confloat(strict=True, ge=0.0, le=1e9)  # from this peer's epoch before to this one
+    waiting_seconds: confloat(strict=True, ge=0.0, le=1e9)  # of these, spent while a group formed
+    averaging_seconds: confloat(strict=True, ge=0.0, le=1e9)  # of these, spent while gradients were averaged
+    bytes_sent: conint(strict=True, ge=0, le=10**15)  # in that time, of rounds and states; small talk is not counted
+    bytes_received: conint(strict=True, ge=0, le=10**15)
+    client_mode: StrictBool  # accepts no incoming connection
 
     @root_validator(skip_on_failure=True)
     def bound_mean_loss(cls, values: dict) -> dict:

@@ -43,6 +43,12 @@ def make_metrics(epoch: int = 3, **fields) -> LocalMetrics:
         "learning_rate": 1e-3,
         "total_samples": 192,
         "skipped_steps": 0,
+        "epoch_seconds": 6.0,
+        "waiting_seconds": 1.0,
+        "averaging_seconds": 0.5,
+        "bytes_sent": 1_000_000,
+        "bytes_received": 1_200_000,
+        "client_mode": False,
     }
     return LocalMetrics(epoch=epoch, **{**values, **fields})
 
