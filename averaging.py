@@ -988,6 +988,10 @@ class Optimizer(hivemind.Optimizer):
             return None
         return super().step(closure, batch_size, grad_scaler)
 
+    def seconds_to_next_step(self, at_most: float) -> float:
+        """How long an auxiliary peer may do nothing: it has to be there when the trainers' epoch is about to end."""
+        return min(at_most, max(0.05, self.tracker.estimated_next_update_time - self.matchmaking_time - get_dht_time()))
+
     def _follow_trainers(self) -> None:
         """Bring an auxiliary peer to the trainers' epoch: it has no progress of its own.
 

@@ -6,11 +6,11 @@ from test_averaging import epochs, start_peer
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed
-CLIENT = ("--client_mode",)
+CLIENT = ("--client_mode", "--group_size", 3)
 
 
 def start_aux(start, prefix: str, name: str = "aux", others=()):
-    flags = ("--auxiliary", "--step_seconds", 0.1)
+    flags = ("--auxiliary", "--step_seconds", 0.1, "--group_size", 3)
     return start_peer(start, name, prefix, gradient=0.0, batch_size=1, others=others, flags=flags)
 
 
