@@ -1,8 +1,20 @@
 """An auxiliary peer: averages for clients, passes their states on, and may die."""
 
+import json
+
 import pytest
-from processes import make_prefix, wait_until
+from processes import LOOPBACK, make_prefix, wait_until
 from test_averaging import epochs, start_peer
+from test_swarm import TRAINER, flags, largest_difference, start_trainer
+
+from checkpoint import find_checkpoints
+
+# flags of the trainers that an auxiliary peer needs
+SHARED = (
+    *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
+    *("--matchmaking_time", "--request_timeout", "--next_chunk_timeout", "--averaging_timeout"),
+    *("--average_state_every", "--default_refresh_period"),
+)
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed
@@ -82,3 +94,37 @@ def test_clients_join_and_survive_the_loss_of_an_auxiliary_peer(start):
     parameters = [epochs(peer)[newest]["parameter"][1] for peer in (first, second, late)]
     assert parameters == pytest.approx([parameters[0]] * 3, rel=1e-5)
     stop(first, second, late, two)
+
+
+def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(start, tmp_path, tiny_data):
+    """The scripts that users run: an auxiliary peer, which is the first of its run, and two trainers that accept no
+    connection. It saves a state that one of them has given it."""
+    prefix, data = make_prefix(), {name: str(path) for name, path in tiny_data.items()}
+    together = {"--max_steps": 20, "--target_group_size": 4, "--target_batch_size": 512}
+    archive = ["--store_checkpoints", "--save_checkpoint_epoch_interval", 8, "--output_dir", tmp_path / "aux"]
+    aux = start(
+        "aux",
+        *("run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5, "--report_to", "none"),
+        *flags({name: value for name, value in TRAINER.items() if name in SHARED}, {"--target_group_size": 4}),
+        *("--tokenizer_path", data["--tokenizer_path"]),
+        *("--target_batch_size", 512, "--assist_in_averaging", "--assist_refresh", 0.3, *archive),
+    )
+    peers = aux.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    names = ["first", "second"]
+    client = {"--client_mode": [], **together, **data, "--average_state_every": 4}
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, client) for name in names]
+    for trainer in trainers:
+        trainer.assert_clean_end(240)
+    aux.wait_for(r"helped in \d+ rounds", 30)
+    aux.interrupt()
+    aux.assert_clean_end()
+
+    for name in names:
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["epochs_averaged"] >= 0.95 * (summary["epochs_here"] - 1), name
+    assert largest_difference(tmp_path, *names) < 1e-6
+    checkpoint = find_checkpoints(tmp_path / "aux")[0]
+    stamp = json.loads((checkpoint / "training_state.json").read_text())
+    assert stamp["epoch"] == int(checkpoint.name.split("-")[1])
+    ids = [json.loads((tmp_path / name / "summary.json").read_text())["peer_id"] for name in names]
+    assert len(stamp["given_by"]) == 1 and stamp["given_by"][0] in ids
