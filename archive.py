@@ -1,4 +1,4 @@
-"""Keep states of the swarm and publish them on the Hugging Face Hub. Used by run_training_monitor.py and run_aux_peer.py.
+"""Keep states of the swarm and publish them on the Hugging Face Hub; for run_training_monitor.py and run_aux_peer.py.
 
 A checkpoint of the archive is a trainer's (see checkpoint.py) with a model card beside it, stamped with its epoch, loss
 and the peer that gave it. Of the command line it holds what all peers of the run agree on, and nothing of this machine:
@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import statistics
 import threading
@@ -50,6 +51,7 @@ from utils import SwarmMetrics, setup_logging
 logger = logging.getLogger("archive")
 
 FINAL_WAIT = 10.0  # seconds that the end of this process waits for a checkpoint that is being written
+REPORT_LAG = 10  # epochs by which peers' reports may lie behind their state
 RETRY_PERIOD = 600.0  # seconds between two tries to upload, unless --upload_interval is shorter
 NETWORK_TIMEOUT = 60.0  # seconds without a byte, or an answer, from the Hub
 #: what all peers of a run agree on, without the places where this machine has it
@@ -124,7 +126,7 @@ class CheckpointHandler:
             loaded, self.download = self.download.result(), None
             if loaded is None:
                 logger.warning("No peer gave its state, will try to save a checkpoint at the next epoch")
-            elif self.last_epoch >= max(loaded[0]["epoch"], self.wanted_epoch):
+            elif loaded[0]["epoch"] <= self.last_epoch < self.wanted_epoch:
                 logger.warning(
                     f"The swarm gave a state of epoch {loaded[0]['epoch']}, epoch {self.last_epoch} is saved already. "
                     "Will try again at the next epoch"
@@ -134,7 +136,7 @@ class CheckpointHandler:
 
     def is_due(self, epoch: int) -> bool:
         """Whether it is time for a checkpoint; also when the swarm has gone back, as it does when a run begins anew."""
-        return abs(epoch - self.last_epoch) >= self.args.save_checkpoint_step_interval
+        return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_checkpoint_step_interval
 
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
         """Take over a state that has just been downloaded, and begin to write it."""
@@ -142,8 +144,9 @@ class CheckpointHandler:
         # a whole training state: should all trainers die, one can go on from it (--resume_from_checkpoint)
         state = collect_state(self.model, self.optimizer, self.settings)
         self.last_epoch = epoch = state["local_epoch"]
-        # what the state's own epoch has shown; when nobody looked in that epoch, the last one before it
-        metrics = max((entry for entry in history if entry["epoch"] <= epoch), key=lambda entry: entry["epoch"])
+        # up to the state's own epoch, or the last one before it in which this observer looked
+        known = [entry for entry in history if entry["epoch"] <= epoch] or history[:1]
+        metrics = {field.name: known[-1][field.name] for field in dataclasses.fields(SwarmMetrics)}
         stamp = {
             "epoch": epoch,
             "loss": metrics["loss"],
@@ -153,8 +156,8 @@ class CheckpointHandler:
             "swarm": metrics,
             "settings": self.settings,
         }
-        known = [entry for entry in history if entry["epoch"] <= epoch]
-        beside = {"README.md": write_card(stamp, known, self.model, self.args.repo_url or self.folder.name).encode()}
+        card = write_card(stamp, known, self.model, self.args.repo_url or f"checkpoint-{epoch}")
+        beside = {"README.md": card.encode()}
         curve = self.output_dir / "learning_curve.png"
         with warn_of_full_disk(curve, str(curve), curve.with_name(f".{curve.name}")):
             # here: matplotlib does not like two threads, and the report of this role draws, too
@@ -234,7 +237,8 @@ swarm. This card is written anew with each upload; language and license are not 
 ```python
 from transformers import pipeline
 
-print(pipeline("fill-mask", "{where}")("The capital of France is [MASK]."))
+fill = pipeline("fill-mask", "{where}")
+print(fill(f"The captain was {{fill.tokenizer.mask_token}} to her."))
 ```
 
 `AlbertForPreTraining.from_pretrained` loads it with both of its heads. `training_state.pt` holds the optimizer and
@@ -257,7 +261,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     clamp = f", clamp {settings['clamp_value']:g}" if settings["optim"] == "lamb" else ""
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
-        "training loss": f"{metrics['loss']:.4f} nats at epoch {metrics['epoch']:,}, of masked words and sentence order",
+        "training loss": f"{metrics['loss']:.4f} nats, masked words and sentence order, at epoch {metrics['epoch']:,}",
         "samples": f"{samples:,} (epochs x batch size)",
         "peers": f"{metrics['alive_peers']} at the end, {max(entry['alive_peers'] for entry in history)} at most",
         "watched for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
@@ -286,8 +290,8 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
 class Publisher:
     """Uploads the newest checkpoint of a folder, not more often than once in an interval, from a thread of its own.
 
-    What goes wrong is one warning for each new reason, and another try. `uploaded.json` notes the last upload, so that a
-    restart neither uploads the same again nor begins to count anew.
+    What goes wrong is one warning for each new reason, and another try. `uploaded.json` notes the last upload: a restart
+    neither uploads the same again nor begins to count anew.
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
@@ -316,30 +320,31 @@ class Publisher:
             self.thread = threading.Thread(target=self.upload, args=(folder,), name="upload", daemon=True)
             self.thread.start()
 
-    def upload(self, folder: Path) -> bool:
-        """Upload one checkpoint; False after a warning."""
-        stamp, start = read_stamp(folder), time.monotonic()
+    def upload(self, folder: Path) -> None:
+        """In a thread: upload one checkpoint, or warn and have it tried again."""
+        start = time.monotonic()
         try:
-            url = upload_checkpoint(folder, self.repo_id)
+            self.publish(folder)
+            self.next_upload, self.last_failure = start + self.interval, None
         except Exception as e:  # whatever client, network and server come up with: the run matters more
-            wait = min(self.interval, RETRY_PERIOD)
+            wait, reason = min(self.interval, RETRY_PERIOD), explain_failure(e)
             self.next_upload = time.monotonic() + wait
-            if (reason := explain_failure(e)) != self.last_failure:
-                logger.warning(
-                    f"{folder.name} is not on the Hub: {reason}. Will try every {wait:g} s, and tell when it works"
-                )
+            if reason != self.last_failure:
+                logger.warning(f"{folder.name} is not on the Hub: {reason}. Will try every {wait:g} s until it works")
             self.last_failure = reason
-            return False
+
+    def publish(self, folder: Path) -> None:
+        """Upload one checkpoint and note it; raises whatever goes wrong."""
+        stamp, start = read_stamp(folder), time.monotonic()
+        url = upload_checkpoint(folder, self.repo_id)
         logger.info(f"Uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
-        self.next_upload, self.last_failure = start + self.interval, None
         self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], "time": time.time()}
         write_file(self.record, lambda file: file.write(json.dumps(self.uploaded).encode()))
-        return True
 
 
 def find_token() -> str | None:
     """The Hub's token from the environment, or that of `hf auth login`."""
-    return os.environ.get("HF_USER_ACCESS_TOKEN") or huggingface_hub.get_token()
+    return os.environ.get("HF_TOKEN") or os.environ.get("HF_USER_ACCESS_TOKEN") or huggingface_hub.get_token()
 
 
 def bound_waiting_for_the_hub() -> None:
@@ -367,8 +372,8 @@ def upload_checkpoint(folder: Path, repo_id: str) -> str:
     with contextlib.ExitStack() as files:
         operations = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            # open files, not names: these stay when the checkpoint is removed meanwhile, and they go over plain HTTP. The
-            # Hub's other way, Xet, knows no time limit; what it spares is nothing here, every weight is new each time
+            # open files, not names: they stay when the checkpoint is removed meanwhile, and they go over plain HTTP.
+            # The Hub's other way, Xet, knows no time limit, and would spare nothing: every weight is new each time
             content = files.enter_context(open(path, "rb"))
             if path.name == "training_state.json":
                 content = (json.dumps(stamp, indent=2) + "\n").encode()
@@ -384,13 +389,15 @@ def explain_failure(error: BaseException) -> str:
     while getattr(error, "response", None) is None and error.__cause__ is not None:
         error = error.__cause__
     response = getattr(error, "response", None)
-    text = " ".join((getattr(error, "server_message", None) or str(error)).split())[:300]
-    for secret in filter(None, [find_token()]):
-        text = text.replace(secret, "***")
+    text = " ".join((getattr(error, "server_message", None) or str(error)).split())
+    # the number of the request would make each failure a new one
+    text = re.sub(r"\(Request ID: [^)]*\)", "", re.sub(r"hf_\w+", "hf_***", text))[:300].strip()
     if response is None:
         if isinstance(error, OSError) and error.filename is not None:
             return f"{error.filename}: {error.strerror}"
-        return f"no good answer from {huggingface_hub.constants.ENDPOINT} ({type(error).__name__}: {text}), check the network"
+        return (
+            f"no answer from {huggingface_hub.constants.ENDPOINT} ({type(error).__name__}: {text}), see to the network"
+        )
     cures = {
         401: "the token is refused: set HF_TOKEN to one that may write (huggingface.co/settings/tokens), or run "
         "`hf auth login`",
@@ -415,9 +422,11 @@ def main() -> None:
     folders = find_checkpoints(args.local_path)
     if not folders:
         stop_for_user(f"--local_path {args.local_path} has no checkpoint: give the folder that holds checkpoint-EPOCH")
-    raise SystemExit(
-        0 if Publisher(args.repo_url, args.upload_interval, Path(args.local_path)).upload(folders[-1]) else 1
-    )
+    try:
+        Publisher(args.repo_url, args.upload_interval, Path(args.local_path)).publish(folders[-1])
+    except Exception as e:  # see Publisher.upload
+        logger.error(f"{folders[-1].name} is not on the Hub: {explain_failure(e)}")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":
