@@ -290,8 +290,8 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
 class Publisher:
     """Uploads the newest checkpoint of a folder, not more often than once in an interval, from a thread of its own.
 
-    What goes wrong is one warning for each new reason, and another try. `uploaded.json` notes the last upload: a restart
-    neither uploads the same again nor begins to count anew.
+    What goes wrong is one warning for each new reason, and another try. `uploaded.json` notes the last upload, so that
+    a restart neither uploads the same again nor begins to count anew.
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
@@ -389,12 +389,10 @@ def explain_failure(error: BaseException) -> str:
     while getattr(error, "response", None) is None and error.__cause__ is not None:
         error = error.__cause__
     response = getattr(error, "response", None)
-    text = " ".join((getattr(error, "server_message", None) or str(error)).split())
-    # the number of the request would make each failure a new one
-    text = re.sub(r"\(Request ID: [^)]*\)", "", re.sub(r"hf_\w+", "hf_***", text))[:300].strip()
     if response is None:
         if isinstance(error, OSError) and error.filename is not None:
             return f"{error.filename}: {error.strerror}"
+        text = re.sub(r"hf_\w+", "hf_***", " ".join(str(error).split())[:300])
         return (
             f"no answer from {huggingface_hub.constants.ENDPOINT} ({type(error).__name__}: {text}), see to the network"
         )
@@ -407,7 +405,9 @@ def explain_failure(error: BaseException) -> str:
         429: "too many requests: raise --upload_interval",
     }
     cure = cures.get(response.status_code, "the Hub has a problem of its own" if response.status_code >= 500 else "")
-    return f"HTTP {response.status_code}{cure and ', '}{cure} ({text})"
+    # the server's own words alone: the client's name addresses that let anybody upload
+    text = " ".join((getattr(error, "server_message", None) or response.reason_phrase).split())[:300]
+    return f"HTTP {response.status_code} ({text}){cure and ', '}{cure}"
 
 
 def main() -> None:
