@@ -45,7 +45,7 @@ from averaging import clean_end, handle_stop_signals, shut_down
 from callback import CollaborativeCallback
 from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
 from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
-from joining import join_run, make_dht, warn_of_local_addresses
+from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
@@ -98,6 +98,7 @@ def main() -> None:
     dht, public_key = make_dht(swarm)
     contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
     contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
+    averaging_args = measure_bandwidth(dht, averaging_args)
     optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     stop = handle_stop_signals()
     model.to(device).train()
