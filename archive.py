@@ -51,6 +51,7 @@ from utils import SwarmMetrics, setup_logging
 logger = logging.getLogger("archive")
 
 FINAL_WAIT = 10.0  # seconds that the end of this process waits for a checkpoint that is being written
+MAX_CURVE_AGE = 60.0  # seconds after which the learning curve is drawn for a checkpoint
 REPORT_LAG = 10  # epochs by which peers' reports may lie behind their state
 RETRY_PERIOD = 600.0  # seconds between two tries to upload, unless --upload_interval is shorter
 NETWORK_TIMEOUT = 60.0  # seconds without a byte, or an answer, from the Hub
@@ -146,7 +147,8 @@ class CheckpointHandler:
         self.last_epoch = epoch = state["local_epoch"]
         # up to the state's own epoch, or the last one before it in which this observer looked
         known = [entry for entry in history if entry["epoch"] <= epoch] or history[:1]
-        metrics = {field.name: known[-1][field.name] for field in dataclasses.fields(SwarmMetrics)}
+        public = {field.name for field in dataclasses.fields(SwarmMetrics)}
+        metrics = {name: value for name, value in known[-1].items() if name in public}
         stamp = {
             "epoch": epoch,
             "loss": metrics["loss"],
@@ -160,9 +162,11 @@ class CheckpointHandler:
         beside = {"README.md": card.encode()}
         curve = self.output_dir / "learning_curve.png"
         with warn_of_full_disk(curve, str(curve), curve.with_name(f".{curve.name}")):
-            # here: matplotlib does not like two threads, and the report of this role draws, too
-            draw_learning_curve(known, self.prefix, curve)
-            beside[curve.name] = curve.read_bytes()
+            # the report of this role draws it every half minute; not in a thread, matplotlib does not like two
+            if not curve.exists() or time.time() - curve.stat().st_mtime > MAX_CURVE_AGE:
+                draw_learning_curve(history, self.prefix, curve)
+            if curve.exists():
+                beside[curve.name] = curve.read_bytes()
         self.saving = threading.Thread(target=self.write, args=(state, stamp, beside), name="save", daemon=True)
         self.saving.start()
 
