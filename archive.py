@@ -42,16 +42,13 @@ from checkpoint import (
     remove_checkpoints,
     save_model,
     set_aside,
-    warn_of_full_disk,
     write_file,
 )
-from dashboard import draw_learning_curve
 from utils import SwarmMetrics, setup_logging
 
 logger = logging.getLogger("archive")
 
 FINAL_WAIT = 10.0  # seconds that the end of this process waits for a checkpoint that is being written
-MAX_CURVE_AGE = 60.0  # seconds after which the learning curve is drawn for a checkpoint
 REPORT_LAG = 10  # epochs by which peers' reports may lie behind their state
 RETRY_PERIOD = 600.0  # seconds between two tries to upload, unless --upload_interval is shorter
 NETWORK_TIMEOUT = 60.0  # seconds without a byte, or an answer, from the Hub
@@ -92,18 +89,19 @@ class CheckpointHandler:
         self.settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
         self.download = self.saving = None
         self.wanted_epoch = self.last_epoch = 0
+        self.start = time.time()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            stop_for_user(f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder")
-        lock_folder("--local_path", self.folder)
-        put_back(self.folder)
-        if saved := find_checkpoints(self.folder):
-            if read_stamp(saved[-1]).get("experiment_prefix") == self.prefix:
+            lock_folder("--local_path", self.folder)
+            put_back(self.folder)
+            saved = find_checkpoints(self.folder)
+            if saved and read_stamp(saved[-1]).get("experiment_prefix") == self.prefix:
                 self.last_epoch = read_epoch(saved[-1])
-            else:
+            elif saved:
                 logger.info(f"{saved[-1]} is not of the run {self.prefix}")
                 set_aside(self.folder, -1)
+        except OSError as e:
+            stop_for_user(f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder")
         self.publisher = None
         if args.repo_url:
             if find_token() is None:
@@ -158,22 +156,23 @@ class CheckpointHandler:
             "swarm": metrics,
             "settings": self.settings,
         }
-        card = write_card(stamp, known, self.model, self.args.repo_url or f"checkpoint-{epoch}")
-        beside = {"README.md": card.encode()}
-        curve = self.output_dir / "learning_curve.png"
-        with warn_of_full_disk(curve, str(curve), curve.with_name(f".{curve.name}")):
-            # the report of this role draws it every half minute; not in a thread, matplotlib does not like two
-            if not curve.exists() or time.time() - curve.stat().st_mtime > MAX_CURVE_AGE:
-                draw_learning_curve(history, self.prefix, curve)
-            if curve.exists():
+        curve, beside = self.output_dir / "learning_curve.png", {}
+        with contextlib.suppress(FileNotFoundError):
+            # of this run, and seconds old: the report of this role draws it every half minute
+            if curve.stat().st_mtime >= self.start:
                 beside[curve.name] = curve.read_bytes()
+        where = self.args.repo_url or f"checkpoint-{epoch}"
+        beside["README.md"] = write_card(stamp, known, self.model, where, bool(beside)).encode()
         self.saving = threading.Thread(target=self.write, args=(state, stamp, beside), name="save", daemon=True)
         self.saving.start()
 
     def write(self, state: dict, stamp: dict, beside: dict[str, bytes]) -> None:
         """In a thread: hashing and writing takes seconds."""
         folder = self.folder / f"checkpoint-{stamp['epoch']}"
-        set_aside(self.folder, stamp["epoch"])
+        try:
+            set_aside(self.folder, stamp["epoch"])
+        except OSError as e:
+            logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be set aside: {e}")
         if save_model(self.model, self.tokenizer, folder, stamp, state, beside):
             logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
             interval = self.args.keep_one_in * self.args.save_checkpoint_step_interval
@@ -230,9 +229,7 @@ A model of {parameters:,} parameters at epoch {epoch} of the run `{name}`: volun
 internet, with [hivemind](https://github.com/learning-at-home/hivemind). An epoch is one optimizer step of the whole
 swarm. This card is written anew with each upload; language and license are not recorded in the run.
 
-![learning curve](learning_curve.png)
-
-| | |
+{curve}| | |
 |---|---|
 {figures}
 
@@ -251,18 +248,20 @@ everything else that training goes on from: download the folder and give it to `
 """
 
 
-def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: str) -> str:
+def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: str, has_curve: bool) -> str:
     """The README.md of a checkpoint, with the YAML header that the Hub reads.
 
     :param stamp: of the checkpoint, as CheckpointHandler.save writes it
     :param history: of the run up to this epoch, as far as this observer saw it
     :param where: what from_pretrained finds it by
+    :param has_curve: whether learning_curve.png lies beside it
     """
     settings, metrics = stamp["settings"], stamp["swarm"]
     samples = stamp["epoch"] * settings["target_batch_size"]
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
     clamp = f", clamp {settings['clamp_value']:g}" if settings["optim"] == "lamb" else ""
+    precision = {"none": "32 bits", "float16": "16 bits", "8bit": "8 bits"}[settings["compression"]]
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
         "training loss": f"{metrics['loss']:.4f} nats, masked words and sentence order, at epoch {metrics['epoch']:,}",
@@ -276,7 +275,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         f"{settings['max_grad_norm']:g}{clamp}",
         "schedule": f"peak learning rate {settings['learning_rate']:g} after {settings['warmup_steps']:,} epochs of "
         f"linear warm-up, linear decay to zero at epoch {settings['total_steps']:,}",
-        "averaging": f"gradients {settings['compression']}, parameters every {settings['average_state_every']} epochs",
+        "averaging": f"gradients in {precision}, parameters every {settings['average_state_every']} epochs",
     }
     return CARD.format(
         model_type=model.config.model_type,
@@ -285,6 +284,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         epoch=stamp["epoch"],
         figures="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
         where=where,
+        curve="![learning curve](learning_curve.png)\n\n" * has_curve,
     )
 
 

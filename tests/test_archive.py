@@ -18,8 +18,23 @@ from test_swarm import flags, history, start_monitor
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM, AutoTokenizer
 
 import archive
-from archive import PUBLIC_ARGUMENTS, Publisher, read_stamp, select_outdated, upload_checkpoint, write_card
-from arguments import ArchiveArguments, AveragingArguments, ModelArguments, OptimizerArguments, parse_arguments
+from archive import (
+    PUBLIC_ARGUMENTS,
+    CheckpointHandler,
+    Publisher,
+    read_stamp,
+    select_outdated,
+    upload_checkpoint,
+    write_card,
+)
+from arguments import (
+    ArchiveArguments,
+    AveragingArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    parse_arguments,
+)
 from checkpoint import find_checkpoints, load_checkpoint, save_model
 from data import load_tokenizer
 from model import make_model
@@ -89,6 +104,45 @@ def test_the_newest_and_one_in_every_so_many_are_kept():
     assert select_outdated(folders, 9, 0) == []
 
 
+def make_handler(folder: Path, *words: str) -> CheckpointHandler:
+    args = ArchiveArguments(True, 5, 2, 0, str(folder), *words)
+    swarm = SwarmArguments("my_albert")
+    return CheckpointHandler(args, swarm, str(folder), model=None, tokenizer=None, optimizer=None, arguments={})
+
+
+def test_a_restart_goes_on_where_the_archive_ends(save, tmp_path):
+    for epoch in (40, 45):
+        folder = save(epoch).parent
+    handler = make_handler(folder)
+    due = [epoch for epoch in range(60) if handler.is_due(epoch)]
+    # reports lag behind the state by some epochs; more than that, and the run has begun anew
+    assert due == [*range(35), *range(50, 60)]
+    stamp = read_stamp(folder / "checkpoint-45") | {"experiment_prefix": "another"}
+    (folder / "checkpoint-45" / "training_state.json").write_text(json.dumps(stamp))
+    handler = make_handler(folder)
+    assert handler.last_epoch == 0 and find_checkpoints(folder) == []
+    assert len(list(folder.glob("set-aside-*/checkpoint-*"))) == 2
+
+
+def test_a_folder_or_a_token_that_is_missing_is_one_line(tmp_path, monkeypatch, capsys):
+    for name in ("HF_TOKEN", "HF_USER_ACCESS_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    login = tmp_path / "login"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(login))
+    (tmp_path / "file").write_text("")
+    for folder, words, cure in (
+        (tmp_path / "file", [], "--local_path"),
+        (tmp_path / "archive", [REPOSITORY], "hf auth login"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            make_handler(folder, *words)
+        assert error.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert cure in line
+    login.write_text(TOKEN)
+    assert make_handler(tmp_path / "archive", REPOSITORY).publisher.repo_id == REPOSITORY
+
+
 # --- the Hub ----------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +176,7 @@ def save(tmp_path, tiny_data):
         stamp |= {"given_by": [DONOR], "swarm": metrics, "settings": settings}
         state = {"model": model.state_dict(), "optimizer": {}, "scheduler": {}, "local_epoch": epoch}
         start = metrics | {"epoch": 1, "time": 1e9, "alive_peers": 7}
-        beside = {"README.md": write_card(stamp, [start, metrics], model, REPOSITORY).encode()}
+        beside = {"README.md": write_card(stamp, [start, metrics], model, REPOSITORY, True).encode()}
         beside["learning_curve.png"] = b"\x89PNG\0"
         assert save_model(model, tokenizer, folder, stamp, state | {"arguments": settings}, beside)
         return folder
@@ -307,6 +361,9 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
     wait_until(lambda: hang.met, 60, "the next upload")
     epoch_then = max(history(tmp_path, "trainer"))
     wait_until(lambda: len(find_checkpoints(folder)) >= 4, 60, "checkpoints while an upload hangs")
+    # which the monitor draws half a minute after its start
+    curve = wait_until(lambda: list(folder.glob("*/learning_curve.png")), 60, "a checkpoint with the learning curve")[0]
+    assert curve.read_bytes().startswith(b"\x89PNG")
     monitor.interrupt()
     monitor.assert_clean_end(30)
     wait_until(lambda: max(history(tmp_path, "trainer")) > epoch_then + 4, 60, "training goes on")
@@ -326,7 +383,8 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
         assert stamp["epoch"] - 2 <= stamp["swarm"]["epoch"] <= stamp["epoch"]
         assert stamp["loss"] == pytest.approx(lines[stamp["swarm"]["epoch"]]["loss"], rel=1e-6)
         assert load_checkpoint(path)["local_epoch"] == stamp["epoch"]
-        assert (path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+        has_curve = "](learning_curve.png)" in (path / "README.md").read_text()
+        assert has_curve == (path / "learning_curve.png").exists()
 
     # what is on the Hub, as a folder
     copy = tmp_path / "copy"
