@@ -266,7 +266,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
         "training loss": f"{metrics['loss']:.4f} nats, masked words and sentence order, at epoch {metrics['epoch']:,}",
         "samples": f"{samples:,} (epochs x batch size)",
-        "peers": f"{metrics['alive_peers']} at the end, {max(entry['alive_peers'] for entry in history)} at most",
+        "peers": f"{metrics['alive_peers']} at this epoch, {max(entry['alive_peers'] for entry in history)} at most",
         "watched for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
         "throughput": f"{speed:.1f} samples/s, the median epoch",
         "batch size": f"{settings['target_batch_size']:,} samples, gathered by all peers",

@@ -204,7 +204,7 @@ def test_the_hub_gets_a_whole_checkpoint_without_the_donor(hub, save, tmp_path):
     assert sum(method == "PUT" for method, *_ in hub.requests) == 4
 
     card = last.files["README.md"].decode()
-    for words in ("epoch 45 of the run `my_albert`", "5.5000 nats", "| 3 at the end, 7 at most |", "| 45.0 hours, "):
+    for words in ("epoch 45 of the run `my_albert`", "5.5000 nats", "| 3 at this epoch, 7 at most |", "| 45.0 hours, "):
         assert words in card, card
     assert f"{45 * 4096:,} (epochs" in card and "peak learning rate 0.00176 after 5,000 epochs" in card
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
