@@ -303,7 +303,7 @@ class Publisher:
         self.record = folder / "uploaded.json"
         self.thread = self.last_failure = None
         self.uploaded: dict = {}
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(self.record.read_text(encoding="utf-8"))
             self.uploaded = record if record["repo_id"] == repo_id else {}
         # a clock that was set back must not put it off for ever
