@@ -108,6 +108,8 @@ def main() -> None:
             archive.step(metrics, report.history)
         if is_last:
             break
+    if archive:
+        archive.finish()
     report.finish()
     shut_down(dht, optimizer)
 
