@@ -34,7 +34,8 @@ from pydantic.v1 import ValidationError
 from addresses import get_peer_id, is_public, is_relayed, select_for_others
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments, TrainerArguments
 from averaging import calm_log, raise_file_limit
-from data import load_tokenized_dataset, load_tokenizer, make_train_batches
+from data import choose_tokenizer, load_tokenized_dataset, load_tokenizer, make_train_batches
+from fetch import fetch_data
 from joining import (
     check_addresses,
     explain_clock,
@@ -282,10 +283,18 @@ def check_all(
     yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
     yield check_file_limit()
     model = dataset = None
-    tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(model_args.tokenizer_path))
-    yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {model_args.tokenizer_path}")
+    tokenizer = None
+    found, failure = attempt(
+        "dataset", lambda: fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    )
+    if failure:
+        yield failure
+    else:
+        tokenizer_path = choose_tokenizer(found, model_args)
+        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path))
+        yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
     if tokenizer:
-        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(args.dataset_path, tokenizer))
+        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer))
         if loaded:
             dataset, corpus = loaded
             count = len(dataset["train"])
