@@ -248,8 +248,9 @@ def receive(url: str, partial: Path, progress: "Progress") -> None:
             discard(partial)
             facts_file.write_text(json.dumps(told))
         progress.begin(start, told["size"])
-        with open(partial, "ab") as file:
-            while chunk := response.read(1 << 16):
+        # without buffers: what has come is on the disk when this process is killed
+        with open(partial, "ab", buffering=0) as file:
+            while chunk := response.read1(1 << 16):
                 file.write(chunk)
                 progress.add(len(chunk))
     size = file_size(partial)
@@ -355,13 +356,12 @@ def read_index(file: Path, source: str) -> list[Shard]:
         for entry in [index["common"], *index["shards"]]:
             if not re.fullmatch(r"[\w-][\w.-]*", entry["name"]) or not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
                 raise ValueError(f"{entry['name']!r} is no name of a file, or its sha256 is none")
-            place = (
-                urllib.parse.urljoin(source, entry["name"]) if is_url(source) else Path(source).parent / entry["name"]
-            )
-            shards.append(Shard(str(place), entry["sha256"], int(entry["size"])))
+            name = entry["name"]
+            place = urllib.parse.urljoin(source, name) if is_url(source) else str(Path(source).parent / name)
+            shards.append(Shard(place, entry["sha256"]))
     except (ValueError, KeyError, TypeError) as e:
         raise FetchError(
-            f"{source} is no index of shards ({e!r}): make one with tokenize_wikitext103.py --archive"
+            f"{source} is no index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
         ) from e
     if len(shards) < 2:
         raise FetchError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
@@ -397,7 +397,8 @@ def unpack(file: Path, source: str, folder: Path) -> None:
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as e:
         with open(file, "rb") as opened:
             begin = opened.read(16)
-        raise FetchError(f"{source} is damaged or no .tar, .tar.gz or index ({e}; it begins with {begin!r})") from e
+        reason = f"{str(e).splitlines()[0]}; it begins with {begin!r}"
+        raise FetchError(f"{source} is damaged or no .tar, .tar.gz or index: fetch or pack it again ({reason})") from e
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
