@@ -360,9 +360,9 @@ def order_of(dataset, seed: int):
 
 def test_batches_of_shards_depend_on_the_seed_alone(server, hosted, tmp_path, caplog, monkeypatch):
     """Not on how fast shards come, nor on failures on the way, nor on the number of workers."""
-    local = take(*open_local(hosted, tmp_path), 150)
-    assert not are_equal(local, take(*open_local(hosted, tmp_path), 150, seed=2))
-    assert are_equal(local, take(*open_local(hosted, tmp_path), 150, num_workers=2))
+    local = take(*open_local(hosted, tmp_path), 260)
+    assert not are_equal(local, take(*open_local(hosted, tmp_path), 260, seed=2))
+    assert are_equal(local, take(*open_local(hosted, tmp_path), 260, num_workers=2))
     dataset, _, tokenizer = open_shards(f"{server.url}/tiny.json", tmp_path / "remote")
     first, second, third = list(itertools.islice(order_of(dataset, 1), 3))
     name = "/tiny-{:05d}-of-00003.tar.gz"
@@ -371,7 +371,7 @@ def test_batches_of_shards_depend_on_the_seed_alone(server, hosted, tmp_path, ca
     server.chunk_delay = 0.05
     server.answers[name.format(second)] = [404, 500, 404, 200]
     server.cuts[name.format(third)] = [3_000]
-    assert are_equal(local, take(dataset, tokenizer, 150))
+    assert are_equal(local, take(dataset, tokenizer, 260))
     assert "answers 404" in caplog.text and "answers 500" in caplog.text
     assert server.count(name.format(third)[1:]) == (hosted / name.format(third)[1:]).stat().st_size
 
@@ -418,9 +418,9 @@ def test_trainer_begins_with_one_shard_survives_ctrl_c_and_goes_on(start, server
     assert server.count(begun[1:]) == (hosted / begun[1:]).stat().st_size
     assert (begun, "bytes=10000-") in server.requests
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["epoch"] == 40 and summary["samples"] >= 40 * 256
+    assert summary["epoch"] == 40 and summary["samples"] > 8000
     assert summary["final_loss"] < summary["start_loss"] - 0.5
-    # 10,000 samples of about 3,500: all shards were needed
+    # more than 8,000 samples of about 3,500: all shards were needed
     fetched = {path for path, _ in server.sent if "-of-" in path}
     assert len(fetched) == SHARDS
     assert sum(count for _, count in server.sent) == sum(
