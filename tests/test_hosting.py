@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
@@ -197,10 +198,11 @@ def test_what_is_no_archive_is_one_line_and_leaves_nothing(server, tmp_path, cac
     assert left_in(cache) == []
 
 
-def test_nobody_listens(cache, server):
-    server.server.server_close()
+def test_nobody_listens(cache):
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
     with pytest.raises(fetch.FetchError, match="(?i)connection refused; gave up"):
-        fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache, patience=0.5)
+        fetch.fetch(f"http://127.0.0.1:{port}/tiny.tar.gz", None, cache, patience=0.5)
 
 
 def test_a_wrong_sha256_is_refused_and_the_right_one_works_at_once(server, hosted, cache, capsys):
