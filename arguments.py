@@ -67,6 +67,10 @@ class SwarmArguments:
         default="https://api.ipify.org",
         metadata={"help": "With --use_google_dns: address of a page that holds nothing but the visitor's IP address."},
     )
+    authorize: bool = field(
+        default=False,
+        metadata={"help": "Membership by an authority, as old commands name it; there is none yet: False only."},
+    )
     client_mode: bool = field(
         default=False,
         metadata={
@@ -104,6 +108,10 @@ class SwarmArguments:
         self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
         if self.status_port is not None and not 0 <= self.status_port < 2**16:
             raise ValueError(f"--status_port {self.status_port} is no TCP port: choose one from 1024 to 65535, or 0")
+        if self.authorize:
+            raise ValueError("--authorize True: membership is not built yet, whoever knows --initial_peers may join")
+        if self.use_google_dns and self.announce_maddrs:
+            raise ValueError("--use_google_dns and --announce_maddrs exclude each other: give one of them")
         if self.use_auto_relay and not self.use_relay:
             raise ValueError("--use_auto_relay and --no_use_relay exclude each other: give one of them")
         if not self.experiment_prefix:
@@ -219,9 +227,12 @@ class AveragingArguments:
         default=256,
         metadata={"help": "Peers in one averaging group at most; a full group starts at once. ALL PEERS."},
     )
-    bandwidth: float = field(
-        default=100.0,
-        metadata={"help": "This peer's bandwidth in Mbit/s; a slower peer averages a smaller share for the others."},
+    bandwidth: float | None = field(
+        default=None,
+        metadata={
+            "help": "This peer's bandwidth in Mbit/s; a slower peer averages a smaller share for the others. Default: "
+            "measured against --initial_peers, within a second."
+        },
     )
     min_vector_size: int = field(
         default=0,
@@ -286,6 +297,8 @@ class AveragingArguments:
                 f"--averaging_timeout {self.averaging_timeout:g} must be greater than --matchmaking_time "
                 f"{self.matchmaking_time:g}, or no round has time to form"
             )
+        if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
+            raise ValueError("--bandwidth must be greater than 0 Mbit/s (and less than a million)")
         if self.target_group_size < 2:
             raise ValueError("--target_group_size must be at least 2")
         if self.average_state_every < 1:

@@ -25,9 +25,10 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait as wait_for_processes
+from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
 
 # Two public peers that dial each other at the same moment can both fail, and a round is lost: 10 of 20 first dials did,
 # none of 25 with this setting. The daemon reads it when the DHT starts.
@@ -47,10 +48,12 @@ from hivemind.compression import deserialize_torch_tensor
 from hivemind.dht.node import DHTNode
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
-from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout
+from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.streaming import combine_from_streaming
 
 from addresses import get_peer_id
@@ -71,6 +74,7 @@ FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself give
 FIRST_LOOK = 2.0  # of waiting for a group before asking whether anybody is there; a live group forms within it
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
+RELAY_PERIOD = 5.0  # between two looks of an auxiliary peer whether clients need it to pass their states on
 DOWNLOAD_PAUSE = 0.5  # between two passes over the donors: short, as a state is good for one epoch
 PROGRESS_PERIOD = 5.0  # between two lines about a running download
 
@@ -159,15 +163,30 @@ class OutOfStep(AllreduceException):
         return f"the group goes on from another state, which is of epoch {self.args[0]} then"
 
 
+def read_mode(data_for_gather: bytes) -> AveragingMode:
+    """Whether a peer of a group averages, is a client, or is auxiliary, from what it has told the group."""
+    return AveragingMode(MSGPackSerializer.loads(data_for_gather)[1])
+
+
 class PromptMatchmaking(Matchmaking):
     """Starts a group as soon as the epoch has ended here and every peer that is known to be there has come.
 
     hivemind waits for a full group or until matchmaking_time has passed: a swarm smaller than target_group_size waits
     it out in each round (note 11), and one that was just large enough does so once a peer has died (note 22).
+
+    And a group is full of trainers: hivemind counts auxiliary peers too, so that trainers average with nobody else.
     """
 
     #: ids (bytes) of the other peers that should come; set by VerifiedAverager
     expected: frozenset[bytes] = frozenset()
+
+    @property
+    def target_group_size(self) -> int | None:
+        size = self.__dict__["target_group_size"]
+        if size is None or self.step_control is None:
+            return size
+        of_group = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]
+        return size + sum(read_mode(data) == AveragingMode.AUX for data in of_group)
 
     async def rpc_join_group(self, request, context):
         arrival = time.monotonic()
@@ -215,7 +234,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     raises AllreduceException.
     """
 
-    _expected: frozenset[bytes] = frozenset()
+    _expected: frozenset[bytes] | None = None
 
     def run(self) -> None:
         live_as_helper()
@@ -262,6 +281,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         """Runs in the averager's process."""
         # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
         self._matchmaking.__class__ = PromptMatchmaking
+        # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
+        # target_group_size for the auxiliary peers in it
+        self._matchmaking.group_key_manager.target_group_size = None
         self._matchmaking.expected = expected
         await self._matchmaking.start_when_complete()
 
@@ -278,6 +300,15 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         await step.wait_for_trigger()
         if isinstance(self._matchmaking, PromptMatchmaking):
             await self._matchmaking.start_when_complete()
+
+    async def _run_allreduce_inplace_(self, tensors, group_info, *args, peer_fractions, **kwargs) -> None:
+        # hivemind forgets to say who is auxiliary: such a peer would send all of its tensors, with a weight of zero
+        modes = tuple(
+            mode if (mode := read_mode(data)) == AveragingMode.AUX or fraction else AveragingMode.CLIENT
+            for data, fraction in zip(group_info.gathered, peer_fractions, strict=True)
+        )
+        options = dict(peer_fractions=peer_fractions, modes=modes, **kwargs)
+        await super()._run_allreduce_inplace_(tensors, group_info, *args, **options)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         watch = asyncio.create_task(self._end_when_a_peer_is_gone(group_info))
@@ -347,24 +378,33 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
-        of_group = [self.serializer.loads(data) for data in group_info.gathered]
-        gathered = [self.serializer.loads(data) for _, _, data in of_group]
-        if all(is_standing(item) and item[1] for item in gathered):
-            standings = [(epoch, lineage) for epoch, _, lineage in gathered]
-            # a state that clients alone have cannot be taken over: they give none
-            clients = [mode == AveragingMode.CLIENT.value for _, mode, _ in of_group]
-            given = {standing for standing, is_client in zip(standings, clients, strict=True) if not is_client}
-            votes = Counter(standing for standing in standings if standing in given)
+        modes = [read_mode(data) for data in group_info.gathered]
+        # auxiliary peers have no gradients, and average anybody's
+        gathered = {
+            index: self.serializer.loads(self.serializer.loads(group_info.gathered[index])[2])
+            for index, mode in enumerate(modes)
+            if mode != AveragingMode.AUX
+        }
+        if gathered and all(is_standing(item) and item[1] for item in gathered.values()):
+            standings = {index: (epoch, lineage) for index, (epoch, _, lineage) in gathered.items()}
+            # a state that clients alone have cannot be taken over where others give theirs
+            given = {standings[index] for index in standings if modes[index] != AveragingMode.CLIENT}
+            votes = Counter(standing for standing in standings.values() if standing in given or not given)
             chosen_standing = max(votes, key=lambda standing: (votes[standing], standing))
-            chosen = [index for index, standing in enumerate(standings) if standing == chosen_standing]
-            epoch, peer_ids = chosen_standing[0], tuple(group_info.peer_ids[index] for index in chosen)
-            if self.peer_id not in peer_ids:
+            chosen = [index for index, standing in standings.items() if standing == chosen_standing]
+            donors = [group_info.peer_ids[index] for index in chosen]
+            if self.peer_id not in donors and self.mode != AveragingMode.AUX:
                 # one that is left alone cannot step now; two or more are about to
-                raise OutOfStep(epoch + (len(chosen) > 1), [peer_id.to_bytes() for peer_id in peer_ids])
+                epoch = chosen_standing[0] + (len(chosen) > 1)
+                raise OutOfStep(epoch, [peer_id.to_bytes() for peer_id in donors])
             if len(chosen) == 1:
                 raise AllreduceException(f"nobody else of the same state in a group of {len(gathered)} peers")
-            gathered = tuple(group_info.gathered[index] for index in chosen)
-            group_info = dataclasses.replace(group_info, peer_ids=peer_ids, gathered=gathered)
+            staying = sorted({*chosen, *range(len(modes))} - (standings.keys() - chosen))
+            group_info = dataclasses.replace(
+                group_info,
+                peer_ids=tuple(group_info.peer_ids[index] for index in staying),
+                gathered=tuple(group_info.gathered[index] for index in staying),
+            )
         averaged = await super()._aggregate_with_group(group_info, **kwargs)
         return dict.fromkeys(averaged, group_info.group_id)
 
@@ -439,6 +479,9 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     """Gives whole states to peers that join, and takes them: from another donor when one fails, in bounded time.
 
     hivemind (note 25) tries for ever, believes what it gets, and ends with the first answer that is truncated.
+
+    Where all trainers are clients, none of them gives a state in hivemind: nobody could join, and who has lost a round
+    would be lost. Here they give it to auxiliary peers, which they are connected with, and those pass it on.
     """
 
     #: names the common history of peers whose state is the same: a digest of the groups that each epoch was made with
@@ -452,7 +495,78 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self.received = multiprocessing.Array(ctypes.c_longlong, 3)
         super().__init__(*args, **kwargs)
 
+    def offer_states(self) -> None:
+        """From now on give this client's state to auxiliary peers, or, as one of them, pass on those of clients."""
+        self._outer_pipe.send(("_relay_states" if self.mode == AveragingMode.AUX else "_give_as_client", [], {}))
+
+    async def _give_as_client(self) -> None:
+        """Runs in the process of a client's averager, for ever."""
+        name = self._get_handle_name(self.prefix, "rpc_download_state")
+        options = dict(input_protobuf_type=averaging_pb2.DownloadRequest, stream_output=True)
+        await self._p2p.add_protobuf_handler(name, self.rpc_download_state, **options)
+        self._allow_state_sharing.value = True
+        while True:
+            self._state_updated.clear()
+            await self.dht.store(
+                f"{self._state_key}.clients",
+                subkey=self.peer_id.to_bytes(),
+                value=self.state_sharing_priority,
+                expiration_time=get_dht_time() + self.declare_state_period,
+                return_future=True,
+            )
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period / 2)
+
+    async def _relay_states(self) -> None:
+        """Runs in the process of an auxiliary peer's averager, for ever: be a donor as long as no trainer is one."""
+        self._state_sharing_priority.value = math.inf  # what is passed on is as new as there is
+        while True:
+            epochs = await self._fetch_epochs("all_averagers")
+            self._allow_state_sharing.value = all(map(math.isinf, epochs.values()))
+            self._state_updated.set()
+            await asyncio.sleep(RELAY_PERIOD)
+
+    @property
+    def _state_key(self) -> str:
+        return self._matchmaking.group_key_manager.prefix
+
+    async def _fetch_epochs(self, key: str) -> dict[PeerID, float]:
+        """The epochs of the states that other peers say they give."""
+        entry = await self.dht.get(f"{self._state_key}.{key}", latest=True, return_future=True)
+        declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
+        return {
+            PeerID(peer): float(info.value)
+            for peer, info in declared
+            if isinstance(info, ValueWithExpiration)
+            and isinstance(info.value, (int, float))
+            and peer != self.peer_id.to_bytes()
+        }
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        is_relay = self.mode == AveragingMode.AUX
+        messages = self._pass_on(request, context) if is_relay else super().rpc_download_state(request, context)
+        async for message in messages:
+            yield message
+
+    async def _pass_on(self, request, context: P2PContext) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """The state of the client that is furthest; of another one when it gives none."""
+        epochs = await self._fetch_epochs("clients")
+        for peer in sorted(epochs.keys() - {context.remote_id}, key=lambda peer: (epochs[peer], random.random()))[::-1]:
+            passed = 0
+            with contextlib.suppress(P2PHandlerError, P2PDaemonError, ControlFailure, asyncio.TimeoutError):
+                stream = await self.get_stub(self._p2p, peer, namespace=self.prefix).rpc_download_state(request)
+                async for message in count_bytes(aiter_with_timeout(stream, timeout=self.next_chunk_timeout), 0):
+                    passed += 1
+                    yield message
+            if passed:
+                return
+
     def step(self, *args, increment_epoch: bool = False, **kwargs):
+        if self.mode == AveragingMode.AUX:
+            # or an auxiliary peer misses the next round while it waits here for a group
+            kwargs["delay_averaging"] = True
         if not increment_epoch:
             return super().step(*args, **kwargs)
         # hivemind counts the epoch first and steps then: who downloads in between gets the old parameters as new ones
@@ -460,7 +574,13 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             result = super().step(*args, increment_epoch=True, **kwargs)
             history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
             self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+            self._declare_as_client()
             return result
+
+    def _declare_as_client(self) -> None:
+        if self.client_mode:
+            self._state_sharing_priority.value = self.local_epoch
+            self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
 
     def get_current_state(self):
         with self._lock_step:
@@ -540,6 +660,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
             self.scheduler.step()
         self.local_epoch = epoch
+        self._declare_as_client()
 
     async def _load_state_from_peers(self, future, timeout: float, **options) -> None:
         """Runs in the averager's process."""
@@ -555,15 +676,10 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         failures: dict[PeerID, int] = Counter()
         for attempt in range(DOWNLOAD_TRIES):
             await asyncio.sleep(DOWNLOAD_PAUSE * bool(attempt))
-            key = f"{self._matchmaking.group_key_manager.prefix}.all_averagers"
-            entry = await self.dht.get(key, latest=True, return_future=True)
-            declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
-            epochs = {
-                PeerID(peer): float(info.value)
-                for peer, info in declared
-                if isinstance(info, ValueWithExpiration) and isinstance(info.value, (int, float))
-            }
-            epochs = {peer: epoch for peer, epoch in epochs.items() if peer != self.peer_id and epoch >= lowest_epoch}
+            epochs = await self._fetch_epochs("all_averagers")
+            if self.mode == AveragingMode.AUX and all(map(math.isinf, epochs.values())):
+                epochs |= await self._fetch_epochs("clients")
+            epochs = {peer: epoch for peer, epoch in epochs.items() if epoch >= lowest_epoch}
             ranks = {
                 peer: (-failures[peer], peer.to_bytes() in donors, peer.to_bytes() not in avoid, epoch, random.random())
                 for peer, epoch in epochs.items()
@@ -699,6 +815,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 del self.silent[peer_id]
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
+        if all(record.client_mode for record in self.others.values()):
+            # clients give their states through an auxiliary peer then, and hivemind would not look at their epochs
+            for key, entry in counted.items():
+                counted[key] = ValueWithExpiration({**entry.value, "client_mode": False}, entry.expiration_time)
         if own_id in newest:  # what the others were told last is older
             own_key = newest[own_id][0]
             counted[own_key] = ValueWithExpiration(self.local_progress.dict(), metadata[own_key].expiration_time)
@@ -769,7 +889,8 @@ class Optimizer(hivemind.Optimizer):
 
     #: peers whose gradients verifiably entered the last step, this one included
     averaged_with = 1
-    #: rounds of this peer that came to nothing
+    #: rounds of this peer that came to an average, and to nothing
+    rounds = 0
     failed_rounds = 0
     #: samples of this peer in the last step, and in all steps together
     epoch_samples = 0
@@ -779,6 +900,8 @@ class Optimizer(hivemind.Optimizer):
     _download_after = -float("inf")  # time before which no download is tried
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
     _questions: list = []  # pings under way
+    #: of an auxiliary peer: when its epoch began
+    _epoch_start = -float("inf")
 
     def __init__(self, *args, **kwargs):
         #: seconds spent so far while a group formed, and while gradients were averaged
@@ -854,12 +977,44 @@ class Optimizer(hivemind.Optimizer):
             averager.state_sharing_priority = self.grad_averager.state_sharing_priority = epoch
 
     def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
+        if self.auxiliary:
+            self._follow_trainers()
+            if len(self.tracker.in_step) < 2:
+                return None  # who is alone needs no help
         if not self.auxiliary and self._should_load_state_from_peers():
             # hivemind drops what this step has computed
             self.grad_averager.accumulate_grads_(batch_size)
             self.load_state_from_peers()
             return None
         return super().step(closure, batch_size, grad_scaler)
+
+    def seconds_to_next_step(self, at_most: float) -> float:
+        """How long an auxiliary peer may do nothing: it has to be there when the trainers' epoch is about to end."""
+        return min(at_most, max(0.05, self.tracker.estimated_next_update_time - self.matchmaking_time - get_dht_time()))
+
+    def _follow_trainers(self) -> None:
+        """Bring an auxiliary peer to the trainers' epoch: it has no progress of its own.
+
+        Forward when they have stepped without it; back when they have lost a round that it took for averaged.
+        """
+        records = self.tracker.present.values()
+        epoch = max((record.epoch for record in records), default=self.local_epoch)
+        if epoch < self.local_epoch:
+            since = [record.epoch for record in records if record.time > self._epoch_start + FIRST_LOOK]
+            epoch = max(since, default=self.local_epoch)
+        if epoch == self.local_epoch:
+            return
+        if self.scheduled_grads is not None and not self.scheduled_grads.done():
+            if self.scheduled_grads.stage == AveragingStage.LOOKING_FOR_GROUP:
+                self.scheduled_grads.cancel()
+            else:
+                self.scheduled_grads.allow_allreduce()  # others are waiting for this peer
+        self.scheduled_grads, self._epoch_start = None, get_dht_time()
+        self.state_averager.set_epoch(epoch)
+        with self.tracker.pause_updates():
+            self.tracker.update_epoch(epoch)
+            self.tracker.global_progress.epoch = epoch
+        self.tracker.fetch_soon(0.0)
 
     def _should_load_state_from_peers(self) -> bool:
         return time.monotonic() >= self._download_after and super()._should_load_state_from_peers()
@@ -958,6 +1113,8 @@ class Optimizer(hivemind.Optimizer):
             **kwargs,
         )
         end_when_it_dies(averager, "state averager")
+        if self.client_mode:
+            averager.offer_states()
         return averager
 
     def _make_gradient_averager(self, *args, **kwargs):
@@ -972,7 +1129,7 @@ class Optimizer(hivemind.Optimizer):
             averager.expect(others)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
-        if self.tracker.global_progress.num_peers > 1:
+        if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
             before = self.scheduled_grads
             super()._maybe_schedule_gradient_averaging()
             if self.scheduled_grads is not before:
@@ -980,7 +1137,7 @@ class Optimizer(hivemind.Optimizer):
                 self._question(others)
 
     def _maybe_schedule_state_averaging(self) -> None:
-        if self.tracker.global_progress.num_peers > 1:
+        if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
             super()._maybe_schedule_state_averaging()
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
@@ -1005,7 +1162,7 @@ class Optimizer(hivemind.Optimizer):
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
         self._load_averaged_gradients_into_optimizer_()
         self.averaged_with = len(group)
-        if self._averages_in_step():
+        if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = next(iter(group.values()))
             present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
             absent = [peer_id for peer_id in self.tracker.in_step if peer_id in present and peer_id not in took_part]
@@ -1025,7 +1182,7 @@ class Optimizer(hivemind.Optimizer):
         while True:
             activity = "averaging" if control.stage == AveragingStage.RUNNING_ALLREDUCE else "waiting"
             try:
-                return control.result(max(0.0, min(0.1, deadline - time.monotonic())))
+                return control.result(max(0.0, min(0.02, deadline - time.monotonic())))
             except concurrent.futures.TimeoutError:
                 if control.done():
                     return control.result()  # just now, or its failure is a TimeoutError too
@@ -1091,11 +1248,11 @@ class Optimizer(hivemind.Optimizer):
         hivemind would then step by its own gradients alone; the averaging of parameters brings those together again,
         but not the moments.
         """
-        return not self.auxiliary and self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
+        return self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
 
     def _update_global_epoch(self, grad_scaler) -> None:
         if self._has_missed_the_round():
-            if time.monotonic() >= self._download_after:
+            if time.monotonic() >= self._download_after and not self.auxiliary:
                 self.load_state_from_peers()
             return
         if self.tracker.last_fetch < self._retry_after:
@@ -1105,7 +1262,14 @@ class Optimizer(hivemind.Optimizer):
             super()._update_global_epoch(grad_scaler)
             self.epoch_samples = samples
             self.total_samples += samples
+            self.rounds += 1
+            self._epoch_start = get_dht_time()
         except AveragingFailed as e:
+            if self.auxiliary:
+                # nothing of its own is lost; where the trainers are, it looks in the next step
+                self._retry_after = time.monotonic()
+                self.tracker.fetch_soon(0.0)
+                return
             logger.warning(
                 f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
                 "samples go into the next round"

@@ -14,8 +14,10 @@ import logging
 import math
 import os
 import re
+import socket
 import threading
 import time
+import urllib.request
 from collections import Counter
 from functools import partial
 
@@ -40,7 +42,7 @@ from addresses import (
     is_relayed,
     select_for_others,
 )
-from arguments import SwarmArguments, stop_for_user
+from arguments import AveragingArguments, SwarmArguments, stop_for_user
 from averaging import DHT, calm_log, check_versions, end_when_it_dies, raise_file_limit
 from status import resolve_initial_peers
 from utils import RunContract, make_validators
@@ -51,6 +53,11 @@ logger = logging.getLogger("joining")
 DIAL_BACK = "dial_back"
 DIAL_TIMEOUT = 3.0
 RELAY_TIMEOUT = 200.0
+# The name of the request to measure the bandwidth: so many seconds each way, by so many requests at once, of so many
+# bytes each. Half a second is enough for a connection of 200 Mbit/s and 75 ms to reach its speed.
+MEASURE = "measure_bandwidth"
+MEASURE_TIME, MEASURE_REQUESTS, MEASURE_BYTES = 0.5, 4, 2**18
+DEFAULT_BANDWIDTH = 100.0  # Mbit/s
 # libp2p's request for a place at a relay, and what a relay must pass at least: each round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
@@ -99,6 +106,8 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     swarm = dataclasses.replace(
         swarm, initial_peers=resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
     )
+    if swarm.use_google_dns:
+        swarm = announce_public_address(swarm)
     check_multiaddrs("--initial_peers", swarm.initial_peers, needs_peer_id=True)
     check_multiaddrs("--host_maddrs", swarm.host_maddrs)
     check_multiaddrs("--announce_maddrs", swarm.announce_maddrs)
@@ -108,6 +117,33 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     if swarm.identity_path:
         check_identity(swarm.identity_path)
     return swarm
+
+
+def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
+    """The same arguments with the address in --announce_maddrs that --public_ip_url sees this machine at."""
+    try:
+        with urllib.request.urlopen(swarm.public_ip_url, timeout=10) as answer:
+            ip = ipaddress.ip_address(answer.read(100).decode().strip())
+    except (OSError, ValueError) as e:
+        stop_for_user(
+            f"--public_ip_url {swarm.public_ip_url} does not tell this machine's address ({e}): choose another one, or "
+            "give --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT yourself"
+        )
+    host_maddrs, announced = [], []
+    for maddr in swarm.host_maddrs:
+        protocol, host, port = get_host_port(maddr)
+        if protocol == f"ip{ip.version}" and port == 0:
+            # a port that the system chose later could not be announced
+            with socket.create_server(("", 0), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as free:
+                port = free.getsockname()[1]
+            maddr = f"/{protocol}/{host}/tcp/{port}"
+        host_maddrs.append(maddr)
+        if protocol == f"ip{ip.version}":
+            announced.append(f"/{protocol}/{ip}/tcp/{port}")
+    if not announced:
+        stop_for_user(f"--use_google_dns: the public address is {ip}, and --host_maddrs listens on none of its kind")
+    logger.info(f"announcing {' '.join(announced)}: this port has to be open")
+    return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)
 
 
 def check_identity(path: str) -> None:
@@ -150,7 +186,7 @@ def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
         return start_dht(swarm, validators, **{**options, "strict": False, "check_if_identity_free": False})
     except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
         stop_for_user(explain_failed_start(swarm, str(e)))
-    dht.run_coroutine(offer_dial_back)
+    dht.run_coroutine(answer_newcomers)
     return dht
 
 
@@ -220,8 +256,9 @@ def find_reachability(dht: hivemind.DHT, initial_peers: list[str]) -> tuple[list
     return sorted({ip for ip, _ in answers}), any(reached for _, reached in answers)
 
 
-async def offer_dial_back(_: hivemind.DHT, node: DHTNode) -> None:
-    """Runs in the DHT process: from now on, tell peers whether their ports can be reached from here."""
+async def answer_newcomers(_: hivemind.DHT, node: DHTNode) -> None:
+    """Runs in the DHT process: from now on, tell peers whether their ports can be reached from here, and let them
+    measure how fast the way here is."""
     dialling = asyncio.Semaphore(8)
 
     async def dial_back(request: BytesValue, context: P2PContext) -> BytesValue:
@@ -236,7 +273,12 @@ async def offer_dial_back(_: hivemind.DHT, node: DHTNode) -> None:
                 reached = any(await asyncio.gather(*(is_peer_at(str(seen_at[0]), port) for port in ports)))
         return BytesValue(value=json.dumps({"seen_at": [str(ip) for ip in seen_at], "reached": reached}).encode())
 
+    async def take_and_give(request: BytesValue, _: P2PContext) -> BytesValue:
+        # the answer to two bytes is long, and the other way round
+        return BytesValue(value=bytes(MEASURE_BYTES) if len(request.value) <= 2 else b"")
+
     await node.p2p.add_protobuf_handler(DIAL_BACK, dial_back, BytesValue)
+    await node.p2p.add_protobuf_handler(MEASURE, take_and_give, BytesValue)
 
 
 async def is_peer_at(ip: str, port: int) -> bool:
@@ -251,6 +293,47 @@ async def is_peer_at(ip: str, port: int) -> bool:
     finally:
         if writer is not None:
             writer.close()
+
+
+def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> AveragingArguments:
+    """The same arguments with --bandwidth as measured against the initial peers, unless the user has given it."""
+    if averaging.bandwidth is not None:
+        return averaging
+    peers = {get_peer_id(str(maddr)) for maddr in dht.initial_peers or ()}
+    found = dht.run_coroutine(partial(measure_rates, peers)) if peers else None
+    if found is None:
+        reason = "none of --initial_peers lets itself be measured" if peers else "nobody is there to measure it against"
+        logger.info(f"bandwidth: {reason}, taking {DEFAULT_BANDWIDTH:g} Mbit/s (--bandwidth)")
+        return dataclasses.replace(averaging, bandwidth=DEFAULT_BANDWIDTH)
+    up, down = found
+    bandwidth = float(f"{min(up, down):.2g}")
+    logger.info(f"bandwidth: measured {up:.3g} Mbit/s up, {down:.3g} down, taking {bandwidth:g} (--bandwidth)")
+    return dataclasses.replace(averaging, bandwidth=bandwidth)
+
+
+async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> list[float] | None:
+    """Runs in the DHT process: Mbit/s to and from the first of these peers that answers."""
+    for peer_id in peers:
+        try:
+            return [await asyncio.wait_for(measure_rate(node, peer_id, is_up), 30) for is_up in (True, False)]
+        except (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, asyncio.TimeoutError) as e:
+            logger.debug(f"{peer_id} does not let itself be measured ({e!r})")
+    return None
+
+
+async def measure_rate(node: DHTNode, peer_id: PeerID, is_up: bool) -> float:
+    """Mbit/s of `MEASURE_REQUESTS` requests at once, for `MEASURE_TIME` and until all are answered."""
+    request = BytesValue(value=bytes(MEASURE_BYTES if is_up else 2))
+    count, start = 0, time.monotonic()
+
+    async def ask() -> None:
+        nonlocal count
+        while time.monotonic() < start + MEASURE_TIME:
+            answer = await node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue)
+            count += len(request.value if is_up else answer.value)
+
+    await asyncio.gather(*(ask() for _ in range(MEASURE_REQUESTS)))
+    return 8e-6 * count / (time.monotonic() - start)
 
 
 async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:

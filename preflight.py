@@ -64,6 +64,7 @@ from joining import (
     find_differences,
     find_direct_averagers,
     find_reachability,
+    measure_bandwidth,
     start_dht,
 )
 from model import make_model, move_batch
@@ -236,7 +237,7 @@ def estimate_round_seconds(parameters: int, peers: int, averaging: AveragingArgu
     group = max(2, min(peers, averaging.target_group_size))
     per_parameter = max(GRADIENT_BYTES[averaging.compression], GRADIENT_BYTES[averaging.state_compression])
     size = 2 * per_parameter * parameters * (group - 1) / group
-    return size, ROUND_OVERHEAD * 8 * size / (averaging.bandwidth * 1e6) if averaging.bandwidth > 0 else 0.0
+    return size, ROUND_OVERHEAD * 8 * size / (averaging.bandwidth * 1e6)
 
 
 def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) -> Check:
@@ -409,6 +410,7 @@ def check_all(
                 failure.what = "clock" if "clock" in failure.finding else failure.what
                 yield failure
             else:
+                averaging = measure_bandwidth(dht, averaging)
                 yield from check_swarm(dht, resolved)
                 reports = fetch_progress(dht, swarm.experiment_prefix)
                 if model and dataset:
@@ -423,7 +425,8 @@ def check_all(
         speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
         epoch_seconds = averaging.target_batch_size / speed
         yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time)
-        yield check_bandwidth(parameters, peers, averaging)
+        if averaging.bandwidth is not None:  # no peer, no measure
+            yield check_bandwidth(parameters, peers, averaging)
 
 
 def check_swarm(dht: hivemind.DHT, swarm: SwarmArguments) -> Iterator[Check]:

@@ -54,7 +54,7 @@ from data import (
     make_train_batches,
 )
 from fetch import fetch_data
-from joining import join_run, make_dht, warn_of_local_addresses
+from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
@@ -111,6 +111,7 @@ def main() -> None:
         dataset["train"].begin(data_seed(str(dht.peer_id), model_args.seed))
     contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
     contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
+    averaging_args = measure_bandwidth(dht, averaging_args)
     optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     stop = handle_stop_signals()
     model.to(device).train()

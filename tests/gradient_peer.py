@@ -17,13 +17,19 @@ import torch
 from hivemind.compression import NoCompression, Uniform8BitQuantization
 
 from arguments import SwarmArguments
-from averaging import GradientAverager, Optimizer, clean_end, handle_stop_signals, shut_down
+from averaging import TRAFFIC, GradientAverager, Optimizer, clean_end, handle_stop_signals, shut_down
 from joining import make_dht
 from utils import setup_logging
 
 
 def make_gradient_optimizer(
-    dht, prefix: str, parameter: torch.nn.Parameter, target_batch_size: int, group_size: int, eight_bit: bool = False
+    dht,
+    prefix: str,
+    parameter: torch.nn.Parameter,
+    target_batch_size: int,
+    group_size: int,
+    eight_bit: bool = False,
+    auxiliary: bool = False,
 ) -> Optimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged."""
     return Optimizer(
@@ -39,6 +45,7 @@ def make_gradient_optimizer(
         grad_averager_factory=partial(GradientAverager, target_group_size=group_size, request_timeout=1.0),
         averager_opts=dict(target_group_size=group_size, request_timeout=1.0),
         client_mode=dht.client_mode,
+        auxiliary=auxiliary,
         average_state_every=10**6,
         tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
     )
@@ -56,6 +63,7 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=100_000)
     parser.add_argument("--eight_bit", action="store_true")
     parser.add_argument("--client_mode", action="store_true")
+    parser.add_argument("--auxiliary", action="store_true", help="no gradient: average for the others")
     parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
     args = parser.parse_args()
     setup_logging("peer")
@@ -69,15 +77,26 @@ def main() -> None:
     dht, *_ = make_dht(swarm)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
     optimizer = make_gradient_optimizer(
-        dht, args.experiment_prefix, parameter, args.target_batch_size, args.group_size, args.eight_bit
+        dht,
+        args.experiment_prefix,
+        parameter,
+        args.target_batch_size,
+        args.group_size,
+        args.eight_bit,
+        args.auxiliary,
     )
+    if args.auxiliary:
+        optimizer.state_averager.offer_states()
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
     epoch = steps = 0
     while not stop.is_set():
         time.sleep(args.step_seconds)  # stands for the work of computing a gradient
-        parameter.grad = torch.full_like(parameter, args.gradient)
-        optimizer.step(batch_size=args.batch_size)
+        if args.auxiliary:
+            optimizer.step()
+        else:
+            parameter.grad = torch.full_like(parameter, args.gradient)
+            optimizer.step(batch_size=args.batch_size)
         steps += 1
         if args.leap_at and optimizer.local_epoch >= args.leap_at:
             args.leap_at = None
@@ -93,7 +112,10 @@ def main() -> None:
                 "samples": optimizer.epoch_samples,
                 "total_samples": optimizer.total_samples,
                 "averaged_with": optimizer.averaged_with,
+                "rounds": optimizer.rounds,
                 "failed_rounds": optimizer.failed_rounds,
+                "traffic": list(TRAFFIC),
+                "round_seconds": optimizer.round_seconds,
                 "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],
             }
             print(json.dumps(report), flush=True)

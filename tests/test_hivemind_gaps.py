@@ -213,3 +213,34 @@ def test_a_round_waits_for_a_peer_that_is_gone():
 def test_peers_that_were_lost_are_not_looked_for():
     """keep_in_touch: hivemind pings initial peers once, at its start."""
     assert inspect.getsource(hivemind.dht.DHTNode).count("call_ping(") == 1
+
+
+def test_auxiliary_peers_send_tensors_with_a_weight_of_zero():
+    """VerifiedAverager._run_allreduce_inplace_: the averager computes the modes, and does not pass them on."""
+    assert (
+        "modes"
+        not in inspect.getsource(hivemind.DecentralizedAverager._run_allreduce_inplace_).split("Runner(")[1][:400]
+    )
+    assert "modes=" not in inspect.getsource(hivemind.DecentralizedAverager._aggregate_with_group)
+
+
+def test_a_group_is_full_of_auxiliary_peers():
+    """PromptMatchmaking.target_group_size."""
+    assert "len(self.current_followers) + 1 >= self.target_group_size" in inspect.getsource(Matchmaking.rpc_join_group)
+
+
+def test_clients_give_no_state():
+    """Note 29; StateAverager.offer_states."""
+    assert "if not self.client_mode:" in inspect.getsource(hivemind.DecentralizedAverager._run_internal)
+
+
+def test_the_epochs_of_clients_do_not_count():
+    """ProgressTracker._parse_swarm_progress_data: nor would clients alone ever go on together."""
+    assert "if not peer.client_mode" in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
+
+
+def test_iterators_of_the_standard_library_are_not_recognised_in_requests():
+    """The import of AsyncIterator in averaging.py: a stream would be taken for a single message."""
+    from collections.abc import AsyncIterator
+
+    assert hivemind.p2p.ServicerBase._strip_iterator_hint(AsyncIterator[int]) == (AsyncIterator[int], False)

@@ -1,0 +1,126 @@
+"""An auxiliary peer: a server without a GPU that stands by the trainers. Several may run at once, and any may die.
+
+    python run_aux_peer.py --experiment_prefix my_albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX \
+        --host_maddrs /ip4/0.0.0.0/tcp/12345 --identity_path aux.id --assist_in_averaging
+
+On one machine, to try it out with the model of a tiny run (see run_trainer.py):
+
+    python run_aux_peer.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2 \
+        --config_path configs/demo.json --optim adamw --assist_in_averaging
+
+Without further flags it welcomes others onto the DHT, relays for peers behind firewalls, and follows the learning curve
+as the monitor does. --assist_in_averaging: it also averages for the others, without a gradient of its own; trainers in
+client mode need one peer that does, and can join late through it. --store_checkpoints: it keeps the swarm's
+states, and uploads them with --repo_url. These two need the trainers' model, optimizer and averaging flags.
+"""
+
+import concurrent.futures
+import logging
+import signal
+import time
+from dataclasses import asdict
+
+# Ctrl-C while the imports below run: the end, without a traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from addresses import select_for_others
+from archive import CheckpointHandler
+from arguments import (
+    ArchiveArguments,
+    AuxPeerArguments,
+    AveragingArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    parse_arguments,
+    stop_for_user,
+)
+from averaging import TRAFFIC, clean_end, handle_stop_signals, shut_down
+from dashboard import RunReport
+from data import load_tokenizer
+from joining import make_dht, measure_bandwidth, warn_of_local_addresses
+from model import make_model
+from optimizer import make_optimizer
+from status import StatusServer
+from utils import setup_logging
+
+logger = logging.getLogger("aux")
+
+
+def main() -> None:
+    groups = parse_arguments(
+        SwarmArguments,
+        AuxPeerArguments,
+        ArchiveArguments,
+        ModelArguments,
+        OptimizerArguments,
+        AveragingArguments,
+        description=__doc__,
+    )
+    swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
+    setup_logging("aux")
+    if swarm.client_mode:
+        stop_for_user("--client_mode is for trainers: an auxiliary peer is there for others to reach it")
+    report = RunReport(args, swarm.experiment_prefix)
+    needs_model = args.assist_in_averaging or archive_args.store_checkpoints
+    tokenizer = load_tokenizer(model_args.tokenizer_path) if needs_model else None
+    page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
+    dht, _ = make_dht(swarm)
+    if dht.client_mode:
+        shut_down(dht)
+        stop_for_user(
+            "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the router "
+            "(--announce_maddrs), or run it on another machine"
+        )
+    warn_of_local_addresses(dht, swarm)
+    optimizer = archive = None
+    if needs_model:
+        averaging_args = measure_bandwidth(dht, averaging_args)
+        model = make_model(model_args, len(tokenizer))
+        optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True)
+    if args.assist_in_averaging:
+        optimizer.state_averager.offer_states()
+    if archive_args.store_checkpoints:
+        archive = CheckpointHandler(
+            archive_args,
+            swarm,
+            args.output_dir,
+            model=model,
+            tokenizer=tokenizer,
+            optimizer=optimizer,
+            arguments={name: value for group in groups for name, value in asdict(group).items()},
+        )
+    report.start_dashboard({**asdict(swarm), **asdict(args)})
+    stop = handle_stop_signals()
+    logger.info(f"others may join through --initial_peers {' '.join(select_for_others(dht.get_visible_maddrs()))}")
+    if page:
+        page.serve(dht, report.read_progress)
+
+    # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
+    watching = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="watch metrics")
+    look, next_look = None, 0.0
+    while not stop.is_set():
+        if look is None and time.monotonic() >= next_look:
+            look, next_look = watching.submit(report.update, dht), time.monotonic() + args.refresh_period
+        if look is not None and look.done():
+            metrics, look = look.result(), None
+            if metrics and optimizer and args.assist_in_averaging:
+                sent, received = (count / 1e6 for count in TRAFFIC)
+                logger.info(
+                    f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} came to nothing; sent {sent:,.1f} "
+                    f"MB, received {received:,.1f} MB"
+                )
+            if archive:
+                archive.step(metrics, report.history)
+        if args.assist_in_averaging:
+            optimizer.step()
+        stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)
+    watching.shutdown()
+    report.update(dht, is_last=True)
+    report.finish()
+    shut_down(dht, optimizer)
+
+
+if __name__ == "__main__":
+    with clean_end():
+        main()

@@ -1,0 +1,130 @@
+"""An auxiliary peer: averages for clients, passes their states on, and may die."""
+
+import json
+
+import pytest
+from processes import LOOPBACK, make_prefix, wait_until
+from test_averaging import epochs, start_peer
+from test_swarm import TRAINER, flags, largest_difference, start_trainer
+
+from checkpoint import find_checkpoints
+
+# flags of the trainers that an auxiliary peer needs
+SHARED = (
+    *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
+    *("--matchmaking_time", "--request_timeout", "--next_chunk_timeout", "--averaging_timeout"),
+    *("--average_state_every", "--default_refresh_period"),
+)
+
+NUMBERS = 100_000
+BYTES = 4 * NUMBERS  # of a gradient, uncompressed
+CLIENT = ("--client_mode", "--group_size", 3)
+
+
+def start_aux(start, prefix: str, name: str = "aux", others=()):
+    flags = ("--auxiliary", "--step_seconds", 0.1, "--group_size", 3)
+    return start_peer(start, name, prefix, gradient=0.0, batch_size=1, others=others, flags=flags)
+
+
+def start_clients(start, prefix: str, aux_peers: list, names=("first", "second")) -> list:
+    return [
+        start_peer(start, name, prefix, gradient=1.0 + 2 * i, batch_size=16 * (1 + i), others=aux_peers, flags=CLIENT)
+        for i, name in enumerate(names)
+    ]
+
+
+def joint_rounds(*peers) -> list[int]:
+    """Epochs in which all these peers report an average of all of them."""
+    common = set.intersection(*(set(epochs(peer)) for peer in peers))
+    return [e for e in sorted(common) if all(epochs(peer)[e]["averaged_with"] == len(peers) for peer in peers)]
+
+
+def stop(*peers) -> None:
+    for peer in peers:
+        peer.interrupt()
+        peer.assert_clean_end()
+
+
+def test_two_clients_average_through_an_auxiliary_peer(start):
+    """Nobody else accepts a connection. The auxiliary peer sends nothing of its own: hivemind's sends a gradient with a
+    weight of zero."""
+    prefix = make_prefix()
+    aux = start_aux(start, prefix)
+    first, second = start_clients(start, prefix, [aux])
+    joint = wait_until(lambda: len(both := joint_rounds(first, second)) >= 15 and both, 120, "15 joint rounds")
+    stop(first, second, aux)
+    everything = range(joint[0], joint[-1] + 1)
+    assert len(joint) >= 0.95 * len(everything), set(everything) - set(joint)
+    pairs = [epoch for epoch in joint if epoch - 1 in joint]
+    for epoch in pairs:
+        one, two = epochs(first)[epoch], epochs(second)[epoch]
+        expected = (1.0 * one["samples"] + 3.0 * two["samples"]) / (one["samples"] + two["samples"])
+        for peer in (first, second):
+            before, after = epochs(peer)[epoch - 1], epochs(peer)[epoch]
+            step = [a - b for a, b in zip(after["parameter"], before["parameter"], strict=True)]
+            assert step == pytest.approx([-expected] * 3, rel=1e-4)
+            for sent_or_received in (0, 1):
+                count = after["traffic"][sent_or_received] - before["traffic"][sent_or_received]
+                assert BYTES <= count < 1.01 * BYTES
+    # what it helps with: the gradients of both in, the average to both out (when it reports differs by a round)
+    sent, received = epochs(aux)[joint[-1]]["traffic"]
+    rounds = epochs(aux)[joint[-1]]["rounds"]
+    assert (rounds - 1) * 2 * BYTES <= sent <= received < 1.01 * (rounds + 1) * 2 * BYTES
+
+
+def test_clients_join_and_survive_the_loss_of_an_auxiliary_peer(start):
+    """A client that comes late takes over the state of another client, through an auxiliary peer; one of two such peers
+    is killed, and the rounds go on."""
+    prefix = make_prefix()
+    one = start_aux(start, prefix, "one")
+    two = start_aux(start, prefix, "two", [one])
+    first, second = start_clients(start, prefix, [one, two])
+    wait_until(lambda: len(joint_rounds(first, second)) >= 5, 120, "5 joint rounds")
+    (late,) = start_clients(start, prefix, [one, two], ["late"])
+    wait_until(lambda: len(joint_rounds(first, second, late)) >= 5, 90, "5 joint rounds of three")
+    joined = joint_rounds(first, second, late)[0]
+    parameters = [epochs(peer)[joined + 3]["parameter"][1] for peer in (first, second, late)]
+    assert parameters == pytest.approx([parameters[0]] * 3, rel=1e-5)
+    assert joined > 5 and parameters[0] < -5  # it was no new run
+
+    one.kill()
+    last = max(epochs(first))
+    wait_until(lambda: joint_rounds(first, second, late)[-1] > last + 5, 90, "joint rounds without the first")
+    newest = joint_rounds(first, second, late)[-1]
+    parameters = [epochs(peer)[newest]["parameter"][1] for peer in (first, second, late)]
+    assert parameters == pytest.approx([parameters[0]] * 3, rel=1e-5)
+    stop(first, second, late, two)
+
+
+def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(start, tmp_path, tiny_data):
+    """The scripts that users run: an auxiliary peer, which is the first of its run, and two trainers that accept no
+    connection. It saves a state that one of them has given it."""
+    prefix, data = make_prefix(), {name: str(path) for name, path in tiny_data.items()}
+    together = {"--max_steps": 20, "--target_group_size": 4, "--target_batch_size": 512}
+    archive = ["--store_checkpoints", "--save_checkpoint_epoch_interval", 8, "--output_dir", tmp_path / "aux"]
+    aux = start(
+        "aux",
+        *("run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5, "--report_to", "none"),
+        *flags({name: value for name, value in TRAINER.items() if name in SHARED}, {"--target_group_size": 4}),
+        *("--tokenizer_path", data["--tokenizer_path"]),
+        *("--target_batch_size", 512, "--assist_in_averaging", "--assist_refresh", 0.3, *archive),
+    )
+    peers = aux.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    names = ["first", "second"]
+    client = {"--client_mode": [], **together, **data, "--average_state_every": 4}
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, client) for name in names]
+    for trainer in trainers:
+        trainer.assert_clean_end(240)
+    aux.wait_for(r"helped in \d+ rounds", 30)
+    aux.interrupt()
+    aux.assert_clean_end()
+
+    for name in names:
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["epochs_averaged"] >= 0.95 * (summary["epochs_here"] - 1), name
+    assert largest_difference(tmp_path, *names) < 1e-6
+    checkpoint = find_checkpoints(tmp_path / "aux")[0]
+    stamp = json.loads((checkpoint / "training_state.json").read_text())
+    assert stamp["epoch"] == int(checkpoint.name.split("-")[1])
+    ids = [json.loads((tmp_path / name / "summary.json").read_text())["peer_id"] for name in names]
+    assert len(stamp["given_by"]) == 1 and stamp["given_by"][0] in ids

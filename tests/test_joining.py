@@ -1,0 +1,105 @@
+"""The way into the network: the public address, the bandwidth."""
+
+import contextlib
+import http.server
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+from processes import LOOPBACK, ROOT, make_prefix
+
+from addresses import get_host_port
+from arguments import SwarmArguments, make_host_maddrs
+from joining import announce_public_address
+
+# A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
+MEASURER = """
+import json, sys
+from arguments import AveragingArguments, SwarmArguments
+from averaging import clean_end, shut_down
+from joining import make_dht, measure_bandwidth
+
+with clean_end():
+    dht, _ = make_dht(SwarmArguments(sys.argv[1], sys.argv[3:], host_maddrs=[sys.argv[2]]))
+    print(json.dumps(measure_bandwidth(dht, AveragingArguments()).bandwidth), flush=True)
+    shut_down(dht)
+"""
+
+
+@contextlib.contextmanager
+def serve_text(text: str):
+    """The address of a page that holds this text."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_the_public_address_is_announced_with_the_port_that_is_listened_on():
+    with serve_text("203.0.113.7\n") as url:
+        options = dict(use_google_dns=True, public_ip_url=url)
+        fixed = announce_public_address(SwarmArguments("run", host_maddrs=["/ip4/0.0.0.0/tcp/31337"], **options))
+        free = announce_public_address(SwarmArguments("run", host_maddrs=make_host_maddrs("[::]:*"), **options))
+    assert fixed.announce_maddrs == ["/ip4/203.0.113.7/tcp/31337"]
+    assert fixed.host_maddrs == ["/ip4/0.0.0.0/tcp/31337"]
+    [announced] = free.announce_maddrs
+    listened = {protocol: port for protocol, _, port in map(get_host_port, free.host_maddrs)}
+    assert get_host_port(announced) == ("ip4", "203.0.113.7", listened["ip4"]) and listened["ip4"] > 0
+    assert listened["ip6"] == 0  # nothing is announced of it
+
+
+@pytest.mark.parametrize("text", ["<html>you are 203.0.113.7</html>", "", "2001:db8::1"])
+def test_a_public_address_that_is_of_no_use_is_one_line(text, capsys):
+    with serve_text(text) as url, pytest.raises(SystemExit) as error:
+        announce_public_address(SwarmArguments("run", use_google_dns=True, public_ip_url=url))
+    assert error.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--use_google_dns" in line or "--public_ip_url" in line
+
+
+def test_the_monitor_announces_its_public_address(start, tmp_path):
+    prefix = make_prefix()
+    with serve_text("127.0.0.1") as url:
+        flags = ["--use_google_dns", "--public_ip_url", url, "--dht_listen_on", "127.0.0.1:*", "--report_to", "none"]
+        command = ["run_training_monitor.py", "--experiment_prefix", prefix, *flags, "--output_dir", tmp_path]
+        monitor = start("monitor", *command)
+        address = monitor.wait_for(r"--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)").group(1)
+    reader = start(
+        "reader", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address
+    )
+    reader.wait_for("Waiting for trainers")
+    for script in (reader, monitor):
+        script.interrupt()
+        script.assert_clean_end()
+
+
+def test_bandwidth_is_measured_against_an_initial_peer(start, net, tmp_path):
+    """At a line of 20 Mbit/s and 40 ms; alone there is nobody to measure it against."""
+    net.host("public", rtt_ms=20)
+    net.host("home", rtt_ms=20, up=20, down=20)
+    net.start()
+    prefix = make_prefix()
+    listen = f"/ip4/{net.ip('public')}/tcp/0"
+    command = ["run_training_monitor.py", "--experiment_prefix", prefix, "--host_maddrs", listen, "--report_to", "none"]
+    monitor = start("monitor", *command, "--output_dir", tmp_path, prefix=net.prefix("public"))
+    address = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    measurer = start("home", "-c", MEASURER, prefix, f"/ip4/{net.ip('home')}/tcp/0", address, prefix=net.prefix("home"))
+    assert measurer.wait(60) == 0, measurer.text
+    measured = json.loads(measurer.text.splitlines()[-1])
+    assert 10 <= measured <= 21
+    alone = subprocess.run(
+        [sys.executable, "-c", MEASURER, prefix, LOOPBACK[1]], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(alone.stdout) == 100.0
