@@ -329,7 +329,7 @@ class TrainerArguments:
         default="data/cache",
         metadata={
             "help": "Folder for what is fetched and unpacked; a second start finds it there, and several trainers may "
-            "share it. It needs room for the whole dataset, twice as much while an archive is unpacked."
+            "share it. Of data in shards, those that were read longest ago go when the disk is full."
         },
     )
     preflight: bool = field(

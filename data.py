@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from arguments import ModelArguments, stop_for_user
-from fetch import Data, FetchError, fetch, find_parts
+from fetch import Data, FetchError, NoRoomError, fetch, find_parts, hold, make_room
 
 logger = logging.getLogger("data")
 
@@ -327,8 +327,9 @@ class ShardedSplit:
         order = self.order()
         coming = ShardFetch(self, next(order), stop)
         while folder := coming.wait():
-            coming = ShardFetch(self, next(order), stop)
+            current, coming = coming, ShardFetch(self, next(order), stop)
             yield folder
+            current.held.close()
 
     def load(self, folder: Path):
         """The instances of one shard, a Dataset of COLUMNS that is mapped into memory, not read."""
@@ -342,19 +343,27 @@ class ShardedSplit:
 
 
 class ShardFetch(threading.Thread):
-    """The fetch of one shard while another one is read. A failure is a warning and another try later."""
+    """The fetch of one shard while another one is read. A failure is a warning and another try later; where the disk is
+    full, shards go that were read before, but not this one until `held` is closed."""
 
     def __init__(self, split: ShardedSplit, number: int, stop: threading.Event):
         super().__init__(daemon=True)
-        self.shard, self.cache_dir, self.stop = split.shards[number], split.cache_dir, stop
+        self.split, self.shard, self.stop = split, split.shards[number], stop
         self.folder: Path | None = None
         self.start()
 
     def run(self) -> None:
+        cache_dir = self.split.cache_dir
         while self.folder is None and not self.stop.is_set():
             try:
-                self.folder = fetch(self.shard.source, self.shard.sha256, self.cache_dir, math.inf, is_shown=False)
+                folder = fetch(self.shard.source, self.shard.sha256, cache_dir, math.inf, is_shown=False)
+                self.held = hold(folder)
+                self.folder = folder
+            except FileNotFoundError:
+                continue  # another trainer has made room meanwhile
             except FetchError as e:
+                if isinstance(e, NoRoomError) and make_room(self.split.shards, cache_dir):
+                    continue
                 logger.warning(f"{e}; trying again in {RETRY_SECONDS:g} s")
                 self.stop.wait(RETRY_SECONDS)
 

@@ -32,6 +32,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from arguments import stop_for_user
 
@@ -46,6 +47,10 @@ TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
 
 class FetchError(Exception):
     """One line for the user: what is wrong, and the cure."""
+
+
+class NoRoomError(FetchError):
+    """The disk of the cache is full."""
 
 
 class CutError(Exception):
@@ -133,7 +138,7 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
             return index if index.exists() else folder
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise FetchError(
+            raise NoRoomError(
                 f"no room for {source} in {cache_dir}: make some, or give another --dataset_cache_dir; "
                 "the same command goes on from there"
             ) from e
@@ -171,6 +176,34 @@ def locked(path: Path) -> Iterator[None]:
                 logger.info(f"{path} cannot be locked ({e.strerror}): start other trainers when this one has its data")
                 break
         yield
+
+
+def hold(folder: Path) -> IO:
+    """Keep `make_room` of any process from removing a folder of the cache, as long as the returned file is open.
+
+    :raises FileNotFoundError: it has just been removed
+    """
+    file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until it is let go)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    if not folder.exists():
+        raise FileNotFoundError(folder)
+    os.utime(folder / ".in_use")
+    return file
+
+
+def make_room(shards: list[Shard], cache_dir: Path) -> bool:
+    """Remove that one of these shards which was read longest ago, of those that nobody holds; False: there is none."""
+    folders = [cache_dir / make_name(shard.source, shard.sha256) for shard in shards]
+    marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
+    for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
+        with open(mark, "a") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            logger.info(f"no room for the next shard: {mark.parent} goes")
+            removed = mark.parent.with_suffix(".removed")
+            mark.parent.rename(removed)
+            shutil.rmtree(removed)
+            return True
+    return False
 
 
 # --- download ---------------------------------------------------------------------------------------------------------

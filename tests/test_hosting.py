@@ -1,5 +1,6 @@
 """Data over HTTP: archives and shards as the script packs them, a real server with real faults, hostile archives."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -258,20 +259,26 @@ def test_an_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, cache, c
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "hostile.tar"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str):
+    """A disk of its own in `folder`, where the system permits that."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 @pytest.mark.parametrize("size", ["1m", "4m"], ids=["for the download", "for the unpacked archive"])
 def test_a_full_disk_is_one_line(server, hosted, cache, capsys, size):
-    cache.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(cache)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not permitted")
-    try:
+    with small_disk(cache, size):
         expect_stop(capsys, "--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
         names = left_in(cache)
         subprocess.run(["mount", "-o", "remount,size=20m", str(cache)], check=True)
         assert fetch.fetch_data(f"{server.url}/big.tar", None, cache).dataset.is_dir()
-    finally:
-        subprocess.run(["umount", str(cache)], check=True)
     # the download was kept, and went on
     assert all(".part" in name for name in names) and names
     assert server.count("big.tar") <= (hosted / "big.tar").stat().st_size + 1_000_000
@@ -315,8 +322,16 @@ def open_shards(source: str, cache: Path):
 
 
 def take(dataset, tokenizer, count: int, seed: int = 1, **options) -> list[dict]:
-    batches = data.make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=seed, **options)
-    return list(itertools.islice(batches, count))
+    """The first batches; fewer of them, which a test will note, when a shard has not come within a minute."""
+    stop = threading.Event()
+    timer = threading.Timer(60, stop.set)
+    timer.start()
+    batches = data.make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=seed, stop=stop, **options)
+    taken = list(itertools.islice(batches, count))
+    timer.cancel()
+    stop.set()
+    assert len(taken) == count
+    return taken
 
 
 def are_equal(one: list[dict], other: list[dict]) -> bool:
@@ -376,6 +391,20 @@ def test_batches_of_shards_depend_on_the_seed_alone(server, hosted, tmp_path, ca
     assert are_equal(local, take(dataset, tokenizer, 260))
     assert "answers 404" in caplog.text and "answers 500" in caplog.text
     assert server.count(name.format(third)[1:]) == (hosted / name.format(third)[1:]).stat().st_size
+
+
+def test_shards_that_were_read_go_when_the_disk_is_full(server, hosted, tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(data, "RETRY_SECONDS", 0.3)
+    expected = take(*open_local(hosted, tmp_path), 600)
+    size = sum(len(content) for content in read_files(tmp_path / "local").values())
+    shard = max(path.stat().st_size for path in (tmp_path / "local").rglob("*train/*.arrow"))
+    # room for all but half of a shard
+    with small_disk(cache, str(size - shard // 2)):
+        dataset, _, tokenizer = open_shards(f"{server.url}/tiny.json", cache)
+        assert are_equal(expected, take(dataset, tokenizer, 600))
+        assert len(list(cache.rglob("*train/*.arrow"))) < SHARDS
+    # more than two passes: a shard that went was fetched again
+    assert sum("-of-" in path for path, _ in server.requests) > SHARDS
 
 
 def open_local(hosted: Path, tmp_path: Path):
