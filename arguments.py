@@ -139,7 +139,11 @@ class ModelArguments:
     )
     tokenizer_path: str = field(
         default="data/tokenizer",
-        metadata={"help": "Folder of the tokenizer that made the dataset. ALL PEERS.", "aliases": ["--tokenizer"]},
+        metadata={
+            "help": "Folder of the tokenizer that made the dataset. Where this is left as it is, a trainer whose "
+            "--dataset_path is an archive takes the tokenizer in there. ALL PEERS.",
+            "aliases": ["--tokenizer"],
+        },
     )
     seed: int = field(
         default=42,
@@ -310,7 +314,24 @@ class TrainerArguments:
 
     dataset_path: str = field(
         default="data/albert_tokenized_wikitext",
-        metadata={"help": "Folder of the tokenized dataset, as tokenize_wikitext103.py writes it."},
+        metadata={
+            "help": "The tokenized dataset: a folder as tokenize_wikitext103.py writes it, an archive of it (.tar, "
+            ".tar.gz), an index of shards (.json), or the http(s) URL of one of these files."
+        },
+    )
+    dataset_sha256: str | None = field(
+        default=None,
+        metadata={
+            "help": "sha256 of that archive or index, as tokenize_wikitext103.py --archive prints it: another file is "
+            "refused. With an URL, give it whenever you know it."
+        },
+    )
+    dataset_cache_dir: str = field(
+        default="data/cache",
+        metadata={
+            "help": "Folder for what is fetched and unpacked; a second start finds it there, and several trainers may "
+            "share it. Of data in shards, those that were read longest ago go when the disk is full."
+        },
     )
     preflight: bool = field(
         default=False,
@@ -413,6 +434,8 @@ class TrainerArguments:
                 raise ValueError(f"--{name} must be at least 1")
         if not 0 < self.mlm_probability < 1:
             raise ValueError("--mlm_probability must lie between 0 and 1")
+        if self.dataset_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", self.dataset_sha256):
+            raise ValueError(f"--dataset_sha256 {self.dataset_sha256} is none: it has 64 hexadecimal digits")
 
 
 @dataclass
@@ -588,6 +611,20 @@ class TokenizeArguments:
     tokenizer_path: str = field(
         default="data/tokenizer", metadata={"help": "Folder to write the tokenizer to; must not exist yet."}
     )
+    archive: str | None = field(
+        default=None,
+        metadata={
+            "help": "File to pack dataset and tokenizer into, for hosting: NAME.tar.gz or NAME.tar. Prints its sha256. "
+            "Where both folders exist already they are packed as they are."
+        },
+    )
+    archive_shards: int = field(
+        default=1,
+        metadata={
+            "help": "With --archive NAME.tar.gz: divide large data into so many archives NAME-00000-of-0000N.tar.gz, "
+            "which trainers fetch one after the other while they train, and NAME.json, the index to give them."
+        },
+    )
 
     def __post_init__(self):
         if self.seq_length < 8:
@@ -598,6 +635,10 @@ class TokenizeArguments:
             raise ValueError("--validation_fraction must lie between 0 and 1")
         if self.train_tokenizer and self.vocab_size < 100:
             raise ValueError("--vocab_size must be at least 100")
+        if self.archive and not re.fullmatch(r"[^/.][^/.]*\.(tar|tar\.gz|tgz)", self.archive.rsplit("/", 1)[-1]):
+            raise ValueError(f"--archive {self.archive} is no name such as wikitext.tar.gz, without another dot")
+        if self.archive_shards < 1 or (self.archive_shards > 1 and not self.archive):
+            raise ValueError("--archive_shards must be at least 1, and needs --archive NAME.tar.gz")
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:

@@ -15,20 +15,27 @@ import functools
 import gzip
 import hashlib
 import json
+import logging
 import lzma
+import math
 import random
 import re
 import signal
 import threading
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from arguments import stop_for_user
+from arguments import ModelArguments, stop_for_user
+from fetch import Data, FetchError, NoRoomError, fetch, find_parts, hold, make_room
+
+logger = logging.getLogger("data")
 
 COLUMNS = ["input_ids", "token_type_ids", "special_tokens_mask", "sentence_order_label"]
+RETRY_SECONDS = 30.0  # until the next try, when a shard could not be had
 IGNORED_LABEL = -100  # what torch's cross_entropy leaves out by default
 
 # ---------------------------------------------------------------- documents
@@ -246,19 +253,30 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.sha256(json.dumps(definition).encode()).hexdigest()
 
 
-def load_tokenized_dataset(path: str | Path, tokenizer) -> tuple:
-    """What tokenize_wikitext103.py wrote: (DatasetDict with train and validation, the corpus.json as a dictionary).
+def choose_tokenizer(found: Data, args: ModelArguments) -> str | Path:
+    """Folder of the tokenizer: the one that came in the dataset's archive, unless another one was named."""
+    if found.tokenizer is None or args.tokenizer_path != ModelArguments.tokenizer_path:
+        return args.tokenizer_path
+    return found.tokenizer
+
+
+def load_tokenized_dataset(found: Data | str | Path, tokenizer) -> tuple:
+    """What tokenize_wikitext103.py wrote: (its splits train and validation by name, the corpus.json as a dictionary).
 
     A missing or foreign folder, or one made by another tokenizer, ends the process with a line that names the cure.
+
+    :param found: what fetch_data has found, or just a folder
     """
     from datasets import load_from_disk
 
-    if not Path(path).is_dir():
+    found = found if isinstance(found, Data) else Data(Path(found))
+    path, names = found.dataset, ["validation"] if found.shards else ["train", "validation"]
+    if not path.is_dir():
         stop_for_user(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
     try:
-        corpus = json.loads((Path(path) / "corpus.json").read_text())
+        corpus = json.loads((path / "corpus.json").read_text())
         dataset = load_from_disk(str(path))
-        splits = [dataset[name].select_columns(COLUMNS) for name in ("train", "validation")]
+        splits = {name: dataset[name].select_columns(COLUMNS) for name in names}
     except (OSError, ValueError, KeyError) as e:
         stop_for_user(
             f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {str(e).splitlines()[0]}): "
@@ -269,7 +287,95 @@ def load_tokenized_dataset(path: str | Path, tokenizer) -> tuple:
             f"{path} was made by another tokenizer than the one in {tokenizer.name_or_path}: give the --tokenizer_path "
             f"of that run, or tokenize again with --tokenizer {tokenizer.name_or_path}"
         )
-    return type(dataset)(zip(("train", "validation"), splits, strict=True)), corpus
+    if found.shards:
+        splits["train"] = ShardedSplit(found, corpus)
+    return splits, corpus
+
+
+class ShardedSplit:
+    """A train split in shards, each fetched while the one before is read. State: the order, and the fetch under way.
+
+    The order of shards depends on the seed alone: a shard that is late is waited for, not passed over.
+    """
+
+    def __init__(self, found: Data, corpus: dict):
+        self.shards, self.cache_dir, self.corpus = found.shards, found.cache_dir, corpus
+        self.seed: int | None = None
+
+    def __len__(self) -> int:
+        return self.corpus["instances"]["train"]
+
+    def begin(self, seed: int) -> None:
+        """Choose the order of shards and fetch the first one; ends the process where that cannot be had."""
+        self.seed = seed
+        shard = self.shards[next(self.order())]
+        logger.info(f"{len(self.shards)} shards of data; the first one is {shard.source}")
+        try:
+            fetch(shard.source, shard.sha256, self.cache_dir)
+        except FetchError as e:
+            stop_for_user(str(e))
+
+    def order(self) -> Iterator[int]:
+        """Endless numbers of shards, pass after pass, each in an order of its own."""
+        number = 0
+        while True:
+            yield from map(int, np.random.default_rng([self.seed, number]).permutation(len(self.shards)))
+            number += 1
+
+    def visit(self, stop: threading.Event) -> Iterator[Path]:
+        """Endless folders of unpacked shards; ends when `stop` is set while one is waited for."""
+        order = self.order()
+        coming = ShardFetch(self, next(order), stop)
+        while folder := coming.wait():
+            current, coming = coming, ShardFetch(self, next(order), stop)
+            yield folder
+            current.held.close()
+
+    def load(self, folder: Path):
+        """The instances of one shard, a Dataset of COLUMNS that is mapped into memory, not read."""
+        from datasets import load_from_disk
+
+        path, _ = find_parts(folder)
+        corpus = json.loads((path / "corpus.json").read_text())
+        if corpus["tokenizer_fingerprint"] != self.corpus["tokenizer_fingerprint"]:
+            stop_for_user(f"the shard in {folder} was made by another tokenizer than the others: tell who hosts it")
+        return load_from_disk(str(path))["train"].select_columns(COLUMNS)
+
+
+class ShardFetch(threading.Thread):
+    """The fetch of one shard while another one is read. A failure is a warning and another try later; where the disk is
+    full, shards go that were read before, but not this one until `held` is closed."""
+
+    def __init__(self, split: ShardedSplit, number: int, stop: threading.Event):
+        super().__init__(daemon=True)
+        self.split, self.shard, self.stop = split, split.shards[number], stop
+        self.folder: Path | None = None
+        self.start()
+
+    def run(self) -> None:
+        cache_dir = self.split.cache_dir
+        while self.folder is None and not self.stop.is_set():
+            try:
+                folder = fetch(self.shard.source, self.shard.sha256, cache_dir, math.inf, is_shown=False)
+                self.held = hold(folder)
+                self.folder = folder
+            except FileNotFoundError:
+                continue  # another trainer has made room meanwhile
+            except FetchError as e:
+                if isinstance(e, NoRoomError) and make_room(self.split.shards, cache_dir):
+                    continue
+                logger.warning(f"{e}; trying again in {RETRY_SECONDS:g} s")
+                self.stop.wait(RETRY_SECONDS)
+
+    def wait(self) -> Path | None:
+        """The folder of the shard, or None when `stop` is set first."""
+        next_line = time.monotonic() + 5
+        while self.is_alive() and not self.stop.is_set():
+            self.join(0.1)
+            if self.is_alive() and time.monotonic() > next_line:
+                next_line = time.monotonic() + 60
+                logger.warning(f"the data of this peer is used up: waiting for {self.shard.source}")
+        return self.folder
 
 
 # ---------------------------------------------------------------- batches
@@ -296,6 +402,8 @@ class MaskedBatches:
         )
         # tensor cores like widths that are multiples of 8, but on short rows that would be up to a seventh of padding
         self.multiple = 8 if self.lengths.max() >= 128 else 1
+        # batches are grouped by these: more rows to choose from for a batch, and no more padding
+        self.padded_lengths = -(-self.lengths // self.multiple)
         self.mlm_probability = mlm_probability
         self.pad_id, self.mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
         self.ordinary_ids = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
@@ -353,11 +461,48 @@ class LengthGroupedOrder:
         generator = np.random.default_rng(self.seed)
         number = 0
         while True:
-            order = generator.permutation(len(self.padded_lengths))
-            order = np.resize(order, max(len(order) // self.batch_size, 1) * self.batch_size)
-            order = order[np.argsort(self.padded_lengths[order], kind="stable")]
-            for rows in generator.permutation(order.reshape(-1, self.batch_size)):
+            for rows in self.make_pass(generator):
                 yield rows, [self.seed, number]
+                number += 1
+
+    def make_pass(self, generator: np.random.Generator) -> np.ndarray:
+        """Row numbers [batches, batch_size] of one pass."""
+        order = generator.permutation(len(self.padded_lengths))
+        order = np.resize(order, max(len(order) // self.batch_size, 1) * self.batch_size)
+        order = order[np.argsort(self.padded_lengths[order], kind="stable")]
+        return generator.permutation(order.reshape(-1, self.batch_size))
+
+
+class ShardedBatches:
+    """MaskedBatches of a ShardedSplit: (folder of the shard, row numbers, seed of the masks) -> batch. State: the shard
+    that is open; each process opens it for itself."""
+
+    def __init__(self, split: ShardedSplit, tokenizer, mlm_probability: float):
+        self.split, self.options = split, (tokenizer, mlm_probability)
+        self.folder: Path | None = None
+
+    def open(self, folder: Path) -> MaskedBatches:
+        if folder != self.folder:
+            self.folder, self.batches = folder, MaskedBatches(self.split.load(folder), *self.options)
+        return self.batches
+
+    def __getitem__(self, key: tuple[Path, np.ndarray, list[int]]) -> dict[str, np.ndarray]:
+        folder, rows, mask_seed = key
+        return self.open(folder)[rows, mask_seed]
+
+
+class ShardedOrder:
+    """Endless keys of ShardedBatches: a LengthGroupedOrder's pass over one shard, then the next."""
+
+    def __init__(self, batches: ShardedBatches, batch_size: int, seed: int, stop: threading.Event):
+        self.batches, self.batch_size, self.seed, self.stop = batches, batch_size, seed, stop
+
+    def __iter__(self) -> Iterator[tuple[Path, np.ndarray, list[int]]]:
+        number = 0
+        for visit, folder in enumerate(self.batches.split.visit(self.stop)):
+            order = LengthGroupedOrder(self.batches.open(folder).padded_lengths, self.batch_size, self.seed)
+            for rows in order.make_pass(np.random.default_rng([self.seed, visit])):
+                yield folder, rows, [self.seed, number]
                 number += 1
 
 
@@ -409,17 +554,34 @@ class UninterruptedLoader:
         return map(to_tensors, batches)
 
 
-def make_train_batches(dataset, tokenizer, *, batch_size: int, seed: int, mlm_probability=0.15, num_workers: int = 0):
+def make_train_batches(
+    dataset,
+    tokenizer,
+    *,
+    batch_size: int,
+    seed: int,
+    mlm_probability: float = 0.15,
+    num_workers: int = 0,
+    stop: threading.Event | None = None,
+):
     """Endless iterable of training batches from one split; the same for the same seed, whatever num_workers.
 
     Each is a dictionary of int64 tensors: input_ids, attention_mask, token_type_ids, labels (-100 where nothing is to
     be predicted), all [batch_size, longest row], and sentence_order_label [batch_size] (1: swapped).
+
+    :param dataset: a Dataset, or a ShardedSplit; that one's order of shards is begun with this seed unless it has begun
+    :param stop: ends the iteration when it is set while a shard is waited for
     """
     from torch.utils.data import DataLoader
 
-    batches = MaskedBatches(dataset, tokenizer, mlm_probability)
-    # by padded length: more rows to choose from for a batch, and no more padding
-    order = LengthGroupedOrder(-(-batches.lengths // batches.multiple), batch_size, seed)
+    if isinstance(dataset, ShardedSplit):
+        if dataset.seed is None:
+            dataset.begin(seed)
+        batches = ShardedBatches(dataset, tokenizer, mlm_probability)
+        order = ShardedOrder(batches, batch_size, seed, stop or threading.Event())
+    else:
+        batches = MaskedBatches(dataset, tokenizer, mlm_probability)
+        order = LengthGroupedOrder(batches.padded_lengths, batch_size, seed)
     loader = DataLoader(
         batches,
         sampler=order,

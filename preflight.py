@@ -4,7 +4,11 @@
 
 prints a table, a cure beside each finding, and ends with exit code 0 when nothing is fatal, else 2. It joins the run's
 DHT as any peer does, but publishes and trains nothing. A trainer that starts logs what of it is quick to find and not
-in order, and later what its own first epochs tell of its speed.
+in order, and later what its own first epochs tell of its speed. Which batch size suits this machine is measured by
+
+    python preflight.py --experiment_prefix my_albert --fp16
+
+with a trainer's flags; the last line that it prints is the flags to add to them.
 """
 
 import contextlib
@@ -23,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import hivemind
+import numpy as np
 import psutil
 import torch
 from hivemind.dht.node import DHTNode
@@ -32,9 +37,25 @@ from hivemind.utils import get_dht_time
 from pydantic.v1 import ValidationError
 
 from addresses import get_peer_id, is_public, is_relayed, select_for_others
-from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments, TrainerArguments
-from averaging import calm_log, raise_file_limit
-from data import load_tokenized_dataset, load_tokenizer, make_train_batches
+from arguments import (
+    AveragingArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    TrainerArguments,
+    parse_arguments,
+    stop_for_user,
+)
+from averaging import calm_log, clean_end, raise_file_limit
+from data import (
+    MaskedBatches,
+    choose_tokenizer,
+    load_tokenized_dataset,
+    load_tokenizer,
+    make_train_batches,
+    to_tensors,
+)
+from fetch import fetch_data
 from joining import (
     check_addresses,
     explain_clock,
@@ -48,7 +69,7 @@ from joining import (
 )
 from model import make_model, move_batch
 from optimizer import describe_contract
-from utils import RunContract, make_validators
+from utils import RunContract, make_validators, setup_logging
 
 logger = logging.getLogger("preflight")
 
@@ -61,6 +82,7 @@ STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments
 ROUND_OVERHEAD = 1.45
 GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1}
 MEASURED_SECONDS = 20.0
+LONGEST_PASS = 5.0  # seconds; a step of up to 10 is advised
 
 
 @dataclass
@@ -259,6 +281,63 @@ def measure_step(
     return sum(times) / len(times) * args.gradient_accumulation_steps
 
 
+def find_batch_size(
+    model: torch.nn.Module, dataset, tokenizer, args: TrainerArguments, target_batch_size: int
+) -> tuple[int, int]:
+    """(samples per forward pass, batches per step of this peer) that suit this machine, measured on the longest rows.
+
+    Doubles the batch while memory holds (four fifths of it, as rounds need some), while passes take less than
+    LONGEST_PASS, and while that makes samples faster (short passes are not asked: they vary); then gathers batches
+    until a step takes a second. A step is an eighth of the swarm's batch at most. Prints what it measures.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    model.to(device).train()
+    batches = MaskedBatches(dataset, tokenizer, args.mlm_probability)
+    longest = batches.lengths.argsort()[::-1]
+    largest_step = max(1, target_batch_size // 8)
+    best, best_seconds, size = 0, math.inf, 1
+    while size <= largest_step:
+        batch = move_batch(to_tensors(batches[np.resize(longest, size), [0]]), device)
+        try:
+            seconds = [time_pass(model, batch, autocast) for _ in range(3)][1:]
+        except torch.cuda.OutOfMemoryError:
+            print(f"{size:6} samples: too much for this GPU's memory", flush=True)
+            break
+        seconds = min(seconds)
+        used = measure_memory(device)
+        finding = f"{size:6} samples: {seconds:.3f} s, {size / seconds:,.1f} samples/s, {used:.0%} of the memory used"
+        print(finding, flush=True)
+        is_faster = size / seconds > 1.05 * best / best_seconds
+        if best and (used > 0.8 or seconds > LONGEST_PASS or (seconds > 0.25 and not is_faster)):
+            break
+        best, best_seconds, size = size, seconds, 2 * size
+    if not best:
+        stop_for_user("not even one sample fits into this GPU's memory: use another one, or a smaller --config_path")
+    return best, max(1, min(round(1 / best_seconds), largest_step // best))
+
+
+def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast) -> float:
+    """Seconds of one forward and backward pass."""
+    start = time.monotonic()
+    with autocast:
+        loss = model(**batch)["loss"]
+    loss.backward()
+    loss.item()
+    if loss.is_cuda:
+        torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+def measure_memory(device: torch.device) -> float:
+    """The share of the device's memory that is used, at its peak where that is known."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return 1 - free / total  # what torch holds, and what other programs hold
+    return psutil.virtual_memory().percent / 100
+
+
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
@@ -283,10 +362,18 @@ def check_all(
     yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
     yield check_file_limit()
     model = dataset = None
-    tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(model_args.tokenizer_path))
-    yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {model_args.tokenizer_path}")
+    tokenizer = None
+    found, failure = attempt(
+        "dataset", lambda: fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    )
+    if failure:
+        yield failure
+    else:
+        tokenizer_path = choose_tokenizer(found, model_args)
+        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path))
+        yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
     if tokenizer:
-        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(args.dataset_path, tokenizer))
+        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer))
         if loaded:
             dataset, corpus = loaded
             count = len(dataset["train"])
@@ -426,3 +513,22 @@ def warn_of_speed(
     if step_seconds > 0.5:  # short steps are harmless: the tracker does not report each
         warn(check_step_time(step_seconds, batch_size))
     warn(check_epoch_time(epoch_seconds, peers, matchmaking_time))
+
+
+def main() -> None:
+    """Measure the batch size that suits this machine."""
+    groups = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, TrainerArguments)
+    _, model_args, _, averaging, args = parse_arguments(*groups, description=__doc__)
+    setup_logging("preflight")
+    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
+    dataset, _ = load_tokenized_dataset(found, tokenizer)
+    model = make_model(model_args, len(tokenizer))
+    # the validation split is always there, and its rows are as long as those of training
+    sizes = find_batch_size(model, dataset["validation"], tokenizer, args, averaging.target_batch_size)
+    print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
+
+
+if __name__ == "__main__":
+    with clean_end():
+        main()

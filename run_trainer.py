@@ -44,7 +44,16 @@ from arguments import (
 from averaging import clean_end, handle_stop_signals, shut_down
 from callback import CollaborativeCallback
 from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
-from data import data_seed, load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
+from data import (
+    ShardedSplit,
+    choose_tokenizer,
+    data_seed,
+    load_tokenized_dataset,
+    load_tokenizer,
+    make_eval_batches,
+    make_train_batches,
+)
+from fetch import fetch_data
 from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
@@ -76,8 +85,9 @@ def main() -> None:
         f"python {platform.python_version()}, {device}"
     )
 
-    tokenizer = load_tokenizer(model_args.tokenizer_path)
-    dataset, corpus = load_tokenized_dataset(args.dataset_path, tokenizer)
+    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
+    dataset, corpus = load_tokenized_dataset(found, tokenizer)
     model = make_model(model_args, len(tokenizer))
     if corpus["seq_length"] > model.config.max_position_embeddings:
         stop_for_user(
@@ -96,6 +106,9 @@ def main() -> None:
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
     dht, public_key = make_dht(swarm)
+    if isinstance(dataset["train"], ShardedSplit):
+        # now: the order comes from the peer's id, and a peer that has joined should not keep others waiting
+        dataset["train"].begin(data_seed(str(dht.peer_id), model_args.seed))
     contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
     contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
     averaging_args = measure_bandwidth(dht, averaging_args)
@@ -154,6 +167,7 @@ def main() -> None:
         seed=data_seed(str(dht.peer_id), model_args.seed, optimizer.local_epoch),
         mlm_probability=args.mlm_probability,
         num_workers=args.dataloader_num_workers,
+        stop=stop,
     )
 
     for number, batch in enumerate(batches, start=1):

@@ -10,6 +10,9 @@ Without the hub, in seconds, from the sample that this repository carries; and a
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python tokenize_wikitext103.py --text_files a.txt b.txt.gz c.jsonl --train_tokenizer --vocab_size 8000
 
+With --archive NAME.tar.gz it also packs both, for volunteers who fetch them (see fetch.py); where they are there
+already, it does that alone.
+
 Writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which tells what
 it is. Both appear complete or not at all. All of it, the tokenizer included, depends on text and flags only, not on
 --num_proc.
@@ -34,6 +37,7 @@ from pathlib import Path
 import numpy as np
 
 import data
+import fetch
 from arguments import TokenizeArguments, parse_arguments, stop_for_user
 
 SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
@@ -47,6 +51,11 @@ def main():
     tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
     # a second dataset for the tokenizer of the first one: it stays where it is
     is_tokenizer_kept = not args.train_tokenizer and Path(args.tokenizer).resolve() == tokenizer_path.resolve()
+    if args.archive:
+        check_archive(Path(args.archive), args)
+        if dataset_path.is_dir() and tokenizer_path.is_dir() and not args.text_files and not args.train_tokenizer:
+            print(f"{dataset_path} and {tokenizer_path} are there already, and are packed as they are")
+            return make_archive(dataset_path, tokenizer_path, args)
     check_targets(tokenizer_path, dataset_path, is_tokenizer_kept)
     data.load_sentence_splitter(args.language)
 
@@ -85,9 +94,11 @@ def main():
         f"wrote {instances['train']:,} instances ({tokens['train']:,} tokens) for training and "
         f"{instances['validation']:,} ({tokens['validation']:,}) for validation to {dataset_path}\n"
         f"the tokenizer of {corpus['vocab_size']:,} pieces is in {tokenizer_path}; unigram entropy "
-        f"{corpus['unigram_entropy']:.2f} nats: the loss of a model that knows only word frequencies\n"
-        f"next: python run_training_monitor.py --experiment_prefix my_albert"
+        f"{corpus['unigram_entropy']:.2f} nats: the loss of a model that knows only word frequencies"
     )
+    if args.archive:
+        make_archive(dataset_path, tokenizer_path, args)
+    print("next: python run_training_monitor.py --experiment_prefix my_albert")
 
 
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
@@ -97,6 +108,87 @@ def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: b
     tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):
         stop_for_user("--tokenizer_path and --dataset_path must be two folders, neither inside the other")
+
+
+def name_shards(archive: Path, count: int) -> list[Path]:
+    """The files of an archive in `count` shards: its index, what all peers need, then the shards."""
+    stem, suffix = archive.name.split(".", 1)
+    names = [f"{stem}.json", f"{stem}-common.{suffix}"]
+    names += [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(count)]
+    return [archive.with_name(name) for name in names]
+
+
+def check_archive(archive: Path, args: TokenizeArguments):
+    for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
+        if os.path.lexists(path):
+            stop_for_user(f"{path} exists already: remove it, or give another --archive")
+    if not archive.parent.is_dir():
+        stop_for_user(f"--archive {archive}: there is no folder {archive.parent}, make it first")
+
+
+def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArguments):
+    """Pack dataset and tokenizer into one archive, or into shards and an index, and say what to give to a trainer.
+
+    Row number r goes into shard r modulo their number: each shows the whole corpus.
+    """
+    tokenizer = data.load_tokenizer(tokenizer_path)
+    dataset, corpus = data.load_tokenized_dataset(dataset_path, tokenizer)
+    archive, count = Path(args.archive), args.archive_shards
+    made: list[Path] = []
+    try:
+        if count == 1:
+            made = [archive]
+            sha256 = fetch.pack(archive, {"dataset": dataset_path, "tokenizer": tokenizer_path})
+        else:
+            if count > len(dataset["train"]):
+                stop_for_user(f"--archive_shards {count}: there are only {len(dataset['train'])} instances")
+            made = name_shards(archive, count)
+            sha256 = make_shards(made, dataset, corpus, tokenizer_path)
+    except BaseException as e:
+        for path in made:
+            path.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            stop_for_user(
+                f"cannot write {archive} ({e}): make room, then run the same command again to pack what is there"
+            )
+        raise
+    size = sum(path.stat().st_size for path in made)
+    print(
+        f"packed {dataset_path} and {tokenizer_path} into {len(made)} file{'s'[: len(made) != 1]} of "
+        f"{fetch.show_size(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
+        f"then for each trainer:\n--dataset_path https://YOUR_HOST/{made[0].name} --dataset_sha256 {sha256}"
+    )
+
+
+def make_shards(names: list[Path], dataset: dict, corpus: dict, tokenizer_path: Path) -> str:
+    """Write the files of `name_shards`; returns the sha256 of the index."""
+    from tqdm import tqdm
+
+    index, *archives = names
+    entries = []
+    for number, archive in enumerate(tqdm(archives, desc="packing", unit="file", disable=None), start=-1):
+        with unfinished_folder(archive) as folder:
+            if number < 0:
+                parts = {"dataset": folder, "tokenizer": tokenizer_path}
+                tables = {"validation": select_rows(dataset["validation"], 1, 0)}
+            else:
+                parts, count = {"dataset": folder}, len(archives) - 1
+                tables = {"train": select_rows(dataset["train"], count, number)}
+            write_dataset(tables, corpus, folder)
+            entries.append({"name": archive.name, "sha256": fetch.pack(archive, parts), "size": archive.stat().st_size})
+    index.write_text(json.dumps({"common": entries[0], "shards": entries[1:]}, indent=2) + "\n")
+    return fetch.hash_file(index)
+
+
+def select_rows(dataset, count: int, number: int):
+    """Arrow table of each `count`th row of a Dataset, from row `number` on."""
+    import pyarrow
+
+    parts, start = [], number
+    for table in dataset.with_format("arrow").iter(65_536):
+        parts.append(table.take(np.arange(start, table.num_rows, count)))
+        start = (start - table.num_rows) % count
+    return pyarrow.concat_tables(parts)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,471 @@
+"""Data from elsewhere: archives and shards, fetched over HTTP, checked, unpacked safely; and packed, to be hosted.
+
+    python tokenize_wikitext103.py --archive wikitext.tar.gz        # prints the sha256
+    python run_trainer.py --dataset_path https://example.org/wikitext.tar.gz --dataset_sha256 2c26b46b... ...
+
+In the cache folder each archive has a name of its own, made from its own sha256 where that is known, else from its
+address: NAME/ is the unpacked archive, complete or not there at all; NAME.part is a download that is not finished,
+NAME.part.json what its server said of it; NAME.json the index of an archive in shards; NAME.lock keeps a second
+trainer waiting instead of fetching the same.
+"""
+
+import contextlib
+import errno
+import fcntl
+import gzip
+import hashlib
+import http.client
+import json
+import logging
+import lzma
+import os
+import re
+import shutil
+import ssl
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from arguments import stop_for_user
+
+logger = logging.getLogger("fetch")
+
+PATIENCE = 60.0  # seconds without a byte, over all tries, before a start gives up
+STALL_SECONDS = 30.0  # without a byte in one connection
+LONGEST_DELAY = 30.0  # seconds between two tries
+LINE_SECONDS = 10.0  # between two lines on progress where there is no terminal
+TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
+
+
+class FetchError(Exception):
+    """One line for the user: what is wrong, and the cure."""
+
+
+class NoRoomError(FetchError):
+    """The disk of the cache is full."""
+
+
+class CutError(Exception):
+    """A download that has to be gone on with, or begun anew."""
+
+
+@dataclass
+class Shard:
+    """One archive of an index."""
+
+    source: str  # URL or path
+    sha256: str
+
+
+@dataclass
+class Data:
+    """What --dataset_path stands for."""
+
+    dataset: Path  # folder with corpus.json
+    tokenizer: Path | None = None  # folder of the tokenizer that came in the archive
+    shards: list[Shard] = field(default_factory=list)  # where the train split is, if not in the folder
+    cache_dir: Path = Path()
+
+
+def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> Data:
+    """Fetch and unpack what --dataset_path names, or find it in the cache. Ends the process where it cannot.
+
+    :param path: a folder, an archive, an index of shards, or the http(s) URL of one
+    :param sha256: of that file, 64 hexadecimal digits; None: do not check
+    """
+    cache_dir = Path(cache_dir)
+    if "://" in path and not is_url(path):
+        stop_for_user(f"--dataset_path {path} is no http(s) address: fetch it yourself, and name the file")
+    if not is_url(path) and not Path(path).is_file():
+        if sha256:
+            stop_for_user(f"--dataset_sha256 is of an archive, and {path} is none: leave it away")
+        return Data(Path(path))
+    try:
+        found = fetch(path, sha256, cache_dir)
+        if found.is_dir():
+            return Data(*find_parts(found))
+        common, *shards = read_index(found, path)
+        dataset, tokenizer = find_parts(fetch(common.source, common.sha256, cache_dir))
+        return Data(dataset, tokenizer, shards, cache_dir)
+    except FetchError as e:
+        stop_for_user(str(e))
+
+
+def is_url(source: str) -> bool:
+    return re.match(r"https?://", source) is not None
+
+
+def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PATIENCE, is_shown: bool = True) -> Path:
+    """The folder in the cache that holds the unpacked archive, or the index file if it is one.
+
+    :param patience: seconds without a byte, over all tries, before it gives up
+    :param is_shown: whether progress is shown
+    :raises FetchError: it cannot be had, is not what sha256 says, or cannot be unpacked
+    """
+    sha256 = sha256.lower() if sha256 else None
+    folder = cache_dir / make_name(source, sha256)
+    index, partial = folder.with_suffix(".json"), folder.with_suffix(".part")
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with locked(folder.with_suffix(".lock")):
+            if found := next((path for path in (folder, index) if path.exists()), None):
+                logger.info(f"{source} is in {found}")
+                return found
+            file = Path(source)
+            if is_url(source):
+                file = partial
+                download(source, partial, patience, is_shown)
+            try:
+                check_sha256(file, source, sha256)
+                if is_index(file):
+                    read_index(file, source)
+                    shutil.copy(file, index.with_suffix(".unfinished"))
+                    index.with_suffix(".unfinished").replace(index)
+                else:
+                    unpack(file, source, folder)
+            except FetchError:
+                discard(partial)
+                raise
+            discard(partial)
+            return index if index.exists() else folder
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoRoomError(
+                f"no room for {source} in {cache_dir}: make some, or give another --dataset_cache_dir; "
+                "the same command goes on from there"
+            ) from e
+        raise FetchError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
+
+
+def make_name(source: str, sha256: str | None) -> str:
+    """Name in the cache: part of the source's own, and what tells it from others."""
+    if not sha256:
+        text = source
+        if not is_url(source):
+            status = os.stat(source)
+            text = f"{os.path.abspath(source)} {status.st_size} {status.st_mtime_ns}"
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+    stem = PurePosixPath(urllib.parse.urlsplit(source).path).name.split(".")[0]
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '', stem)[:60] or 'data'}-{sha256[:16]}"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Only one process at a time; the others wait."""
+    with open(path, "a") as file:
+        is_waiting = False
+        while True:
+            try:
+                # of this kind because helper processes, which may outlive a killed trainer, do not inherit it
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                if not is_waiting:
+                    logger.info("another process fetches the same: waiting for it")
+                is_waiting = True
+                time.sleep(0.2)
+            except OSError as e:
+                logger.info(f"{path} cannot be locked ({e.strerror}): start other trainers when this one has its data")
+                break
+        yield
+
+
+def hold(folder: Path) -> IO:
+    """Keep `make_room` of any process from removing a folder of the cache, as long as the returned file is open.
+
+    :raises FileNotFoundError: it has just been removed
+    """
+    file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until it is let go)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    if not folder.exists():
+        raise FileNotFoundError(folder)
+    os.utime(folder / ".in_use")
+    return file
+
+
+def make_room(shards: list[Shard], cache_dir: Path) -> bool:
+    """Remove that one of these shards which was read longest ago, of those that nobody holds; False: there is none."""
+    folders = [cache_dir / make_name(shard.source, shard.sha256) for shard in shards]
+    marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
+    for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
+        with open(mark, "a") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            logger.info(f"no room for the next shard: {mark.parent} goes")
+            removed = mark.parent.with_suffix(".removed")
+            mark.parent.rename(removed)
+            shutil.rmtree(removed)
+            return True
+    return False
+
+
+# --- download ---------------------------------------------------------------------------------------------------------
+
+
+def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
+    """Fetch url to the file `partial`, from where an earlier try, or an earlier process, was cut off.
+
+    :raises FetchError: it cannot be had; what has come so far is kept
+    """
+    delay, last_progress = 1.0, time.monotonic()
+    with Progress(url, is_shown) as progress:
+        while True:
+            before = file_size(partial)
+            try:
+                return receive(url, partial, progress)
+            except urllib.error.HTTPError as e:
+                reason = f"{url} answers {e.code} {e.reason}"
+                if e.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+                    discard(partial)  # of a longer file that was there once
+                elif e.code < 500 and e.code not in TEMPORARY_ANSWERS:
+                    raise FetchError(f"{reason}: check the address") from e
+            except CutError as e:
+                reason = f"{url}: {e}"
+            except (OSError, http.client.HTTPException, ValueError) as e:
+                if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                why = getattr(e, "reason", e)
+                reason = f"{url}: {getattr(why, 'strerror', None) or why or type(why).__name__}"
+                if isinstance(e, (ValueError, http.client.InvalidURL)):
+                    raise FetchError(f"{reason}: check the address") from e
+                if isinstance(why, ssl.SSLCertVerificationError):
+                    raise FetchError(f"{reason}: its certificate is not to be trusted, or this machine's clock") from e
+            now = time.monotonic()
+            if file_size(partial) > before:
+                delay, last_progress = 1.0, now
+            if now + delay - last_progress > patience:
+                raise FetchError(f"{reason}; gave up. The same command goes on from {show_size(file_size(partial))}")
+            logger.warning(f"{reason}; {show_size(file_size(partial))} are here, trying again in {delay:.0f} s")
+            time.sleep(delay)
+            delay = min(2 * delay, LONGEST_DELAY)
+
+
+def receive(url: str, partial: Path, progress: "Progress") -> None:
+    """One connection's part of a download.
+
+    :raises CutError: it ended early, or what it gave does not belong to what is here
+    """
+    facts_file = partial.with_suffix(".part.json")
+    facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
+    start = file_size(partial) if facts else 0
+    if start and start == facts["size"]:
+        return
+    request = urllib.request.Request(url, headers={"User-Agent": "collaborative-training"})
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+        # a weak ETag means "much the same", which is not enough to continue a file
+        etag = facts["etag"] if facts["etag"] and not facts["etag"].startswith("W/") else None
+        if validator := etag or facts["last_modified"]:
+            request.add_header("If-Range", validator)
+    with urllib.request.urlopen(request, timeout=STALL_SECONDS) as response:
+        headers = response.headers
+        told = {"url": url, "etag": headers["ETag"], "last_modified": headers["Last-Modified"]}
+        if response.status == http.client.PARTIAL_CONTENT:
+            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers["Content-Range"] or "")
+            told["size"] = int(match[2]) if match and match[2] != "*" else None
+            is_same = all(facts[name] == told[name] for name in ("etag", "last_modified", "size"))
+            if not match or int(match[1]) != start or not is_same:
+                discard(partial)
+                raise CutError("the file there is another one than before: beginning anew")
+        else:
+            # the whole file: at first, from a server that knows no ranges, or because it has changed
+            start = 0
+            told["size"] = int(headers["Content-Length"]) if headers["Content-Length"] else None
+            discard(partial)
+            facts_file.write_text(json.dumps(told))
+        progress.begin(start, told["size"])
+        # without buffers: what has come is on the disk when this process is killed
+        with open(partial, "ab", buffering=0) as file:
+            while chunk := response.read1(1 << 16):
+                file.write(chunk)
+                progress.add(len(chunk))
+    size = file_size(partial)
+    if told["size"] not in (None, size):
+        raise CutError(f"the connection was cut after {size:,} of {told['size']:,} bytes")
+    if not size:
+        discard(partial)
+        raise FetchError(f"{url} is empty: check the address")
+    facts_file.write_text(json.dumps(told | {"size": size}))
+
+
+def discard(partial: Path) -> None:
+    """Remove a download that is of no more use."""
+    partial.unlink(missing_ok=True)
+    partial.with_suffix(".part.json").unlink(missing_ok=True)
+
+
+def file_size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def show_size(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+class Progress:
+    """How far a download is: a bar in a terminal, else a line now and then."""
+
+    def __init__(self, url: str, is_shown: bool):
+        self.name, self.is_shown, self.bar = PurePosixPath(urllib.parse.urlsplit(url).path).name, is_shown, None
+        self.received, self.total, self.next_line = 0, None, 0.0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.bar is not None:
+            self.bar.close()
+
+    def begin(self, received: int, total: int | None) -> None:
+        """:param received: bytes that are here already"""
+        self.received, self.total = received, total
+        if not self.is_shown:
+            return
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            if self.bar is not None:
+                self.bar.close()
+            options = {"unit": "B", "unit_scale": True, "desc": f"fetching {self.name}", "dynamic_ncols": True}
+            self.bar = tqdm(total=total, initial=received, **options)
+        else:
+            size = show_size(total) if total else "unknown size"
+            logger.info(f"fetching {self.name}, {size}{f', from {show_size(received)} on' if received else ''}")
+            self.next_line = time.monotonic() + LINE_SECONDS
+
+    def add(self, count: int) -> None:
+        """:param count: bytes that have come"""
+        self.received += count
+        if self.bar is not None:
+            self.bar.update(count)
+        elif self.is_shown and time.monotonic() > self.next_line:
+            self.next_line = time.monotonic() + LINE_SECONDS
+            logger.info(f"fetched {show_size(self.received)}" + (f" of {show_size(self.total)}" if self.total else ""))
+
+
+# --- archives ---------------------------------------------------------------------------------------------------------
+
+
+def hash_file(path: Path) -> str:
+    """sha256, hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_sha256(file: Path, source: str, sha256: str | None) -> None:
+    found = hash_file(file)
+    if sha256 is None:
+        logger.info(f"{source} has sha256 {found}: with --dataset_sha256 you are sure of what you get")
+    elif found != sha256:
+        raise FetchError(
+            f"{source} has sha256 {found}, not {sha256}, and is not used: compare with what its publisher says, "
+            "then try again"
+        )
+
+
+def is_index(file: Path) -> bool:
+    with open(file, "rb") as opened:
+        return opened.read(1) == b"{"
+
+
+def read_index(file: Path, source: str) -> list[Shard]:
+    """The archives that an index lists, the common one first; they lie beside the index, wherever that came from.
+
+    :raises FetchError: it is no such index
+    """
+    shards = []
+    try:
+        index = json.loads(file.read_text())
+        for entry in [index["common"], *index["shards"]]:
+            if not re.fullmatch(r"[\w-][\w.-]*", entry["name"]) or not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
+                raise ValueError(f"{entry['name']!r} is no name of a file, or its sha256 is none")
+            name = entry["name"]
+            place = urllib.parse.urljoin(source, name) if is_url(source) else str(Path(source).parent / name)
+            shards.append(Shard(place, entry["sha256"]))
+    except (ValueError, KeyError, TypeError) as e:
+        raise FetchError(
+            f"{source} is no index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
+        ) from e
+    if len(shards) < 2:
+        raise FetchError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
+    return shards
+
+
+def unpack(file: Path, source: str, folder: Path) -> None:
+    """Unpack an archive to `folder`, which appears when it is complete.
+
+    It may hold files and folders only: no links, whose targets could lie anywhere, and no devices.
+
+    :raises FetchError: it is damaged, holds anything else, or no dataset
+    """
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    unfinished.mkdir()
+    # Python before 3.10.12 and 3.11.4 has no filters; what they refuse is refused below
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    try:
+        with tarfile.open(file, "r:*") as archive:
+            for member in archive:
+                path = PurePosixPath(member.name)
+                if not (member.isreg() or member.isdir()) or path.is_absolute() or ".." in path.parts:
+                    raise FetchError(
+                        f"{source} holds {member.name!r}, which is a link, a device or outside its folder, and is not "
+                        "used: whoever packed it should pack plain files (tokenize_wikitext103.py --archive does)"
+                    )
+                if member.size > shutil.disk_usage(unfinished).free:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                archive.extract(member, unfinished, **options)
+        find_parts(unfinished, source)
+        unfinished.rename(folder)
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as e:
+        with open(file, "rb") as opened:
+            begin = opened.read(16)
+        reason = f"{str(e).splitlines()[0]}; it begins with {begin!r}"
+        raise FetchError(f"{source} is damaged or no .tar, .tar.gz or index: fetch or pack it again ({reason})") from e
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def find_parts(folder: Path, source: str | None = None) -> tuple[Path, Path | None]:
+    """(folder of the dataset, folder of the tokenizer or None) in an unpacked archive, however it was packed."""
+    corpora, tokenizers = (sorted(folder.rglob(name)) for name in ("corpus.json", "tokenizer_config.json"))
+    if len(corpora) != 1:
+        number = "more than one dataset" if corpora else "no dataset"
+        raise FetchError(f"{source or folder} holds {number}: make it with python tokenize_wikitext103.py --archive")
+    return corpora[0].parent, tokenizers[0].parent if len(tokenizers) == 1 else None
+
+
+def pack(archive: Path, parts: dict[str, Path]) -> str:
+    """Write an archive of folders, under the names given; returns its sha256.
+
+    The same files give the same bytes on each machine: sorted, without owners and times. (That of a .tar.gz depends on
+    the version of zlib too.) It appears when it is complete.
+    """
+    unfinished = archive.with_name(f".{archive.name}.packing-{os.getpid()}")
+    try:
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(open(unfinished, "wb"))
+            if archive.suffix in (".gz", ".tgz"):
+                stream = stack.enter_context(gzip.GzipFile("", "wb", 6, stream, mtime=0))
+            tar = stack.enter_context(tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT))
+            for name, folder in parts.items():
+                for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                    member = tarfile.TarInfo(f"{name}/{path.relative_to(folder).as_posix()}")
+                    member.size = path.stat().st_size
+                    with open(path, "rb") as file:
+                        tar.addfile(member, file)
+        sha256 = hash_file(unfinished)
+        unfinished.replace(archive)
+        return sha256
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,94 @@
+"""A web server on loopback that serves a folder, with the faults of real ones, and counts what it sends."""
+
+import re
+import threading
+import time
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class FileServer:
+    """Serves the files of a folder until it is left. Faults are attributes; set them at any time.
+
+    :ivar sent: (path, bytes of the body) of each answer
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.has_ranges = self.has_length = self.has_if_range = True
+        self.validator = "ETag"  # or Last-Modified, or None
+        self.version = "1"  # goes into the ETag
+        self.answers: dict[str, list[int]] = {}  # status codes of a path's next answers; the last one stays
+        self.cuts: dict[str, list[int]] = {}  # a path's next answers end after so many bytes of body
+        self.is_stalling = False  # instead of a cut connection, one on which nothing more comes
+        self.chunk_delay = 0.0  # seconds before each 64 KB
+        self.requests: list[tuple[str, str | None]] = []  # path, Range
+        self.sent: list[list] = []
+        self.left = threading.Event()
+
+    def __enter__(self):
+        handler = type("Handler", (FileHandler,), {"owner": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.left.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+    def count(self, name: str) -> int:
+        """Bytes of a file that were sent, over all answers."""
+        return sum(count for path, count in self.sent if path == f"/{name}")
+
+
+class FileHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        owner = self.owner
+        owner.requests.append((self.path, self.headers["Range"]))
+        codes = owner.answers.get(self.path, [])
+        code = (codes.pop(0) if len(codes) > 1 else codes[0]) if codes else 200
+        path = owner.folder / self.path.lstrip("/")
+        self.close_connection = True
+        if code != 200 or not path.is_file():
+            return self.send_error(code if code != 200 else 404)
+        body, start, version = path.read_bytes(), 0, f'"{owner.version}"'
+        modified = formatdate(path.stat().st_mtime, usegmt=True)
+        match = re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "")
+        condition = self.headers["If-Range"]
+        if match and owner.has_ranges and (not owner.has_if_range or condition in (None, version, modified)):
+            start = int(match[1])
+            if start >= len(body):
+                return self.send_error(416)
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        else:
+            self.send_response(200)
+        if owner.validator == "ETag":
+            self.send_header("ETag", version)
+        elif owner.validator == "Last-Modified":
+            self.send_header("Last-Modified", modified)
+        if owner.has_length:
+            self.send_header("Content-Length", str(len(body) - start))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        cuts = owner.cuts.get(self.path, [])
+        end = min(len(body), start + cuts.pop(0)) if cuts else len(body)
+        owner.sent.append([self.path, 0])
+        entry = owner.sent[-1]
+        for position in range(start, end, 65_536):
+            time.sleep(owner.chunk_delay)
+            try:
+                self.wfile.write(body[position : min(end, position + 65_536)])
+            except OSError:  # the client has gone
+                return
+            entry[1] += min(end, position + 65_536) - position
+        if end < len(body) and owner.is_stalling:
+            owner.left.wait()

@@ -1,0 +1,459 @@
+"""Data over HTTP: archives and shards as the script packs them, a real server with real faults, hostile archives."""
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from file_server import FileServer
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
+
+import data
+import fetch
+import tokenize_wikitext103
+from arguments import ModelArguments, TokenizeArguments
+
+SHARDS = 3
+
+
+@pytest.fixture(scope="module")
+def hosted(tmp_path_factory, tiny_data) -> Path:
+    """A folder to serve: tiny.tar.gz, and the same in three shards, tiny.json; with big.tar, which has 3 MB."""
+    folder = tmp_path_factory.mktemp("hosted")
+    for name, count in (("tiny.tar.gz", 1), ("tiny.tar.gz", SHARDS), ("plain.tar", 1)):
+        args = TokenizeArguments(archive=str(folder / name), archive_shards=count)
+        tokenize_wikitext103.make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], args)
+    padding = folder / "padding"
+    padding.mkdir()
+    (padding / "noise").write_bytes(np.random.default_rng(0).bytes(3_000_000))
+    fetch.pack(folder / "big.tar", {"dataset": tiny_data["--dataset_path"], "padding": padding})
+    return folder
+
+
+@pytest.fixture
+def server(hosted):
+    with FileServer(hosted) as file_server:
+        yield file_server
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def left_in(cache: Path) -> list[str]:
+    """What is in the cache besides locks."""
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") if cache.exists() else []
+
+
+def expect_stop(capsys, words: str, *arguments) -> None:
+    """fetch_data ends as for a user's error: one line with these words, exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        fetch.fetch_data(*arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and words in error, error
+
+
+# ---------------------------------------------------------------- packing
+
+
+def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path, tiny_data, hosted):
+    flags = [str(word) for flag in tiny_data.items() for word in flag]
+    for path in tiny_data["--dataset_path"].rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    command = [sys.executable, ROOT / "tokenize_wikitext103.py", *flags, "--archive", "other.tar.gz"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "other.tar.gz").read_bytes() == (hosted / "tiny.tar.gz").read_bytes()
+    sha256 = fetch.hash_file(hosted / "tiny.tar.gz")
+    assert f"/other.tar.gz --dataset_sha256 {sha256}" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["other.tar.gz"]
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2 and "other.tar.gz exists already" in again.stderr
+
+
+def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted, tiny_data):
+    index = json.loads((hosted / "tiny.json").read_text())
+    assert len(index["shards"]) == SHARDS
+    for entry in [index["common"], *index["shards"]]:
+        file = hosted / entry["name"]
+        assert (entry["size"], entry["sha256"]) == (file.stat().st_size, fetch.hash_file(file))
+
+
+# ---------------------------------------------------------------- fetching
+
+
+@pytest.mark.parametrize("name", ["tiny.tar.gz", "plain.tar"])
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_archive_by_url_or_path_becomes_the_folder_it_was_made_of(server, hosted, cache, tiny_data, name, is_remote):
+    source = f"{server.url}/{name}" if is_remote else str(hosted / name)
+    sha256 = fetch.hash_file(hosted / name)
+    for _ in range(2):
+        found = fetch.fetch_data(source, sha256, cache)
+    assert read_files(found.dataset) == read_files(tiny_data["--dataset_path"])
+    assert read_files(found.tokenizer) == read_files(tiny_data["--tokenizer_path"])
+    # the second call found it in the cache
+    assert len(server.requests) == is_remote
+    assert left_in(cache) == [f"{name.split('.')[0]}-{sha256[:16]}"]
+    # the archive's own tokenizer is taken unless another one is named
+    assert data.choose_tokenizer(found, ModelArguments()) == found.tokenizer
+    assert data.choose_tokenizer(found, ModelArguments(tokenizer_path="mine")) == "mine"
+    tokenizer = data.load_tokenizer(found.tokenizer)
+    dataset, corpus = data.load_tokenized_dataset(found, tokenizer)
+    assert len(dataset["train"]) == corpus["instances"]["train"] > 0
+
+
+def test_a_folder_stays_what_it_is(tiny_data, cache, capsys):
+    folder = tiny_data["--dataset_path"]
+    assert fetch.fetch_data(str(folder), None, cache) == fetch.Data(folder)
+    assert not cache.exists()
+    expect_stop(capsys, "--dataset_sha256", str(folder), "0" * 64, cache)
+    expect_stop(capsys, "no http(s) address", "s3://bucket/a.tar", None, cache)
+
+
+@pytest.mark.parametrize("validator", ["ETag", "Last-Modified", None])
+def test_a_cut_download_goes_on_where_it_was(server, hosted, cache, validator):
+    server.validator = validator
+    server.cuts["/big.tar"] = [1_000_000, 1_000_000]
+    size = (hosted / "big.tar").stat().st_size
+    fetch.fetch(f"{server.url}/big.tar", fetch.hash_file(hosted / "big.tar"), cache)
+    assert [wanted for _, wanted in server.requests] == [None, "bytes=1000000-", "bytes=2000000-"]
+    assert server.count("big.tar") == size  # no byte twice
+
+
+def test_a_cut_download_without_ranges_begins_anew(server, hosted, cache):
+    server.has_ranges, server.cuts["/big.tar"] = False, [1_000_000]
+    fetch.fetch(f"{server.url}/big.tar", fetch.hash_file(hosted / "big.tar"), cache)
+    assert server.count("big.tar") == (hosted / "big.tar").stat().st_size + 1_000_000
+
+
+@pytest.mark.parametrize("has_if_range", [True, False])
+@pytest.mark.parametrize("change", ["larger", "smaller"])
+def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tmp_path, has_if_range, change):
+    """Also from a server that goes on with the new file, or has no such range of it any more."""
+    first, second = ("tiny.tar.gz", "big.tar") if change == "larger" else ("big.tar", "tiny.tar.gz")
+    server.folder, server.has_if_range = tmp_path, has_if_range
+    (tmp_path / "data.tar").write_bytes((hosted / first).read_bytes())
+    server.cuts["/data.tar"] = [(hosted / first).stat().st_size - 1000]
+    server.answers["/data.tar"] = [200, 404]
+    with pytest.raises(fetch.FetchError, match="404"):
+        fetch.fetch(f"{server.url}/data.tar", None, cache)
+    (tmp_path / "data.tar").write_bytes((hosted / second).read_bytes())
+    server.answers, server.version = {}, "2"
+    folder = fetch.fetch(f"{server.url}/data.tar", None, cache)
+    fetch.unpack(hosted / second, second, tmp_path / "expected")
+    assert read_files(folder) == read_files(tmp_path / "expected")
+
+
+def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, hosted, cache, capsys, caplog):
+    server.answers["/tiny.tar.gz"] = [500, 429, 200]
+    assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache, patience=10).is_dir()
+    assert len(server.requests) == 3 and "answers 500" in caplog.text
+    server.answers["/plain.tar"] = [503]
+    start = time.monotonic()
+    with pytest.raises(fetch.FetchError, match="answers 503 .*gave up"):
+        fetch.fetch(f"{server.url}/plain.tar", None, cache, patience=2)
+    assert time.monotonic() - start < 5
+
+
+def test_without_a_length_the_archive_itself_tells_that_it_is_cut(server, hosted, cache):
+    server.has_length, server.cuts["/tiny.tar.gz"] = False, [20_000]
+    with pytest.raises(fetch.FetchError, match="damaged"):
+        fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache)
+    assert left_in(cache) == []
+    assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache).is_dir()
+
+
+FAULTS = {
+    "missing": (None, "answers 404 Not Found: check the address"),
+    "empty": (b"", "is empty"),
+    "page": (b"<!DOCTYPE html><title>Sign in</title>", "begins with b'<!DOCTYPE html"),
+    "json": (b'{"a": 1}', "is no index of shards"),
+    "path": (b'{"common": {"name": "../a.tar", "sha256": "", "size": 1}, "shards": []}', "is no index of shards"),
+    "gzip": (b"\x1f\x8b\x08 and no more", "is damaged"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_archive_is_one_line_and_leaves_nothing(server, tmp_path, cache, capsys, fault):
+    content, words = FAULTS[fault]
+    server.folder = tmp_path
+    if content is not None:
+        (tmp_path / "data.tar.gz").write_bytes(content)
+    expect_stop(capsys, words, f"{server.url}/data.tar.gz", None, cache)
+    assert left_in(cache) == []
+
+
+def test_nobody_listens(cache):
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with pytest.raises(fetch.FetchError, match="(?i)connection refused; gave up"):
+        fetch.fetch(f"http://127.0.0.1:{port}/tiny.tar.gz", None, cache, patience=0.5)
+
+
+def test_a_wrong_sha256_is_refused_and_the_right_one_works_at_once(server, hosted, cache, capsys):
+    url, sha256 = f"{server.url}/tiny.tar.gz", fetch.hash_file(hosted / "tiny.tar.gz")
+    expect_stop(capsys, f"has sha256 {sha256}, not {'0' * 64}", url, "0" * 64, cache)
+    assert left_in(cache) == []
+    assert fetch.fetch_data(url, sha256.upper(), cache).dataset.is_dir()
+
+
+# ---------------------------------------------------------------- hostile archives
+
+
+def make_hostile_tar(path: Path, kind: str) -> None:
+    with tarfile.open(path, "w") as archive:
+        text = io.BytesIO(b"{}")
+        good = tarfile.TarInfo("dataset/corpus.json")
+        good.size = 2
+        archive.addfile(good, text)
+        name, target = {
+            "parent": ("../escaped", None),
+            "inner parent": ("dataset/../../escaped", None),
+            "absolute": (str(path.parent / "escaped"), None),
+            "symlink": ("dataset/link", "../../.."),
+            "absolute symlink": ("dataset/link", str(path.parent)),
+            "inner symlink": ("dataset/link", "corpus.json"),
+            "hard link": ("dataset/link", "../../../escaped"),
+            "device": ("dataset/null", None),
+            "fifo": ("dataset/fifo", None),
+        }[kind]
+        member = tarfile.TarInfo(name)
+        member.type = {"device": tarfile.CHRTYPE, "fifo": tarfile.FIFOTYPE, "hard link": tarfile.LNKTYPE}.get(
+            kind, tarfile.SYMTYPE if target else tarfile.REGTYPE
+        )
+        member.linkname, member.devmajor, member.devminor = target or "", 1, 3
+        archive.addfile(member, io.BytesIO(b""))
+        if "symlink" in kind:  # and what would go through the link
+            inside = tarfile.TarInfo("dataset/link/escaped")
+            inside.size = 2
+            archive.addfile(inside, io.BytesIO(b"{}"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("parent", "inner parent", "absolute", "symlink", "absolute symlink", "inner symlink"),
+        *("hard link", "device", "fifo"),
+    ],
+)
+def test_an_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, cache, capsys, kind):
+    make_hostile_tar(tmp_path / "hostile.tar", kind)
+    expect_stop(capsys, "outside its folder, and is not used", str(tmp_path / "hostile.tar"), None, cache)
+    assert left_in(cache) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "hostile.tar"]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str):
+    """A disk of its own in `folder`, where the system permits that."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("size", ["1m", "4m"], ids=["for the download", "for the unpacked archive"])
+def test_a_full_disk_is_one_line(server, hosted, cache, capsys, size):
+    with small_disk(cache, size):
+        expect_stop(capsys, "--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
+        names = left_in(cache)
+        subprocess.run(["mount", "-o", "remount,size=20m", str(cache)], check=True)
+        assert fetch.fetch_data(f"{server.url}/big.tar", None, cache).dataset.is_dir()
+    # the download was kept, and went on
+    assert all(".part" in name for name in names) and names
+    assert server.count("big.tar") <= (hosted / "big.tar").stat().st_size + 1_000_000
+
+
+# ---------------------------------------------------------------- processes
+
+FETCH = "import logging, sys, fetch; logging.basicConfig(level='INFO'); print(fetch.fetch_data(*sys.argv[1:4]).dataset)"
+
+
+def test_a_killed_process_loses_no_byte(start, server, hosted, cache):
+    url, sha256 = f"{server.url}/big.tar", fetch.hash_file(hosted / "big.tar")
+    server.is_stalling, server.cuts["/big.tar"] = True, [2_000_000]
+    first = start("first", "-c", FETCH, url, sha256, cache)
+    part = cache / f"big-{sha256[:16]}.part"
+    wait_until(lambda: part.exists() and part.stat().st_size == 2_000_000, 60, "two thirds are here")
+    first.kill()
+    second = start("second", "-c", FETCH, url, sha256, cache)
+    assert second.wait(60) == 0, second.text
+    assert server.count("big.tar") == (hosted / "big.tar").stat().st_size
+    assert "from 2.0 MB on" in second.text
+
+
+def test_two_that_start_at_once_fetch_once(start, server, hosted, cache):
+    server.chunk_delay = 0.05
+    processes = [start(f"peer{number}", "-c", FETCH, f"{server.url}/big.tar", "", cache) for number in range(2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert processes[0].text.splitlines()[-1] == processes[1].text.splitlines()[-1]
+    assert server.count("big.tar") == (hosted / "big.tar").stat().st_size
+    assert sum("another process fetches the same" in process.text for process in processes) == 1
+
+
+# ---------------------------------------------------------------- shards
+
+
+def open_shards(source: str, cache: Path):
+    found = fetch.fetch_data(source, None, cache)
+    tokenizer = data.load_tokenizer(found.tokenizer)
+    dataset, corpus = data.load_tokenized_dataset(found, tokenizer)
+    return dataset, corpus, tokenizer
+
+
+def take(dataset, tokenizer, count: int, seed: int = 1, **options) -> list[dict]:
+    """The first batches; fewer of them, which a test will note, when a shard has not come within a minute."""
+    stop = threading.Event()
+    timer = threading.Timer(60, stop.set)
+    timer.start()
+    batches = data.make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=seed, stop=stop, **options)
+    taken = list(itertools.islice(batches, count))
+    timer.cancel()
+    stop.set()
+    assert len(taken) == count
+    return taken
+
+
+def are_equal(one: list[dict], other: list[dict]) -> bool:
+    return len(one) == len(other) and all(
+        all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(one, other, strict=True)
+    )
+
+
+def original_rows(batches: list[dict]) -> list[tuple]:
+    rows = []
+    for batch in batches:
+        ids = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+        rows += [tuple(row[mask.bool()].tolist()) for row, mask in zip(ids, batch["attention_mask"], strict=True)]
+    return rows
+
+
+def test_a_pass_over_the_shards_reads_each_instance_once_in_the_peers_own_order(server, cache, tiny_data):
+    dataset, corpus, tokenizer = open_shards(f"{server.url}/tiny.json", cache)
+    plain, plain_corpus = data.load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
+    assert corpus == plain_corpus and len(dataset["train"]) == len(plain["train"])
+    assert dataset["validation"].to_dict() == plain["validation"].to_dict()
+    assert not any("-of-" in path for path, _ in server.requests)  # none is fetched before it is needed
+    rows = {tuple(ids) for ids in plain["train"]["input_ids"]}
+    visits = [list(itertools.islice(order_of(dataset, seed), 6)) for seed in range(12)]
+    assert all(sorted(visit[:3]) == sorted(visit[3:]) == [0, 1, 2] for visit in visits)
+    assert len({tuple(visit) for visit in visits}) > 6
+    sizes = [len(range(number, len(plain["train"]), SHARDS)) for number in range(SHARDS)]
+    count = sum(size // 16 for size in sizes)
+    dataset["train"].seed = None
+    batches = take(dataset, tokenizer, 2 * count)
+    for part in (batches[:count], batches[count:]):
+        seen = original_rows(part)
+        # rows beyond a multiple of the batch size sit out; a few instances occur twice in the text
+        assert set(seen) <= rows and len(seen) == 16 * count >= len(plain["train"]) - 3 * 15
+        assert len(set(seen)) > 0.98 * len(seen)
+    assert sum(".tar.gz" in path for path, _ in server.requests) == 1 + SHARDS  # each was fetched once
+
+
+def order_of(dataset, seed: int):
+    dataset["train"].seed = seed
+    return dataset["train"].order()
+
+
+def test_batches_of_shards_depend_on_the_seed_alone(server, hosted, tmp_path, caplog, monkeypatch):
+    """Not on how fast shards come, nor on failures on the way, nor on the number of workers."""
+    local = take(*open_local(hosted, tmp_path), 260)
+    assert not are_equal(local, take(*open_local(hosted, tmp_path), 260, seed=2))
+    assert are_equal(local, take(*open_local(hosted, tmp_path), 260, num_workers=2))
+    dataset, _, tokenizer = open_shards(f"{server.url}/tiny.json", tmp_path / "remote")
+    first, second, third = list(itertools.islice(order_of(dataset, 1), 3))
+    name = "/tiny-{:05d}-of-00003.tar.gz"
+    dataset["train"].seed = None
+    monkeypatch.setattr(data, "RETRY_SECONDS", 0.3)
+    server.chunk_delay = 0.05
+    server.answers[name.format(second)] = [404, 500, 404, 200]
+    server.cuts[name.format(third)] = [3_000]
+    assert are_equal(local, take(dataset, tokenizer, 260))
+    assert "answers 404" in caplog.text and "answers 500" in caplog.text
+    assert server.count(name.format(third)[1:]) == (hosted / name.format(third)[1:]).stat().st_size
+
+
+def test_shards_that_were_read_go_when_the_disk_is_full(server, hosted, tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(data, "RETRY_SECONDS", 0.3)
+    expected = take(*open_local(hosted, tmp_path), 600)
+    size = sum(len(content) for content in read_files(tmp_path / "local").values())
+    shard = max(path.stat().st_size for path in (tmp_path / "local").rglob("*train/*.arrow"))
+    # room for all but half of a shard
+    with small_disk(cache, str(size - shard // 2)):
+        dataset, _, tokenizer = open_shards(f"{server.url}/tiny.json", cache)
+        assert are_equal(expected, take(dataset, tokenizer, 600))
+        assert len(list(cache.rglob("*train/*.arrow"))) < SHARDS
+    # more than two passes: a shard that went was fetched again
+    assert sum("-of-" in path for path, _ in server.requests) > SHARDS
+
+
+def open_local(hosted: Path, tmp_path: Path):
+    dataset, _, tokenizer = open_shards(str(hosted / "tiny.json"), tmp_path / "local")
+    return dataset, tokenizer
+
+
+def test_the_end_need_not_wait_for_a_shard(server, cache, caplog):
+    dataset, _, tokenizer = open_shards(f"{server.url}/tiny.json", cache)
+    second = list(itertools.islice(order_of(dataset, 1), 2))[1]
+    dataset["train"].seed = None
+    server.answers[f"/tiny-{second:05d}-of-00003.tar.gz"] = [503]
+    stop = threading.Event()
+    batches = iter(data.make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=1, stop=stop))
+    threading.Timer(1.0, stop.set).start()
+    assert 0 < len(list(batches)) < 100  # what the first shard has, then the end
+
+
+def test_trainer_begins_with_one_shard_survives_ctrl_c_and_goes_on(start, server, hosted, tmp_path):
+    """The URL of the index is all that a volunteer needs: no tokenizer, no dataset."""
+    sha256 = fetch.hash_file(hosted / "tiny.json")
+    command = [
+        *("run_trainer.py", "--experiment_prefix", make_prefix(), "--config_path", "configs/demo.json", *LOOPBACK),
+        *("--optim", "adamw", "--learning_rate", "3e-3", "--warmup_steps", "2", "--total_steps", "40", "--do_eval"),
+        *("--target_batch_size", "256", "--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "1"),
+        *("--output_dir", tmp_path / "out", "--identity_path", tmp_path / "peer.id", "--dataloader_num_workers", "2"),
+        *("--dataset_path", f"{server.url}/tiny.json", "--dataset_sha256", sha256),
+        *("--dataset_cache_dir", tmp_path / "cache"),
+    ]
+    for number in range(SHARDS):
+        server.cuts[f"/tiny-{number:05d}-of-00003.tar.gz"] = [10_000]
+    server.is_stalling = True
+    first = start("first", *command)
+    wait_until(lambda: any("-of-" in path and count == 10_000 for path, count in server.sent), 60, "a part of a shard")
+    first.interrupt()
+    first.assert_clean_end(30)
+    [begun] = [path for path, count in server.sent if count == 10_000]
+    server.cuts = {}
+    second = start("second", *command)
+    second.assert_clean_end(120)
+    # the same shard, from where it was cut
+    assert server.count(begun[1:]) == (hosted / begun[1:]).stat().st_size
+    assert (begun, "bytes=10000-") in server.requests
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["epoch"] == 40 and summary["samples"] > 8000
+    assert summary["final_loss"] < summary["start_loss"] - 0.5
+    # more than 8,000 samples of about 3,500: all shards were needed
+    fetched = {path for path, _ in server.sent if "-of-" in path}
+    assert len(fetched) == SHARDS
+    assert sum(count for _, count in server.sent) == sum(
+        (hosted / path).stat().st_size for path in ["tiny.json", "tiny-common.tar.gz", *(p[1:] for p in fetched)]
+    )

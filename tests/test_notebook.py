@@ -1,0 +1,135 @@
+"""The notebook, executed cell by cell against a swarm on loopback, and what may not be in the committed file."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import nbclient
+import nbformat
+import psutil
+from file_server import FileServer
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
+
+import tokenize_wikitext103
+from arguments import TokenizeArguments
+
+NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
+SWARM = [
+    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "2e-3", "--warmup_steps", "5"),
+    *("--total_steps", "2000", "--target_batch_size", "1024", "--matchmaking_time", "3", "--request_timeout", "1.5"),
+    *("--averaging_timeout", "20", "--average_state_every", "4", "--default_refresh_period", "0.5"),
+    *("--dataloader_num_workers", "0"),
+]
+
+
+def read_history(folder: Path) -> list[dict]:
+    path = folder / "history.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def find_processes(word: str) -> list[psutil.Process]:
+    """All that have the word in their command line, this process left out."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and any(word in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+async def execute(notebook, until, seconds: float) -> None:
+    """Run all cells; interrupt the kernel, as the user's stop button does, as soon as `until` is true."""
+    client = nbclient.NotebookClient(notebook, timeout=seconds, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    run = asyncio.create_task(client.async_execute())
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not run.done() and not until() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.2)
+    if not run.done():
+        await client.km.interrupt_kernel()
+    await run
+
+
+def text_of(cell) -> str:
+    return "".join(output.get("text", "") for output in cell.get("outputs", []))
+
+
+def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_data, monkeypatch):
+    prefix, output_dir = make_prefix(), tmp_path / "notebook"
+    hosted = tmp_path / "hosted"
+    hosted.mkdir()
+    args = TokenizeArguments(archive=str(hosted / "tiny.tar.gz"))
+    tokenize_wikitext103.make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], args)
+    monitor = start(
+        *("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"),
+        *("--output_dir", tmp_path / "monitor"),
+    )
+    address = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    own = sum(([name, str(path)] for name, path in tiny_data.items()), [])
+    command = ["--experiment_prefix", prefix, "--initial_peers", address, *LOOPBACK, *SWARM, *own]
+    small = ["--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "1"]
+    other = start("other", "run_trainer.py", *command, *small, "--output_dir", tmp_path / "other")
+
+    more_flags = [*LOOPBACK, *SWARM, "--dataset_cache_dir", str(tmp_path / "cache")]
+    with FileServer(hosted) as server:
+        monkeypatch.setenv("EXPERIMENT_PREFIX", prefix)
+        monkeypatch.setenv("INITIAL_PEERS", address)
+        monkeypatch.setenv("DATASET_URL", f"{server.url}/tiny.tar.gz")
+        monkeypatch.setenv("MORE_FLAGS", shlex.join(more_flags))
+        monkeypatch.setenv("OUTPUT_DIR", str(output_dir))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        asyncio.run(
+            execute(notebook, lambda: sum(line["averaged_with"] > 1 for line in read_history(output_dir)) >= 5, 240)
+        )
+    other.interrupt()
+    monitor.interrupt()
+    if folder := os.environ.get("KEEP_NOTEBOOK"):
+        nbformat.write(notebook, Path(folder) / "executed.ipynb")
+
+    history = read_history(output_dir)
+    together = [line for line in history if line["averaged_with"] > 1]
+    assert len(together) >= 5 and len(together) >= 0.8 * len(history)
+    samples = history[-1]["total_samples"]
+    assert samples > 0 and all(line["client_mode"] for line in history)
+    # of those epochs that both have written, both speak of the same gradient
+    norms = {line["epoch"]: line["grad_norm"] for line in read_history(tmp_path / "other")}
+    assert sum(abs(norms[line["epoch"]] / line["grad_norm"] - 1) < 1e-3 for line in together if line["epoch"] in norms)
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert summary["samples"] >= samples  # it has ended in order
+    assert summary["epochs_averaged"] >= len(together)
+    assert (output_dir / "model" / "model.safetensors").exists()
+
+    *_, measure, join, end = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    batch_size, accumulation = map(int, re.findall(r"--\w+ (\d+)", text_of(measure).splitlines()[-1]))
+    assert 1 <= batch_size * accumulation <= 1024 // 8
+    assert history[-1]["samples_accumulated"] % (batch_size * accumulation) == 0
+    # one picture of the progress, the last one, and its figures
+    assert sum("image/png" in output.get("data", {}) for output in join.outputs) == 1
+    shown = int(re.search(r"you have contributed ([\d,]+) samples", text_of(join))[1].replace(",", ""))
+    assert 0 < shown <= summary["samples"]
+    assert f"{shown:,} samples of yours" in text_of(end)
+    drawing = next(cell for cell in notebook.cells if "SVG(" in cell.source and cell.outputs)
+    assert any("image/svg+xml" in output.get("data", {}) for output in drawing.outputs)
+
+    other.assert_clean_end(60)
+    monitor.assert_clean_end(60)
+    wait_until(lambda: not find_processes(str(output_dir)), 10, "no process of the notebook's is left")
+
+
+def test_committed_notebook_has_no_outputs_and_no_keys():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert not cell.outputs and cell.execution_count is None
+    # two things to fill in
+    parameters = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    empty = re.findall(r'^(\w+) = ""', parameters.source, re.MULTILINE)
+    assert empty == ["experiment_prefix", "initial_peers", "dataset_url", "dataset_sha256", "more_flags"]
+    source = "\n".join(cell.source for cell in notebook.cells)
+    assert not re.search(r"hf_\w{20}|\b[0-9a-fA-F]{32,}\b|\b[A-Za-z0-9+/_-]{40,}\b|(?i:api_?key|passw|secret)", source)
