@@ -17,7 +17,7 @@ import shutil
 import sqlite3
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -32,7 +32,8 @@ logger = logging.getLogger("dashboard")
 # What dashboards raise when the disk is full or their helper process is gone. The run matters more than its display.
 DASHBOARD_ERRORS = (OSError, RuntimeError, ValueError, sqlite3.Error)
 CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of a core that may be training
-TABLE_PERIOD = 900.0  # seconds between two tables of thanks: dashboards keep each of them for ever
+# Seconds between two tables of thanks, of which dashboards keep every one: at the start, and later.
+FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
 FINAL_FETCH_TIMEOUT = 5.0
 # A read of the DHT may miss a record that is there; so many reads that miss all newer ones mean that a run began anew.
 READS_BEFORE_GOING_BACK = 3
@@ -40,16 +41,15 @@ MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
 # Strangers can sign records with fresh keys, and each key is a peer to thank: the table keeps those who gave most.
 MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
 
-# The dashboards' groups and what is in them, by the names of our metrics.
+# The dashboards' groups and what is in them, by the names of our metrics; dashboards show those of no group first.
 GROUPS = {
-    "train": ("loss", "learning_rate", "grad_norm"),
-    "swarm": ("alive_peers", "num_peers", "averaged_with", "samples_per_second", "skipped_steps"),
-    "samples": ("samples", "samples_accumulated", "total_samples"),
-    "epoch": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds"),
-    "traffic": ("bytes_sent", "bytes_received"),
+    "": ("loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
+    "epoch/": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds"),
+    "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
+    "traffic/": ("bytes_sent", "bytes_received"),
 }
 # Arguments that dashboards are not told: they hold addresses, and names of users.
-PRIVATE = ("_peers", "_maddrs", "_path", "_dir", "_url", "_port", "resume_from_checkpoint")
+PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
 
 
 class RunReport:
@@ -76,6 +76,7 @@ class RunReport:
         self.reported_to = summary.get("reported_to", [])
         self.dashboard, self.config, self.alive_peers = None, {}, 0
         self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
+        self.table_period = FIRST_TABLE_PERIOD
 
     def start_dashboard(self, config: dict) -> None:
         """Call it when all helper processes are forked.
@@ -92,9 +93,10 @@ class RunReport:
         if self.dashboard is None or f"{self.args.report_to} {where}" in self.reported_to:
             return
         # a dashboard that does not know this run yet
-        self.reported_to.append(f"{self.args.report_to} {where}")
         for entry in self.history:
             self.dashboard = report_to_dashboard(self.dashboard, entry)
+        self.reported_to.append(f"{self.args.report_to} {where}")
+        self.write_summary()  # with the run's name, should this process be killed
 
     def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
         """Look at the swarm once; the metrics of its newest epoch, if that was not reported yet.
@@ -124,11 +126,12 @@ class RunReport:
             entry["total_samples"] = self.contributions.total_samples()
             self.history.add(entry)
             append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
-            if is_last or time.monotonic() >= self.next_table:
-                self.next_table = time.monotonic() + TABLE_PERIOD
-                self.dashboard = report_to_dashboard(self.dashboard, entry, self.contributions.make_rows())
-            else:
-                self.dashboard = report_to_dashboard(self.dashboard, entry)
+            rows = []
+            if time.monotonic() >= self.next_table:
+                self.next_table = time.monotonic() + self.table_period
+                self.table_period = min(2 * self.table_period, TABLE_PERIOD)
+                rows = self.contributions.make_rows()
+            self.dashboard = report_to_dashboard(self.dashboard, entry, rows)
         if self.history and (is_last or time.monotonic() >= self.next_drawing):
             draw_learning_curve(self.history, self.prefix, self.output_dir / "learning_curve.png")
             self.write_summary()
@@ -435,11 +438,11 @@ def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, i
 
 
 def group_metrics(values: dict) -> dict:
-    """Those metrics that dashboards show, as group/name."""
-    return {f"{group}/{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
+    """Those metrics that dashboards show, by the names they have there."""
+    return {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
 
 
-def report_to_dashboard(dashboard, values: dict, thanks: Iterable[dict] = ()):
+def report_to_dashboard(dashboard, values: dict, thanks: Sequence[dict] = ()):
     """Log one epoch without waiting; returns the dashboard, or None once it has failed.
 
     :param values: metrics by name, `epoch` among them
@@ -449,9 +452,8 @@ def report_to_dashboard(dashboard, values: dict, thanks: Iterable[dict] = ()):
         return None
     try:
         table = {}
-        if rows := list(thanks):
-            columns = list(rows[0])
-            table["thanks"] = dashboard.Table(columns=columns, data=[list(row.values()) for row in rows])
+        if thanks:
+            table["thanks"] = dashboard.Table(columns=list(thanks[0]), data=[list(row.values()) for row in thanks])
         dashboard.log(group_metrics(values) | table, step=values["epoch"])
     except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
         logger.warning(f"The dashboard failed ({e!r}) and gets no more")

@@ -130,11 +130,13 @@ def open_screen() -> Iterator[Callable | None]:
         for handler in logging.getLogger().handlers:
             if type(handler) is logging.StreamHandler:
                 handler.setStream(sys.stderr)
-        yield lambda *what: live.update(make_screen(console.size.height, *what), refresh=True)
+        yield lambda *what: live.update(make_screen(console, *what), refresh=True)
 
 
-def make_screen(height: int, look: Look, prefix: str, target: int | None, losses: Sequence[float]) -> RenderableType:
-    """The picture: run, epoch and loss, then the peers, most generous first, as many as fit into `height` lines."""
+def make_screen(
+    console: Console, look: Look, prefix: str, target: int | None, losses: Sequence[float]
+) -> RenderableType:
+    """The picture: run, epoch and loss, then the peers, most generous first, as many as fit into the terminal."""
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
     head.add_column()
@@ -148,7 +150,10 @@ def make_screen(height: int, look: Look, prefix: str, target: int | None, losses
         head.add_row("epoch", f"{look.epoch:,}   {who}, {look.samples_per_second:,.1f} samples/s")
         head.add_row("progress", make_progress(look, target))
     if losses:
-        head.add_row("loss", Text(f"{losses[-1]:.4f}  ", style="bold", end="") + make_sparkline(losses))
+        line = Text(f"{losses[-1]:.4f}  ", style="bold", no_wrap=True, overflow="crop")
+        if console.encoding.startswith("utf"):
+            line.append(make_sparkline(losses), style="not bold cyan")
+        head.add_row("loss", line)
     if look.swarm:
         swarm = look.swarm
         head.add_row(
@@ -159,9 +164,9 @@ def make_screen(height: int, look: Look, prefix: str, target: int | None, losses
         traffic = f"{show_bytes(swarm.bytes_sent)} sent, {show_bytes(swarm.bytes_received)} received by all peers"
         head.add_row("traffic", traffic)
     # below the head: the table's own head and rule, a line on those left out, and the line with the clock
-    table, left_out = make_peer_table(look, max(3, height - head.row_count - 8))
+    table, left_out = make_peer_table(look, max(3, console.size.height - head.row_count - 6))
     foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends"
-    return Group(head, Text(), table, Text(f"and {left_out} more peers\n" * bool(left_out) + foot, style="dim"))
+    return Group(head, table, Text(f"and {left_out} more peers\n" * bool(left_out) + foot, style="dim"))
 
 
 def make_progress(look: Look, target: int | None) -> RenderableType:
@@ -172,22 +177,20 @@ def make_progress(look: Look, target: int | None) -> RenderableType:
     left = f", {missing / speed:,.0f} s left" if speed > 0 and missing / speed < 1e6 else ""
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
-        ProgressBar(total=target, completed=min(look.samples, target), width=24),
+        ProgressBar(
+            total=target, completed=min(look.samples, target), width=24, complete_style="cyan", finished_style="cyan"
+        ),
         f"{look.samples:,} of {target:,} samples{left}",
     )
     return bar
 
 
-def make_sparkline(losses: Sequence[float], width: int = 40) -> Text:
+def make_sparkline(losses: Sequence[float], width: int = 48) -> str:
     """The newest losses as a line of bars, lowest to highest."""
     recent = list(losses)[-width:]
     low, high = min(recent), max(recent)
     bars = [BARS[round((loss - low) / (high - low) * (len(BARS) - 1)) if high > low else 0] for loss in recent]
-    try:
-        "".join(bars).encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return Text()
-    return Text("".join(bars), style="cyan", no_wrap=True, overflow="crop")
+    return "".join(bars)
 
 
 def make_peer_table(look: Look, rows: int) -> tuple[Table, int]:
