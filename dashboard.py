@@ -37,6 +37,9 @@ FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
 FINAL_FETCH_TIMEOUT = 5.0
 # A read of the DHT may miss a record that is there; so many reads that miss all newer ones mean that a run began anew.
 READS_BEFORE_GOING_BACK = 3
+# Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it goes on from an older
+# state of itself. A new run may have come that far before it is noticed.
+NEW_RUN_EPOCH = 30
 MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
 # Strangers can sign records with fresh keys, and each key is a peer to thank: the table keeps those who gave most.
 MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
@@ -113,9 +116,9 @@ class RunReport:
         is_new = current is not None and (
             self.last is None or current.epoch > last_epoch or self.older_reads >= READS_BEFORE_GOING_BACK
         )
-        if is_new and self.last and current.epoch < last_epoch:
-            self.go_back(current.epoch)
-        self.contributions.update({label: records[label] for label, _ in believable}, time.time())
+        begins_anew = is_new and self.last is not None and current.epoch < last_epoch and self.go_back(current.epoch)
+        if is_new or not self.older_reads:  # else it is not clear yet to which run they belong
+            self.contributions.update({label: records[label] for label, _ in believable}, time.time())
         if is_new:
             self.last, self.older_reads = current, 0
             logger.info(
@@ -124,6 +127,7 @@ class RunReport:
             )
             entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(current)}
             entry["total_samples"] = self.contributions.total_samples()
+            entry |= {"begins_anew": True} if begins_anew else {}
             self.history.add(entry)
             append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
             rows = []
@@ -138,10 +142,11 @@ class RunReport:
             self.next_drawing = time.monotonic() + CURVE_PERIOD
         return current if is_new else None
 
-    def go_back(self, epoch: int) -> None:
-        """The swarm goes on from an older state, or has begun anew: what comes now is a curve of its own."""
-        self.history.forget_from(epoch)
-        if not self.history:
+    def go_back(self, epoch: int) -> bool:
+        """The swarm goes on from an older state, or, if True, has begun anew: what comes now is a curve of its own."""
+        begins_anew = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
+        self.history.forget_from(0 if begins_anew else epoch)
+        if begins_anew:
             logger.info(f"Run {self.prefix} has begun anew, at epoch {epoch}")
             self.write_summary()
             self.put_summary_aside()
@@ -149,6 +154,7 @@ class RunReport:
         finish_dashboard(self.dashboard)
         self.dashboard, self.run_name, self.reported_to = None, make_run_name(self.prefix), []
         self.start_dashboard(self.config)
+        return begins_anew
 
     def read_progress(self) -> dict:
         """For the status page, which asks from a thread of its own."""
@@ -215,7 +221,7 @@ class History(list):
     def add(self, entry: dict) -> None:
         """Append an epoch; those at or beyond it are of an earlier run with the same name, and are forgotten."""
         if self and self[-1]["epoch"] >= entry["epoch"]:
-            self.forget_from(entry["epoch"])
+            self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
         if self and (self.added - 1) % self.stride:
             self.pop()
         self.append(entry)
@@ -227,7 +233,7 @@ class History(list):
 
     def forget_from(self, epoch: int) -> None:
         self[:] = [entry for entry in self if entry["epoch"] < epoch]
-        self.added = (len(self) - 1) * self.stride + 1 if self else 0
+        self.stride, self.added = (self.stride, (len(self) - 1) * self.stride + 1) if self else (1, 0)
 
 
 def load_history(path: Path, prefix: str) -> History:
