@@ -95,11 +95,17 @@ class RunReport:
             where = self.args.wandb_project
         if self.dashboard is None or f"{self.args.report_to} {where}" in self.reported_to:
             return
-        # a dashboard that does not know this run yet
-        for entry in self.history:
-            self.dashboard = report_to_dashboard(self.dashboard, entry)
+        # a dashboard that does not know this run yet; its name is on the disk at once, should this process be killed
         self.reported_to.append(f"{self.args.report_to} {where}")
-        self.write_summary()  # with the run's name, should this process be killed
+        if self.history:
+            for entry in self.history:
+                self.dashboard = report_to_dashboard(self.dashboard, entry)
+            # before it is noted that all this was reported, it has to be
+            finish_dashboard(self.dashboard)
+            self.write_summary()
+            self.start_dashboard(config)
+        else:
+            self.write_summary()
 
     def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
         """Look at the swarm once; the metrics of its newest epoch, if that was not reported yet.
