@@ -390,8 +390,10 @@ def start_wandb(project: str, run_name: str, config: dict):
 
     Sends the config and what is logged: no host name, no command line, no console output, which holds addresses.
     """
-    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):  # wandb itself dropped this variable
-        logger.info("No dashboard: WANDB_DISABLED is set")
+    # wandb itself dropped the first of these variables
+    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
+    if disabled or os.environ.get("WANDB_MODE") == "disabled":
+        logger.info(f"No dashboard: {'WANDB_DISABLED is set' if disabled else 'WANDB_MODE is disabled'}")
         return None
     if importlib.util.find_spec("wandb") is None:
         logger.warning("No dashboard: wandb is not installed (pip install wandb)")

@@ -34,6 +34,7 @@ logger = logging.getLogger("watch")
 WATCH_PERIOD = 2.0  # seconds between two looks, at most
 FETCH_TIMEOUT = 5.0
 CONTRACT_PERIOD = 30.0  # seconds between two looks at what never changes in a run
+WIDE = 72  # columns of a terminal that has room for everything
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -138,19 +139,19 @@ def make_screen(
 ) -> RenderableType:
     """The picture: run, epoch and loss, then the peers, most generous first, as many as fit into the terminal."""
     head = Table.grid(padding=(0, 2))
-    head.add_column(style="dim", no_wrap=True)
-    head.add_column()
-    head.add_row("run", Text(prefix, style="bold", no_wrap=True, overflow="ellipsis"))
+    head.add_column(style="dim", no_wrap=True, min_width=10)
+    head.add_column(no_wrap=True, overflow="ellipsis")
+    head.add_row("run", Text(prefix, style="bold"))
     if look.epoch is None:
-        head.add_row("epoch", "no trainer has reported anything yet")
+        head.add_row("epoch", "no word from a trainer")
     else:
         clients = sum(report.client_mode for report in look.progress.values())
         count = len(look.progress)
         who = f"{count} peer{'s'[: count != 1]}" + f" ({clients} in client mode)" * bool(clients)
         head.add_row("epoch", f"{look.epoch:,}   {who}, {look.samples_per_second:,.1f} samples/s")
-        head.add_row("progress", make_progress(look, target))
+        head.add_row("progress", make_progress(look, target, 24 if console.width >= WIDE else 8))
     if losses:
-        line = Text(f"{losses[-1]:.4f}  ", style="bold", no_wrap=True, overflow="crop")
+        line = Text(f"{losses[-1]:.4f}  ", style="bold")
         if console.encoding.startswith("utf"):
             line.append(make_sparkline(losses), style="not bold cyan")
         head.add_row("loss", line)
@@ -164,12 +165,12 @@ def make_screen(
         traffic = f"{show_bytes(swarm.bytes_sent)} sent, {show_bytes(swarm.bytes_received)} received by all peers"
         head.add_row("traffic", traffic)
     # below the head: the table's own head and rule, a line on those left out, and the line with the clock
-    table, left_out = make_peer_table(look, max(3, console.size.height - head.row_count - 6))
+    table, left_out = make_peer_table(look, max(3, console.height - head.row_count - 6), console.width >= WIDE)
     foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends"
     return Group(head, table, Text(f"and {left_out} more peers\n" * bool(left_out) + foot, style="dim"))
 
 
-def make_progress(look: Look, target: int | None) -> RenderableType:
+def make_progress(look: Look, target: int | None, width: int) -> RenderableType:
     if target is None:
         return f"{look.samples:,} samples"
     missing = max(0, target - look.samples)
@@ -178,7 +179,7 @@ def make_progress(look: Look, target: int | None) -> RenderableType:
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
         ProgressBar(
-            total=target, completed=min(look.samples, target), width=24, complete_style="cyan", finished_style="cyan"
+            total=target, completed=min(look.samples, target), width=width, complete_style="cyan", finished_style="cyan"
         ),
         f"{look.samples:,} of {target:,} samples{left}",
     )
@@ -193,10 +194,12 @@ def make_sparkline(losses: Sequence[float], width: int = 48) -> str:
     return "".join(bars)
 
 
-def make_peer_table(look: Look, rows: int) -> tuple[Table, int]:
+def make_peer_table(look: Look, rows: int, is_wide: bool) -> tuple[Table, int]:
     """:returns: the table, and how many peers did not fit into it"""
+    columns = ("peer", "epoch", "samples", "share", "samples/s", "last seen", "way in")
+    columns = columns if is_wide else ("peer", "samples", "samples/s", "last seen")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("peer", "epoch", "samples", "share", "samples/s", "last seen", "way in"):
+    for name in columns:
         table.add_column(name, justify="left" if name in ("peer", "way in") else "right", no_wrap=True)
     given = {label: look.metrics[label].total_samples if label in look.metrics else 0 for label in look.labels}
     total = max(1, sum(given.values()))
@@ -205,16 +208,16 @@ def make_peer_table(look: Look, rows: int) -> tuple[Table, int]:
         metrics, report = look.metrics.get(label), look.progress.get(label)
         newest = report or metrics
         seconds = max(0.0, get_dht_time() - report.time) if report else None
-        table.add_row(
-            label,
-            f"{newest.epoch:,}",
-            f"{given[label]:,}",
-            f"{given[label] / total:.1%}",
-            f"{newest.samples_per_second:,.1f}" if report else "-",
-            f"{seconds:,.0f} s ago" if report else "gone",
-            "client" if newest.client_mode else "public",
-            style=None if report else "dim",
-        )
+        row = {
+            "peer": label,
+            "epoch": f"{newest.epoch:,}",
+            "samples": f"{given[label]:,}",
+            "share": f"{given[label] / total:.1%}",
+            "samples/s": f"{newest.samples_per_second:,.1f}" if report else "-",
+            "last seen": f"{seconds:,.0f} s ago" if report else "gone",
+            "way in": "client" if newest.client_mode else "public",
+        }
+        table.add_row(*(row[name] for name in columns), style=None if report else "dim")
     return table, max(0, len(labels) - rows)
 
 
