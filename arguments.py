@@ -18,6 +18,11 @@ from urllib.parse import urlsplit
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import HfArgumentParser
 
+LOGGING_DIR_HELP = (
+    "Folder where log files and the dashboard's data go, beside what is printed. TRACKIO_DIR and WANDB_DIR of the "
+    "environment go before. Default: no log file, and the dashboard's own folder."
+)
+
 
 @dataclass
 class SwarmArguments:
@@ -364,6 +369,17 @@ class TrainerArguments:
     logging_steps: int = field(
         default=1, metadata={"help": "Log every so many epochs. The progress bar of a terminal shows all of them."}
     )
+    logging_first_step: bool = field(
+        default=False, metadata={"help": "Log this trainer's first epoch too, when --logging_steps is larger."}
+    )
+    logging_dir: str | None = field(default=None, metadata={"help": LOGGING_DIR_HELP})
+    wandb_project: str | None = field(
+        default=None,
+        metadata={
+            "help": "Report this trainer's own curves to this project on Weights & Biases; default: WANDB_PROJECT of "
+            "the environment, or not at all. WANDB_MODE=offline records for a later upload."
+        },
+    )
     output_dir: str = field(
         default="outputs/trainer",
         metadata={
@@ -451,6 +467,7 @@ class ReportArguments:
         default=None,
         metadata={"help": "Report to this project on Weights & Biases. WANDB_MODE and WANDB_DISABLED are respected."},
     )
+    logging_dir: str | None = field(default=None, metadata={"help": LOGGING_DIR_HELP})
     output_dir: str = field(
         default="outputs/monitor",
         metadata={"help": "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."},
@@ -468,6 +485,28 @@ class ReportArguments:
 @dataclass
 class MonitorArguments(ReportArguments):
     """The monitor's own work. Read by run_training_monitor.py."""
+
+    watch: bool = field(
+        default=False,
+        metadata={
+            "help": "Be no monitor, but show the swarm of --initial_peers live in this terminal. Joins as a reader "
+            "alone, and writes nothing."
+        },
+    )
+    plot: str | None = field(
+        default=None,
+        metadata={
+            "help": "Be no monitor, but draw the loss over epochs, samples and hours into this PNG file, from what a "
+            "monitor has written to --output_dir."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.plot == "":
+            raise ValueError("--plot needs the name of a file, e.g. --plot loss.png")
+        if self.watch and self.plot:
+            raise ValueError("--watch and --plot exclude each other: give one of them")
 
 
 @dataclass

@@ -60,7 +60,10 @@ COMMANDS = {
         "local_path": "./repo",
     },
     f"run_aux_peer.py --run_id E --initial_peers {PEER} --assist_in_averaging --assist_refresh 2 --store_checkpoints "
-    "--save_checkpoint_epoch_interval 10 --local_path ./repo": {"assist_refresh": 2, "save_checkpoint_step_interval": 10},
+    "--save_checkpoint_epoch_interval 10 --local_path ./repo": {
+        "assist_refresh": 2,
+        "save_checkpoint_step_interval": 10,
+    },
 }
 
 
