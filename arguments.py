@@ -11,7 +11,7 @@ import ipaddress
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, NoReturn
 from urllib.parse import urlsplit
 
@@ -214,7 +214,7 @@ class AveragingArguments:
         default=15.0,
         metadata={
             "help": "Seconds to wait for others when a group forms; an epoch should take several times as long. "
-            "4-5 on a local network. --averaging_expiration is its old name.",
+            "4-5 on a local network.",
             "aliases": ["--averaging_expiration"],
         },
     )
@@ -737,6 +737,9 @@ def parse_arguments(*groups: type, description: str | None = None) -> tuple:
     code 2.
     """
     parser = HfArgumentParser(groups, description=description, allow_abbrev=False)
+    for field_ in (field_ for group in groups for field_ in fields(group)):
+        if aliases := field_.metadata.get("aliases"):
+            parser._option_string_actions[f"--{field_.name}"].help += f" Also known as {', '.join(aliases)}."
     # argparse prints its usage before an error, which buries one clear line under a screen of flags
     parser.error = lambda message: stop_for_user(f"{message} (--help lists every flag)")
     try:

@@ -36,13 +36,13 @@ from arguments import (
     stop_for_user,
 )
 from averaging import TRAFFIC, clean_end, handle_stop_signals, shut_down
-from dashboard import RunReport
+from dashboard import RunReport, require_wandb
 from data import load_tokenizer
 from joining import make_dht, measure_bandwidth, warn_of_local_addresses
 from model import make_model
 from optimizer import make_optimizer
 from status import StatusServer
-from utils import setup_logging
+from utils import log_to_folder, setup_logging
 
 logger = logging.getLogger("aux")
 
@@ -61,6 +61,9 @@ def main() -> None:
     setup_logging("aux")
     if swarm.client_mode:
         stop_for_user("--client_mode is for trainers: an auxiliary peer is there for others to reach it")
+    if args.logging_dir:
+        log_to_folder("aux", args.logging_dir)
+    require_wandb(args)
     report = RunReport(args, swarm.experiment_prefix)
     needs_model = args.assist_in_averaging or archive_args.store_checkpoints
     tokenizer = load_tokenizer(model_args.tokenizer_path) if needs_model else None
