@@ -63,6 +63,7 @@ class RunReport:
     """
 
     def __init__(self, args: ReportArguments, prefix: str):
+        require_wandb(args)
         self.args, self.prefix, self.output_dir = args, prefix, Path(args.output_dir)
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
@@ -405,6 +406,7 @@ def start_wandb(project: str, run_name: str, config: dict):
             os.makedirs(folder, exist_ok=True)  # or wandb writes to /tmp
         settings = wandb.Settings(
             init_timeout=20,  # without a network, wandb tries for 90 s
+            login_timeout=60,  # who has no key is asked for one, in a terminal
             finish_timeout=10,  # and then for ever; what is not uploaded stays on the disk for `wandb sync`
             console="off",
             disable_code=True,

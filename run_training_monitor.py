@@ -42,7 +42,7 @@ from arguments import (
     stop_for_user,
 )
 from averaging import clean_end, handle_stop_signals, shut_down
-from dashboard import RunReport, load_history, plot_run, require_wandb
+from dashboard import RunReport, load_history, plot_run
 from joining import make_dht, warn_of_local_addresses
 from status import StatusServer
 from utils import log_to_folder, setup_logging
@@ -99,7 +99,6 @@ def main() -> None:
     if args.watch:
         watch_swarm(swarm, args.refresh_period)
         return
-    require_wandb(args)
     report = RunReport(args, swarm.experiment_prefix)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     dht, _ = make_dht(swarm)

@@ -154,16 +154,17 @@ def keep_signing_key(path: Path) -> None:
     The public key is who a peer is in metrics: with one of its own, each restart of a trainer would be another peer,
     whose total_samples count again what its checkpoint remembers.
     """
-    key = RSAPrivateKey()
+    key, unfinished = RSAPrivateKey(), path.with_name(f".{path.name}.unfinished")
     try:
         if path.exists():
             key.__setstate__({"_private_key": path.read_bytes()})
         else:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(key.to_bytes())
+            unfinished.touch(mode=0o600)
+            unfinished.write_bytes(key.to_bytes())
+            unfinished.rename(path)
     except (OSError, ValueError, TypeError) as e:
-        key = RSAPrivateKey()
-        logger.warning(f"{path} holds no key ({e}): after a restart others will take this trainer for another one")
+        key, reason = RSAPrivateKey(), getattr(e, "strerror", None) or "it holds no key"
+        logger.warning(f"{path}: {reason}; with a key for this start alone, others take this trainer for a new one")
     RSAPrivateKey._process_wide_key = key  # hivemind has no other way in; it signs its progress with it too
 
 
