@@ -8,12 +8,20 @@ that end in `_steps` count epochs; only --gradient_accumulation_steps counts bat
 """
 
 import ipaddress
+import os
 import re
 import sys
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn
+from urllib.parse import urlsplit
 
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import HfArgumentParser
+
+LOGGING_DIR_HELP = (
+    "Folder where log files and the dashboard's data go, beside what is printed. TRACKIO_DIR and WANDB_DIR of the "
+    "environment go before. Default: no log file, and the dashboard's own folder."
+)
 
 
 @dataclass
@@ -69,7 +77,7 @@ class SwarmArguments:
     )
     authorize: bool = field(
         default=False,
-        metadata={"help": "Membership by an authority, as old commands name it; there is none yet: False only."},
+        metadata={"help": "As old commands name membership by an authority. There is none yet: False only."},
     )
     client_mode: bool = field(
         default=False,
@@ -108,8 +116,6 @@ class SwarmArguments:
         self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
         if self.status_port is not None and not 0 <= self.status_port < 2**16:
             raise ValueError(f"--status_port {self.status_port} is no TCP port: choose one from 1024 to 65535, or 0")
-        if self.authorize:
-            raise ValueError("--authorize True: membership is not built yet, whoever knows --initial_peers may join")
         if self.use_google_dns and self.announce_maddrs:
             raise ValueError("--use_google_dns and --announce_maddrs exclude each other: give one of them")
         if self.use_auto_relay and not self.use_relay:
@@ -363,6 +369,17 @@ class TrainerArguments:
     logging_steps: int = field(
         default=1, metadata={"help": "Log every so many epochs. The progress bar of a terminal shows all of them."}
     )
+    logging_first_step: bool = field(
+        default=False, metadata={"help": "Log this trainer's first epoch too, when --logging_steps is larger."}
+    )
+    logging_dir: str | None = field(default=None, metadata={"help": LOGGING_DIR_HELP})
+    wandb_project: str | None = field(
+        default=None,
+        metadata={
+            "help": "Report this trainer's own curves to this project on Weights & Biases; default: WANDB_PROJECT of "
+            "the environment, or not at all. WANDB_MODE=offline records for a later upload."
+        },
+    )
     output_dir: str = field(
         default="outputs/trainer",
         metadata={
@@ -450,6 +467,7 @@ class ReportArguments:
         default=None,
         metadata={"help": "Report to this project on Weights & Biases. WANDB_MODE and WANDB_DISABLED are respected."},
     )
+    logging_dir: str | None = field(default=None, metadata={"help": LOGGING_DIR_HELP})
     output_dir: str = field(
         default="outputs/monitor",
         metadata={"help": "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."},
@@ -467,6 +485,28 @@ class ReportArguments:
 @dataclass
 class MonitorArguments(ReportArguments):
     """The monitor's own work. Read by run_training_monitor.py."""
+
+    watch: bool = field(
+        default=False,
+        metadata={
+            "help": "Be no monitor, but show the swarm of --initial_peers live in this terminal. Joins as a reader "
+            "alone, and writes nothing."
+        },
+    )
+    plot: str | None = field(
+        default=None,
+        metadata={
+            "help": "Be no monitor, but draw the loss over epochs, samples and hours into this PNG file, from what a "
+            "monitor has written to --output_dir."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.plot == "":
+            raise ValueError("--plot needs the name of a file, e.g. --plot loss.png")
+        if self.watch and self.plot:
+            raise ValueError("--watch and --plot exclude each other: give one of them")
 
 
 @dataclass
@@ -497,20 +537,68 @@ class ArchiveArguments:
 
     store_checkpoints: bool = field(
         default=False,
-        metadata={"help": "Save the swarm's model. Needs the trainers' model, optimizer and averaging flags."},
+        metadata={"help": "Save the swarm's state. Needs the trainers' model, optimizer and averaging flags."},
     )
     save_checkpoint_step_interval: int = field(
         default=5,
         metadata={
-            "help": "With --store_checkpoints: save the model every so many epochs.",
+            "help": "With --store_checkpoints: save a state every so many epochs; raise it where an epoch takes "
+            "seconds, as each download costs a trainer the upload of the whole state.",
             "aliases": ["--save_checkpoint_epoch_interval"],
         },
     )
-    save_total_limit: int = field(default=2, metadata={"help": "With --store_checkpoints: keep so many checkpoints."})
+    save_total_limit: int = field(
+        default=2,
+        metadata={
+            "help": "With --store_checkpoints: keep so many newest checkpoints; each is three times as large as the "
+            "weights."
+        },
+    )
+    keep_one_in: int = field(
+        default=0,
+        metadata={
+            "help": "With --store_checkpoints: besides the newest ones, keep one in every so many checkpoints for "
+            "ever, e.g. 100; 0: none. Raise it where the disk is small."
+        },
+    )
+    local_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --store_checkpoints: folder for the checkpoints, of this peer alone; default: output_dir.",
+            "aliases": ["--repo_path"],
+        },
+    )
+    repo_url: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --store_checkpoints: upload the newest checkpoint to this model repository of the Hugging "
+            "Face Hub: ORG/NAME, its address, or NAME of the organization in HF_ORGANIZATION_NAME. Made, and public, "
+            "if it does not exist. The token comes from HF_TOKEN or HF_USER_ACCESS_TOKEN, or from `hf auth login`."
+        },
+    )
+    upload_interval: float | None = field(
+        default=None,
+        metadata={
+            "help": "With --repo_url: seconds between two uploads; default: 43200, twice a day. What the Hub keeps of "
+            "each upload counts towards the quota: lower it for short runs alone."
+        },
+    )
 
     def __post_init__(self):
         if self.save_checkpoint_step_interval < 1 or self.save_total_limit < 1:
             raise ValueError("--save_checkpoint_step_interval and --save_total_limit must be at least 1")
+        if self.keep_one_in < 0:
+            raise ValueError("--keep_one_in must be at least 0 (none)")
+        for flag in ("local_path", "repo_url"):
+            if getattr(self, flag) is not None and not self.store_checkpoints:
+                raise ValueError(f"--{flag} needs --store_checkpoints: add it")
+        if self.upload_interval is not None and self.repo_url is None:
+            raise ValueError("--upload_interval needs --repo_url ORG/NAME: where to?")
+        if self.repo_url is not None:
+            self.repo_url = make_repo_id(self.repo_url)
+            self.upload_interval = 43_200.0 if self.upload_interval is None else self.upload_interval
+            if self.upload_interval <= 0:
+                raise ValueError("--upload_interval must be greater than 0")
 
 
 @dataclass
@@ -615,6 +703,25 @@ def make_host_maddrs(text: str) -> list[str]:
     # a socket on [::] accepts IPv4 too, libp2p's does not
     addresses = ["ip4/0.0.0.0", "ip6/::"] if address == ipaddress.ip_address("::") else [f"ip{address.version}/{host}"]
     return [f"/{address}/tcp/{port or 0}" for address in addresses]
+
+
+def make_repo_id(text: str) -> str:
+    """`ORG/NAME` from that, from a repository's address, or from NAME of the organization in HF_ORGANIZATION_NAME."""
+    address, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
+    # guides for git write https://USER:TOKEN@huggingface.co/...: the token goes nowhere from here
+    if address.scheme and address.hostname not in ("huggingface.co", "hf.co", endpoint.hostname):
+        raise ValueError(f"--repo_url is on {address.hostname}, which is not the Hugging Face Hub: give ORG/NAME")
+    repo_id = (address.path if address.scheme else text).strip("/").removesuffix(".git")
+    if "/" not in repo_id:
+        organization = os.environ.get("HF_ORGANIZATION_NAME")
+        if not organization:
+            raise ValueError(f"--repo_url {repo_id} has no organization: give ORG/NAME, or set HF_ORGANIZATION_NAME")
+        repo_id = f"{organization}/{repo_id}"
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        raise ValueError(f"--repo_url {repo_id} is no name of a repository: give ORG/NAME, e.g. me/my-albert") from None
+    return repo_id
 
 
 def stop_for_user(message: str) -> NoReturn:

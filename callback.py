@@ -31,9 +31,10 @@ from checkpoint import (
     save_state_file,
     write_file,
 )
+from dashboard import report_to_dashboard
 from joining import publish_contract
 from preflight import warn_of_speed
-from utils import LocalMetrics, RunContract
+from utils import LocalMetrics, RunContract, compute_seconds
 
 logger = logging.getLogger("trainer")
 
@@ -79,6 +80,8 @@ class CollaborativeCallback:
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_bar_time = 0.0
+        #: wandb, when this trainer reports its own curves
+        self.dashboard = None
 
     def resume(self, path: Path | None) -> None:
         """Go on from a training state, if there is one, with its history; otherwise begin a new history.
@@ -198,9 +201,12 @@ class CollaborativeCallback:
             "computed_samples": self.computed_samples,
             "pending_samples": optimizer.grad_averager.local_samples_accumulated + optimizer.grad_averager.kept_samples,
             "longest_step": self.longest_step,
+            "compute_seconds": compute_seconds(metrics),
         }
         append_line(self.history, json.dumps(metrics | own))
-        if self.bar.disable and epoch % self.args.logging_steps == 0:
+        self.dashboard = report_to_dashboard(self.dashboard, metrics | own)
+        is_first = self.args.logging_first_step and self.epochs == 1
+        if self.bar.disable and (epoch % self.args.logging_steps == 0 or is_first):
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}"

@@ -26,7 +26,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -53,7 +53,7 @@ class CheckpointError(Exception):
 def lock_folder(flag: str, folder: str | Path) -> None:
     """Keep others out of a folder until this process ends; ends it now when another one is in there.
 
-    Two trainers in one folder would take each other's checkpoints for their own.
+    Two peers in one folder would take each other's checkpoints for their own.
     """
     try:
         file = open(Path(folder) / ".lock", "a")  # noqa: SIM115 (open until the end)
@@ -61,15 +61,22 @@ def lock_folder(flag: str, folder: str | Path) -> None:
         # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as e:
-        stop_for_user(f"{flag} {folder} is in use by another trainer, or not yours: choose another one ({e.strerror})")
+        stop_for_user(f"{flag} {folder} is in use by another peer, or not yours: choose another one ({e.strerror})")
     except OSError as e:  # a full disk, or one that knows no locks
-        logger.info(f"{folder} is not locked ({e.strerror}): see that no other trainer uses it")
+        logger.info(f"{folder} is not locked ({e.strerror}): see that no other peer uses it")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def save_model(model, tokenizer, folder: str | Path, extra: dict, state: dict | None = None) -> bool:
+def save_model(
+    model,
+    tokenizer,
+    folder: str | Path,
+    extra: dict,
+    state: dict | None = None,
+    beside: dict[str, bytes] | None = None,
+) -> bool:
     """Write model, tokenizer and `extra` (JSON) to `folder`, which is replaced as a whole if it exists.
 
     Everything goes to a temporary folder beside it first, and reaches the disk before that is renamed: a reader, or a
@@ -77,6 +84,7 @@ def save_model(model, tokenizer, folder: str | Path, extra: dict, state: dict | 
     training is worth more than one checkpoint.
 
     :param state: a training state, whose weights and whose rest are written instead of the model's own weights
+    :param beside: further files by name, for people: they may edit them, and the folder counts as whole all the same
     """
     folder = Path(folder).absolute()
     # one name, not a random one: what a killed process left behind is overwritten
@@ -100,6 +108,8 @@ def save_model(model, tokenizer, folder: str | Path, extra: dict, state: dict | 
         tokenizer.save_pretrained(unfinished)
         names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
         files = {name: describe_file(unfinished / name) for name in names}
+        for name, content in (beside or {}).items():
+            (unfinished / name).write_bytes(content)
         text = json.dumps({**extra, "files": files}, indent=2)
         (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")
         for path in (*unfinished.rglob("*"), unfinished):
@@ -118,13 +128,18 @@ def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra
     if not save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state):
         return False
     others = [path for path in find_checkpoints(output_dir) if path != folder]
-    for old in others[: max(0, len(others) + 1 - save_total_limit)]:
-        # under another name, or who is killed meanwhile leaves half a checkpoint
-        outdated = old.with_name(f".{old.name}.outdated")
-        with contextlib.suppress(OSError):
-            old.rename(outdated)
-        shutil.rmtree(outdated, ignore_errors=True)
+    remove_checkpoints(others[: max(0, len(others) + 1 - save_total_limit)])
     return True
+
+
+def remove_checkpoints(folders: Iterable[Path]) -> None:
+    """Remove each folder as a whole, or not at all."""
+    for folder in folders:
+        # under another name, or who is killed meanwhile leaves half a checkpoint
+        outdated = folder.with_name(f".{folder.name}.outdated")
+        with contextlib.suppress(OSError):
+            folder.rename(outdated)
+        shutil.rmtree(outdated, ignore_errors=True)
 
 
 def save_state_file(state: dict, path: str | Path) -> bool:
@@ -309,18 +324,22 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
             f"cannot resume: {e}. Give --resume_from_checkpoint PATH to go on from another one, another --output_dir "
             "to keep it, or --resume_from_checkpoint none to start anew"
         )
-    epoch = state["local_epoch"] if state else -1
+    set_aside(output_dir, state["local_epoch"] if state else -1)
+    if state:
+        logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
+        if args.overwrite_output_dir:
+            logger.info("--overwrite_output_dir does not stop that; --resume_from_checkpoint none starts anew")
+    return state["path"] if state else None
+
+
+def set_aside(output_dir: Path, epoch: int) -> None:
+    """Move checkpoints beyond this epoch, which are of another course of the run, into a folder of their own."""
     if beyond := [path for path in find_checkpoints(output_dir) if read_epoch(path) > epoch]:
         aside = output_dir / time.strftime("set-aside-%Y%m%d-%H%M%S")
         aside.mkdir(exist_ok=True)
         for path in beyond:
             path.rename(aside / path.name)
         logger.info(f"{', '.join(path.name for path in beyond)} set aside in {aside}")
-    if state:
-        logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
-        if args.overwrite_output_dir:
-            logger.info("--overwrite_output_dir does not stop that; --resume_from_checkpoint none starts anew")
-    return state["path"] if state else None
 
 
 def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:

@@ -103,6 +103,8 @@ def warn_of_silent_peers(maddrs: list[str]) -> None:
 def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     """The same arguments with HOST:PORT among --initial_peers resolved; stops with one line where one is wrong."""
     check_versions()
+    if swarm.authorize:
+        stop_for_user("--authorize True: membership is not built yet, whoever knows --initial_peers may join")
     swarm = dataclasses.replace(
         swarm, initial_peers=resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
     )

@@ -34,7 +34,6 @@ from hivemind.dht.node import DHTNode
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import get_dht_time
-from pydantic.v1 import ValidationError
 
 from addresses import get_peer_id, is_public, is_relayed, select_for_others
 from arguments import (
@@ -69,7 +68,7 @@ from joining import (
 )
 from model import make_model, move_batch
 from optimizer import describe_contract
-from utils import RunContract, make_validators, setup_logging
+from utils import RunContract, fetch_progress, make_validators, setup_logging
 
 logger = logging.getLogger("preflight")
 
@@ -193,17 +192,6 @@ def check_way_in(seen_at: list[str], is_reachable: bool | None, averagers: int) 
         return Check("way in", "warning", finding, f"{cure}. Without either, it will choose client mode by itself")
     finding = f"others cannot reach this peer at {where}, and nobody averages here whom a client could reach"
     return Check("way in", "warning", finding, f"{cure}. Without either, it will go through a relay, which is slower")
-
-
-def fetch_progress(dht: hivemind.DHT, prefix: str) -> list[LocalTrainingProgress]:
-    """What the run's trainers have reported last."""
-    found = dht.get(f"{prefix}_progress", latest=True)
-    reports = []
-    if found is not None and isinstance(found.value, dict):
-        for entry in found.value.values():
-            with contextlib.suppress(ValidationError, TypeError):
-                reports.append(LocalTrainingProgress.parse_obj(entry.value))
-    return reports
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -412,7 +400,7 @@ def check_all(
             else:
                 averaging = measure_bandwidth(dht, averaging)
                 yield from check_swarm(dht, resolved)
-                reports = fetch_progress(dht, swarm.experiment_prefix)
+                reports = list(fetch_progress(dht, swarm.experiment_prefix).values())
                 if model and dataset:
                     contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging)
                     yield check_contract(dht, swarm.experiment_prefix, contract)

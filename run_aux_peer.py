@@ -116,6 +116,8 @@ def main() -> None:
             optimizer.step()
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)
     watching.shutdown()
+    if archive:
+        archive.finish()
     report.update(dht, is_last=True)
     report.finish()
     shut_down(dht, optimizer)

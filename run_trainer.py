@@ -23,6 +23,7 @@ import os
 import platform
 import signal
 from dataclasses import asdict
+from pathlib import Path
 
 # Ctrl-C while the imports below run: the end, without a traceback
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -44,6 +45,7 @@ from arguments import (
 from averaging import clean_end, handle_stop_signals, shut_down
 from callback import CollaborativeCallback
 from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
+from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
 from data import (
     ShardedSplit,
     choose_tokenizer,
@@ -59,7 +61,7 @@ from model import evaluate, make_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
 from status import StatusServer
-from utils import setup_logging
+from utils import keep_signing_key, log_to_folder, setup_logging
 
 logger = logging.getLogger("trainer")
 
@@ -70,6 +72,9 @@ def main() -> None:
     )
     swarm, model_args, optimizer_args, averaging_args, args = groups
     setup_logging("trainer")
+    if args.logging_dir:
+        log_to_folder("trainer", args.logging_dir)
+    require_wandb(args)
     if args.preflight:
         raise SystemExit(run_preflight(swarm, model_args, optimizer_args, averaging_args, args))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,6 +105,7 @@ def main() -> None:
         except OSError as e:
             stop_for_user(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder")
     lock_folder("--output_dir", args.output_dir)
+    keep_signing_key(Path(args.output_dir) / "signing_key")
     saved_state = choose_state(args, model, swarm.experiment_prefix)
 
     warn_at_start(model, args)
@@ -118,6 +124,7 @@ def main() -> None:
     optimizer.accumulate_on(device)
     scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
     autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    arguments = {name: value for group in groups for name, value in asdict(group).items()}
     callback = CollaborativeCallback(
         dht,
         optimizer,
@@ -128,12 +135,13 @@ def main() -> None:
         model=model,
         tokenizer=tokenizer,
         scaler=scaler,
-        arguments={name: value for group in groups for name, value in asdict(group).items()},
+        arguments=arguments,
     )
     try:
         callback.resume(saved_state)
     except CheckpointError as e:
         stop_for_user(f"cannot resume: {e}; --resume_from_checkpoint none starts anew")
+    callback.dashboard = start_trainer_dashboard(args, swarm.experiment_prefix, arguments, saved_state is not None)
     logger.info(
         f"run {swarm.experiment_prefix} until epoch {max_epoch}, {model.num_parameters():,} parameters, "
         f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
@@ -194,6 +202,7 @@ def main() -> None:
     # rounds that run in the background still change the parameters
     optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
     callback.on_train_end()
+    finish_dashboard(callback.dashboard)
     summary |= {
         "epoch": optimizer.local_epoch,
         "samples": optimizer.total_samples,

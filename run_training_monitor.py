@@ -12,12 +12,18 @@ On one machine, to try it out:
 It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line an
 epoch), learning_curve.png, and at the end (Ctrl-C) summary.json. With --store_checkpoints it also downloads the swarm's
 state every few epochs and saves it; give it then the trainers' model, optimizer and averaging flags.
+
+To look at a swarm from any terminal, as a reader that leaves no trace; and to draw what a monitor has written:
+
+    python run_training_monitor.py --experiment_prefix my_albert --watch --initial_peers /ip4/203.0.113.1/tcp/31337/...
+    python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
 """
 
 import logging
 import shlex
 import signal
 from dataclasses import asdict
+from pathlib import Path
 
 # Ctrl-C while the imports below run: the end, without a traceback
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -36,10 +42,11 @@ from arguments import (
     stop_for_user,
 )
 from averaging import clean_end, handle_stop_signals, shut_down
-from dashboard import RunReport
+from dashboard import RunReport, load_history, plot_run, require_wandb
 from joining import make_dht, warn_of_local_addresses
 from status import StatusServer
-from utils import setup_logging
+from utils import log_to_folder, setup_logging
+from watch import watch_swarm
 
 logger = logging.getLogger("monitor")
 
@@ -52,6 +59,22 @@ def print_how_to_join(dht: hivemind.DHT, prefix: str) -> None:
         f"python run_trainer.py --experiment_prefix {shlex.quote(prefix)} {peers}\n",
         flush=True,
     )
+
+
+def plot(file: str, output_dir: str, prefix: str) -> None:
+    """Draw the curves of the run that --output_dir has the metrics of."""
+    path = Path(output_dir) / "metrics.jsonl"
+    try:
+        history = load_history(path, prefix)
+    except OSError as e:
+        stop_for_user(f"--output_dir {output_dir}: {path} cannot be read ({e.strerror})")
+    if not history:
+        stop_for_user(
+            f"--plot: {path} has no epoch of run {prefix!r}: give the --output_dir and --experiment_prefix of a monitor"
+        )
+    if not Path(file).absolute().parent.is_dir() or Path(file).is_dir() or not plot_run(history, prefix, Path(file)):
+        stop_for_user(f"--plot {file} cannot be written: name a file in a folder that exists")
+    print(f"{len(history):,} points of {history.added:,} epochs in {file}")
 
 
 def main() -> None:
@@ -68,6 +91,15 @@ def main() -> None:
     swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
     if swarm.client_mode:
         stop_for_user("--client_mode is for trainers: a monitor is there for others to reach it")
+    if args.logging_dir:
+        log_to_folder("monitor", args.logging_dir)
+    if args.plot:
+        plot(args.plot, args.output_dir, swarm.experiment_prefix)
+        return
+    if args.watch:
+        watch_swarm(swarm, args.refresh_period)
+        return
+    require_wandb(args)
     report = RunReport(args, swarm.experiment_prefix)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     dht, _ = make_dht(swarm)
@@ -108,6 +140,8 @@ def main() -> None:
             archive.step(metrics, report.history)
         if is_last:
             break
+    if archive:
+        archive.finish()
     report.finish()
     shut_down(dht, optimizer)
 

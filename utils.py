@@ -10,6 +10,7 @@ the contract that it trains by (`{prefix}_run`, RunContract). To look at the met
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import logging
 import math
@@ -23,13 +24,16 @@ from hivemind import DHT
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.utils import get_dht_time
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.serializer import MSGPackSerializer
 
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, constr, root_validator
+
+from arguments import stop_for_user
 
 logger = logging.getLogger("utils")
 
@@ -144,25 +148,70 @@ def peer_label(public_key: bytes) -> str:
     return hashlib.sha256(public_key).hexdigest()[:8]
 
 
+def keep_signing_key(path: Path) -> None:
+    """From now on, sign with the key in this file, which is made if it does not exist: call it before the DHT starts.
+
+    The public key is who a peer is in metrics: with one of its own, each restart of a trainer would be another peer,
+    whose total_samples count again what its checkpoint remembers.
+    """
+    key = RSAPrivateKey()
+    try:
+        if path.exists():
+            key.__setstate__({"_private_key": path.read_bytes()})
+        else:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(key.to_bytes())
+    except (OSError, ValueError, TypeError) as e:
+        key = RSAPrivateKey()
+        logger.warning(f"{path} holds no key ({e}): after a restart others will take this trainer for another one")
+    RSAPrivateKey._process_wide_key = key  # hivemind has no other way in; it signs its progress with it too
+
+
+def fetch_dictionary(dht: DHT, key: str, timeout: float) -> dict[bytes, ValueWithExpiration]:
+    """The records under this key by their subkeys; empty when the DHT does not answer.
+
+    :param timeout: seconds to wait for the DHT
+    """
+    try:
+        entry = dht.get(key, latest=True, return_future=True).result(timeout=timeout)
+    except (concurrent.futures.TimeoutError, OSError) as e:
+        logger.warning(f"The DHT did not answer within {timeout:g} s ({type(e).__name__}), will ask again")
+        return {}
+    return entry.value if entry is not None and isinstance(entry.value, dict) else {}
+
+
+def fetch_records(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[str, tuple[LocalMetrics, float]]:
+    """All peers' newest metrics by label, each with its expiration time, which tells a newer record from an older one.
+
+    :param timeout: seconds to wait for the DHT; the result is empty when it does not answer
+    """
+    records = {}
+    for public_key, item in fetch_dictionary(dht, f"{prefix}_metrics", timeout).items():
+        try:
+            records[peer_label(public_key)] = LocalMetrics.parse_obj(item.value), item.expiration_time
+        except (ValidationError, TypeError) as e:  # validated on arrival; what comes here is a defect, not an attack
+            logger.debug(f"ignored a malformed record: {e}")
+    return dict(sorted(records.items()))
+
+
 def fetch_metrics(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> list[tuple[str, LocalMetrics]]:
     """All peers' newest metrics as (peer label, metrics), in the order of labels; empty when the DHT does not answer.
 
     :param timeout: seconds to wait for the DHT
     """
-    try:
-        entry = dht.get(f"{prefix}_metrics", latest=True, return_future=True).result(timeout=timeout)
-    except (concurrent.futures.TimeoutError, OSError) as e:
-        logger.warning(f"The DHT did not answer within {timeout:g} s ({type(e).__name__}), will ask again")
-        return []
-    if entry is None or not isinstance(entry.value, dict):
-        return []
-    records = []
-    for public_key, item in entry.value.items():
-        try:
-            records.append((peer_label(public_key), LocalMetrics.parse_obj(item.value)))
-        except (ValidationError, TypeError) as e:  # validated on arrival; what comes here is a defect, not an attack
-            logger.debug(f"ignored a malformed record: {e}")
-    return sorted(records, key=lambda record: record[0])
+    return [(label, metrics) for label, (metrics, _) in fetch_records(dht, prefix, timeout).items()]
+
+
+def fetch_progress(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[str, LocalTrainingProgress]:
+    """What the run's trainers have told hivemind last of the epoch that they work at, by peer label.
+
+    :param timeout: seconds to wait for the DHT; the result is empty when it does not answer
+    """
+    reports = {}
+    for public_key, item in fetch_dictionary(dht, f"{prefix}_progress", timeout).items():
+        with contextlib.suppress(ValidationError, TypeError):
+            reports[peer_label(public_key)] = LocalTrainingProgress.parse_obj(item.value)
+    return reports
 
 
 @dataclass
@@ -174,6 +223,12 @@ class SwarmMetrics:
     alive_peers: int  # peers that reported this epoch or the one before
     samples: int  # that these peers gave to it
     samples_per_second: float  # of these peers together
+    epoch_seconds: float  # median over these peers, as the parts that it divides into:
+    compute_seconds: float  # what the other two leave
+    waiting_seconds: float
+    averaging_seconds: float
+    bytes_sent: int  # by these peers together, for this epoch
+    bytes_received: int
     averaged_with: int  # peers in the averaged gradient: the smallest number that any of these peers reports
     grad_norm: float  # median over these peers
     learning_rate: float  # median over these peers
@@ -218,12 +273,20 @@ def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int |
     mini_steps = sum(metrics.mini_steps for metrics in current)
     if mini_steps == 0:
         return None
+    seconds = {
+        name: statistics.median(getattr(metrics, name) for metrics in current)
+        for name in ("epoch_seconds", "waiting_seconds", "averaging_seconds")
+    }
     return SwarmMetrics(
         epoch=newest_epoch,
         loss=math.fsum(metrics.loss for metrics in current) / mini_steps,
         alive_peers=len(current),
         samples=sum(metrics.samples_accumulated for metrics in current),
         samples_per_second=math.fsum(metrics.samples_per_second for metrics in current),
+        **seconds,
+        compute_seconds=compute_seconds(seconds),
+        bytes_sent=sum(metrics.bytes_sent for metrics in current),
+        bytes_received=sum(metrics.bytes_received for metrics in current),
         averaged_with=min(metrics.averaged_with for metrics in current),
         grad_norm=statistics.median(metrics.grad_norm for metrics in current),
         learning_rate=statistics.median(metrics.learning_rate for metrics in current),
@@ -231,13 +294,18 @@ def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int |
     )
 
 
+def compute_seconds(seconds: dict[str, float]) -> float:
+    """What waiting and averaging leave of an epoch's seconds."""
+    return max(0.0, seconds["epoch_seconds"] - seconds["waiting_seconds"] - seconds["averaging_seconds"])
+
+
 class RoleFormatter(logging.Formatter):
     """`HH:MM:SS role message`; a warning or error says so, and names its library when it is not ours."""
 
-    def __init__(self, role_name: str):
-        super().__init__(datefmt="%H:%M:%S")
+    def __init__(self, role_name: str, datefmt: str = "%H:%M:%S", is_colored: bool = False):
+        super().__init__(datefmt=datefmt)
         self.role_name = role_name
-        self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if sys.stderr.isatty() else {}
+        self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if is_colored else {}
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
@@ -259,15 +327,34 @@ def setup_logging(role_name: str) -> None:
 
     HIVEMIND_LOGLEVEL, when set, decides for hivemind's. Call it before any process is forked, so that all agree.
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(RoleFormatter(role_name))
-    handler.addFilter(
-        lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
-    )
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "WARNING").upper())
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for old_handler in list(root.handlers):
         root.removeHandler(old_handler)
-    root.addHandler(handler)
+    add_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_colored=sys.stderr.isatty()))
+
+
+def add_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> None:
+    handler.setFormatter(formatter)
+    handler.addFilter(
+        lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
+    )
+    logging.getLogger().addHandler(handler)
+
+
+def log_to_folder(role_name: str, folder: str) -> None:
+    """Append all log lines, dated, to {folder}/{role_name}.log too, and let dashboards keep their data in that folder.
+
+    Call it before any process is forked, after `setup_logging`. TRACKIO_DIR and WANDB_DIR of the environment go before.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")
+    except OSError as e:
+        stop_for_user(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder")
+    add_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S"))
+    # both read them when they are imported
+    os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
+    os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # it makes a folder wandb in there

@@ -216,7 +216,12 @@ def test_dead_dht_gives_no_records():
 def test_aggregation():
     records = [
         ("a", make_metrics(10, loss=20.0, mini_steps=4, samples_accumulated=100, grad_norm=1.0)),
-        ("b", make_metrics(9, loss=12.0, mini_steps=1, samples_accumulated=28, grad_norm=3.0, averaged_with=1)),
+        (
+            "b",
+            make_metrics(
+                9, loss=12.0, mini_steps=1, samples_accumulated=28, grad_norm=3.0, averaged_with=1, epoch_seconds=8.0
+            ),
+        ),
         ("stale", make_metrics(2, loss=900.0, mini_steps=1, samples_accumulated=1000)),
     ]
     metrics = aggregate_metrics(records)
@@ -225,6 +230,10 @@ def test_aggregation():
     assert (metrics.alive_peers, metrics.samples, metrics.averaged_with) == (2, 128, 1)
     assert metrics.samples_per_second == pytest.approx(20)
     assert metrics.grad_norm == pytest.approx(2)
+    # medians of the seconds, which divide into parts; bytes of both
+    assert (metrics.epoch_seconds, metrics.waiting_seconds, metrics.averaging_seconds) == (7.0, 1.0, 0.5)
+    assert metrics.compute_seconds == pytest.approx(5.5)
+    assert (metrics.bytes_sent, metrics.bytes_received) == (2_000_000, 2_400_000)
     assert aggregate_metrics([]) is None
     assert aggregate_metrics([("a", make_metrics(loss=0.0, mini_steps=0))]) is None
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,9 @@ from utils import make_validators, peer_label
 class Peer:
     """A peer that publishes what the test tells it to."""
 
-    def __init__(self, prefix: str, initial_peer: str, validating: bool = True):
+    def __init__(self, prefix: str, initial_peer: str, validating: bool = True, key: RSAPrivateKey | None = None):
         self.key = f"{prefix}_metrics"
-        validators, self.subkey = make_validators(prefix, RSAPrivateKey())
+        validators, self.subkey = make_validators(prefix, key or RSAPrivateKey())
         if not validating:  # signs, but publishes anything
             validators = validators[1:2]
         self.dht = hivemind.DHT(
@@ -41,11 +42,12 @@ class Peer:
 
 
 @contextlib.contextmanager
-def run_peers(prefix: str, initial_peer: str, *validating: bool):
+def run_peers(prefix: str, initial_peer: str, *validating: bool, key: RSAPrivateKey | None = None):
+    """:param key: of the first of them"""
     peers = []
     try:
         for is_validating in validating:
-            peers.append(Peer(prefix, initial_peer, is_validating))
+            peers.append(Peer(prefix, initial_peer, is_validating, None if peers else key))
         yield peers
     finally:
         for peer in peers:
@@ -96,38 +98,125 @@ def test_monitor_follows_a_run_and_ends_cleanly(start, tmp_path):
     assert epochs[-1]["samples"] == 128
     summary = json.loads((output_dir / "summary.json").read_text())
     assert summary["epochs"] == 3 and summary["last_loss"] == 6.0
-    contribution = {"total_samples": 400, "last_epoch": 3, "skipped_steps": 1}
-    assert summary["peers"] == {label: contribution for label in labels}
+    assert summary["peers"].keys() == labels
+    for peer in summary["peers"].values():
+        assert (peer["total_samples"], peer["last_epoch"], peer["skipped_steps"]) == (400, 3, 1)
+    assert summary["total_samples"] == epochs[-1]["total_samples"] == 800
     assert (output_dir / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert not any("\033" in line for line in monitor.text.splitlines())  # no colours in a file
 
-    # the dashboard has it, by the command that its users type
-    trackio = Path(sys.executable).with_name("trackio")
+    (run,) = ask_trackio(environment, prefix, "list", "runs")["runs"]
+    assert read_trackio(environment, prefix, run, "loss") == {1: 9.0, 2: epochs[1]["loss"], 3: 6.0}
 
-    def ask(*question: str) -> dict:
-        command = [trackio, *question, "--project", prefix, "--json"]
-        return json.loads(subprocess.run(command, env={**os.environ, **environment}, capture_output=True).stdout)
 
-    (run,) = ask("list", "runs")["runs"]
-    assert [value["value"] for value in ask("get", "metric", "--run", run, "--metric", "loss")["values"]][-1] == 6.0
+def ask_trackio(environment: dict, prefix: str, *question: str) -> dict:
+    """What the dashboard has, by the command that its users type."""
+    command = [Path(sys.executable).with_name("trackio"), *question, "--project", prefix, "--json"]
+    return json.loads(subprocess.run(command, env={**os.environ, **environment}, capture_output=True).stdout)
+
+
+def read_trackio(environment: dict, prefix: str, run: str, metric: str) -> dict[int, float]:
+    values = ask_trackio(environment, prefix, "get", "metric", "--run", run, "--metric", metric)["values"]
+    assert len({value["step"] for value in values}) == len(values)
+    return {value["step"]: value["value"] for value in values}
+
+
+def read_wandb_history(path: Path) -> dict[int, dict]:
+    """What a .wandb file says of each step: records in blocks of 32 KiB, as LevelDB writes its log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, part, history = path.read_bytes(), 7, b"", {}
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record, part = Record.FromString(part), b""
+            if record.HasField("history"):
+                items = {item.key or "/".join(item.nested_key): item for item in record.history.item}
+                history[record.history.step.num] = {name: json.loads(item.value_json) for name, item in items.items()}
+    return history
+
+
+def test_curves_and_thanks_survive_a_restart(start, tmp_path):
+    """Killed and started again with what it has written; then the run itself begins anew."""
+    prefix, output_dir, key = make_prefix(), tmp_path / "out", RSAPrivateKey()
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+
+    def thanks() -> dict[str, int]:
+        peers = json.loads((output_dir / "summary.json").read_text())["peers"]
+        return {label: peer["total_samples"] for label, peer in peers.items()}
+
+    # without a dashboard: the next one is told of it; two peers, of which one leaves for good
+    disabled = {"WANDB_DISABLED": "true", "WANDB_DIR": str(tmp_path)}
+    monitor, address = start_monitor(start, prefix, output_dir, "--wandb_project", "test", env=disabled, name="one")
+    with run_peers(prefix, address, True, True, key=key) as (first, second):
+        publish_until_seen([first, second], 40, output_dir, loss=18.0, total_samples=1000)
+        publish_until_seen([first, second], 41, output_dir, loss=16.0, total_samples=1064)
+        monitor.process.send_signal(signal.SIGTERM)
+        monitor.assert_clean_end(30)
+        assert not (tmp_path / "wandb").exists()
+        stayed, left = peer_label(first.subkey), peer_label(second.subkey)
+    assert thanks() == {stayed: 1064, left: 1064}
+
+    # the one that is back goes on from a checkpoint; a monitor that is killed at once loses nothing
+    for name in ("two", "three"):
+        monitor, address = start_monitor(start, prefix, output_dir, env=environment, name=name)
+        if name == "two":
+            monitor.wait_for("Waiting for trainers")
+            monitor.kill()
+    with run_peers(prefix, address, True, key=key) as (first,):
+        publish_until_seen([first], 42, output_dir, loss=14.0, total_samples=864)
+        publish_until_seen([first], 43, output_dir, loss=12.0, total_samples=928)
+        (old_run,) = ask_trackio(environment, prefix, "list", "runs")["runs"]
+        # all begins anew, under the same name
+        publish_until_seen([first], 2, output_dir, loss=22.0, total_samples=128)
+        publish_until_seen([first], 3, output_dir, loss=21.0, total_samples=192)
+        monitor.process.send_signal(signal.SIGTERM)
+        monitor.assert_clean_end(30)
+
+    (aside,) = output_dir.glob("summary-until-*.json")
+    assert json.loads(aside.read_text())["peers"][stayed]["total_samples"] == 1064 + 64 + 64
+    assert json.loads(aside.read_text())["peers"][left]["total_samples"] == 1064
+    assert thanks() == {stayed: 192}
+    epochs = read_epochs(output_dir)
+    assert [entry["epoch"] for entry in epochs] == [40, 41, 42, 43, 2, 3]
+    # before, the two published one after the other
+    assert [entry["total_samples"] for entry in epochs[2:]] == [2192, 2256, 128, 192]
+
+    # the dashboard has what was published: one curve over both restarts, and one of the new run
+    (new_run,) = set(ask_trackio(environment, prefix, "list", "runs")["runs"]) - {old_run}
+    assert read_trackio(environment, prefix, old_run, "loss") == {40: 9.0, 41: 8.0, 42: 7.0, 43: 6.0}
+    totals = {entry["epoch"]: entry["total_samples"] for entry in epochs[:4]}
+    assert read_trackio(environment, prefix, old_run, "total_samples") == totals
+    assert read_trackio(environment, prefix, new_run, "loss") == {2: 11.0, 3: 10.5}
 
 
 def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
+    """As the same run again; and as another one when all begins anew."""
     prefix, output_dir = make_prefix(), tmp_path / "out"
     flags = ["--wandb_project", "test"]
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
-    for name, epoch, variables in (("one", 4, {"WANDB_DISABLED": "true"}), ("two", 5, environment)):
-        monitor, address = start_monitor(start, prefix, output_dir, *flags, name=name, env=variables)
+    for name, epochs in {"one": [64], "two": [65, 1]}.items():
+        monitor, address = start_monitor(start, prefix, output_dir, *flags, name=name, env=environment)
         with run_peers(prefix, address, True) as peers:
-            publish_until_seen(peers, epoch, output_dir)
+            for epoch in epochs:
+                publish_until_seen(peers, epoch, output_dir, loss=2.0 * epoch)
             monitor.process.send_signal(signal.SIGTERM)
             monitor.assert_clean_end(30)
-        assert bool(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) is (name == "two")
-    assert [entry["epoch"] for entry in read_epochs(output_dir)] == [4, 5]
+    assert [entry["epoch"] for entry in read_epochs(output_dir)] == [64, 65, 1]
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    runs = [(path.name, {step: row["loss"] for step, row in read_wandb_history(path).items()}) for path in files]
+    assert [losses for _, losses in runs] == [{64: 64.0}, {65: 65.0}, {1: 1.0}]
+    assert runs[0][0] == runs[1][0] != runs[2][0]
+    # who reads the dashboard learns nothing of addresses and folders
+    assert not any(word in path.read_bytes() for path in files for word in (b"/ip4/", str(tmp_path).encode()))
 
 
 def test_monitor_refuses_wrong_flags_in_one_line(start):
     wrong = [["--report_to", "wandb"], ["--refresh_period", "0"], ["--output_dir", "LICENSE"], ["--no_such_flag"]]
+    wrong += [["--watch"], ["--logging_dir", "LICENSE"]]
     command = ["run_training_monitor.py", "--experiment_prefix", make_prefix(), *LOOPBACK]
     for flags, monitor in [(flags, start(flags[0], *command, *flags)) for flags in wrong]:
         assert monitor.wait(60) == 2

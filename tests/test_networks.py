@@ -9,6 +9,7 @@ from pathlib import Path
 import netlab
 import pytest
 from processes import Script, make_prefix, wait_until
+from test_aux_peer import SHARED
 from test_swarm import TRAINER, flags, history
 
 STATUS_PORT = 8080
@@ -92,6 +93,28 @@ def test_two_peers_behind_routers_average_through_a_relay(start, net, tmp_path, 
     both = [epoch for epoch in ours if epoch in theirs and ours[epoch]["averaged_with"] == 2]
     assert len(both) >= 5
     assert all(ours[epoch]["grad_norm"] == pytest.approx(theirs[epoch]["grad_norm"], rel=1e-3) for epoch in both[:-1])
+
+
+@pytest.mark.slow
+def test_two_firewalled_peers_average_through_an_auxiliary_peer(start, net, tmp_path, tiny_data):
+    """Nobody else accepts a connection: both become clients by themselves, as the auxiliary peer averages."""
+    net.host("server", rtt_ms=20)
+    for name in ("one", "two"):
+        net.host(name, rtt_ms=20, firewall=True)
+    net.start()
+    prefix = make_prefix()
+    shared = {name: value for name, value in {**TRAINER, **PAIR}.items() if name in (*SHARED, *PAIR)}
+    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "aux", "--report_to": "none"}
+    own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--assist_in_averaging": []}
+    aux = start_on(start, net, "server", "aux", "run_aux_peer.py", *flags(own, shared))
+    address = aux.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    trainers = [
+        start_trainer_on(start, net, tmp_path, name, prefix, address, {**tiny_data, **PAIR}) for name in ("one", "two")
+    ]
+    for trainer in trainers:
+        trainer.wait_for(r"cannot reach this peer .*: going on in client mode, 1 peer that averages", 60)
+    wait_until(lambda: all(joint_epochs(tmp_path, name) >= 5 for name in ("one", "two")), 120, "5 joint epochs")
+    stop(*trainers, aux)
 
 
 def has_ipv6_loopback() -> bool:

@@ -1,0 +1,83 @@
+"""The commands of the guides that volunteers followed elsewhere: each parses here, and means what it meant there."""
+
+import shlex
+import sys
+
+import pytest
+
+import arguments
+from test_arguments import GROUPS
+
+PEER = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWRZaQor8srzhFHM8yLXjHcyy4Fx9VcCo9a5sGWcuRred2"
+# hivemind's ALBERT tutorial, the notebook for Colab, NetMind's scripts, RuLeanALBERT
+COMMANDS = {
+    "run_training_monitor.py --dht_listen_on '[::]:*' --experiment_prefix my-albert-v1 --wandb_project Demo-run": {
+        "host_maddrs": ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"],
+        "wandb_project": "Demo-run",
+        "report_to": "wandb",
+    },
+    f"run_trainer.py --experiment_prefix E --initial_peers {PEER} --seed 42 --logging_first_step --logging_steps 100 "
+    "--output_dir ./outputs --overwrite_output_dir --logging_dir ./logs": {
+        "seed": 42,
+        "logging_first_step": True,
+        "logging_steps": 100,
+        "logging_dir": "./logs",
+        "overwrite_output_dir": True,
+    },
+    f"run_trainer.py --client_mode --initial_peers {PEER} --averaging_expiration 10 --statistics_expiration 120 "
+    "--batch_size_lead 300 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --logging_first_step "
+    "--logging_steps 100 --output_dir ./outputs --overwrite_output_dir --logging_dir ./logs --experiment_prefix E "
+    "--seed 42": {"client_mode": True, "matchmaking_time": 10, "statistics_expiration": 120, "batch_size_lead": 300},
+    "run_trainer.py --run_id E --dataset_path ./data --tokenizer ./tokenizer": {
+        "dataset_path": "./data",
+        "tokenizer_path": "./tokenizer",
+    },
+    "run_aux_peer.py --run_id E --host_maddrs /ip4/0.0.0.0/tcp/12345 --announce_maddrs /ip4/203.0.113.1/tcp/12345 "
+    "--wandb_project E --store_checkpoints --upload_interval 43200 --repo_url ORG/NAME --assist_in_averaging "
+    "--bandwidth 100": {
+        "announce_maddrs": ["/ip4/203.0.113.1/tcp/12345"],
+        "store_checkpoints": True,
+        "upload_interval": 43200,
+        "repo_url": "ORG/NAME",
+        "assist_in_averaging": True,
+        "bandwidth": 100,
+    },
+    "run_trainer.py --run_id E --host_maddrs /ip4/0.0.0.0/tcp/31337 --announce_maddrs /ip4/203.0.113.1/tcp/31337 "
+    f"--initial_peers {PEER} --bandwidth 100 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --fp16": {
+        "experiment_prefix": "E",
+        "bandwidth": 100,
+        "fp16": True,
+        "gradient_accumulation_steps": 1,
+    },
+    f"run_trainer.py --run_id E --initial_peers {PEER} --authorize False": {"authorize": False},
+    "run_training_monitor.py --run_id E --use_google_dns --refresh_period 10 --store_checkpoints "
+    "--save_checkpoint_step_interval 20 --model_config_path configs/demo.json --repo_path ./repo --repo_url ORG/NAME "
+    "--upload_interval 600": {
+        "use_google_dns": True,
+        "refresh_period": 10,
+        "save_checkpoint_step_interval": 20,
+        "config_path": "configs/demo.json",
+        "local_path": "./repo",
+    },
+    f"run_aux_peer.py --run_id E --initial_peers {PEER} --assist_in_averaging --assist_refresh 2 --store_checkpoints "
+    "--save_checkpoint_epoch_interval 10 --local_path ./repo": {
+        "assist_refresh": 2,
+        "save_checkpoint_step_interval": 10,
+    },
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_guides_parses(command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    groups = arguments.parse_arguments(*(getattr(arguments, name) for name in GROUPS[sys.argv[0]]))
+    values = {name: value for group in groups for name, value in vars(group).items()}
+    assert {name: values[name] for name in COMMANDS[command]} == COMMANDS[command]
+
+
+def test_each_other_name_of_a_flag_stands_in_its_help():
+    for group in {name for names in GROUPS.values() for name in names}:
+        for name, field in getattr(arguments, group).__dataclass_fields__.items():
+            for alias in field.metadata.get("aliases", []):
+                assert alias in field.metadata["help"], f"the help of --{name} does not tell of {alias}"

@@ -1,0 +1,228 @@
+"""The swarm live in a terminal, for whoever wants to look: `python run_training_monitor.py --watch`.
+
+It joins the DHT as a client that only reads: it is no peer of the run, counts nowhere and writes no file. What it shows
+is what trainers have published, signed: their metrics of the last epoch, their progress in this one, their contract.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import hivemind
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.utils import get_dht_time
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from arguments import SwarmArguments, stop_for_user
+from averaging import handle_stop_signals, shut_down
+from joining import fetch_contracts, make_dht
+from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, fetch_progress, select_believable
+
+logger = logging.getLogger("watch")
+
+WATCH_PERIOD = 2.0  # seconds between two looks, at most
+FETCH_TIMEOUT = 5.0
+CONTRACT_PERIOD = 30.0  # seconds between two looks at what never changes in a run
+WIDE = 72  # columns of a terminal that has room for everything
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class Look:
+    """What one look at the swarm has shown."""
+
+    metrics: dict[str, LocalMetrics]  # by peer label
+    progress: dict[str, LocalTrainingProgress]  # by peer label
+    swarm: SwarmMetrics | None
+
+    @property
+    def labels(self) -> set[str]:
+        return self.metrics.keys() | self.progress.keys()
+
+    @property
+    def epoch(self) -> int | None:
+        """That the swarm works at."""
+        epochs = [report.epoch for report in self.progress.values()]
+        return max(epochs) if epochs else self.swarm.epoch if self.swarm else None
+
+    @property
+    def samples(self) -> int:
+        """Gathered so far toward the next step."""
+        return sum(r.samples_accumulated for r in self.progress.values() if r.epoch == self.epoch)
+
+    @property
+    def samples_per_second(self) -> float:
+        return math.fsum(report.samples_per_second for report in self.progress.values())
+
+
+def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
+    """Show the swarm until Ctrl-C: live in a terminal, else a line an epoch."""
+    if not swarm.initial_peers:
+        stop_for_user("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
+    prefix = swarm.experiment_prefix
+    # the identity file may be the monitor's, and two peers of one name are one too many
+    dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))
+    stop = handle_stop_signals()
+    losses: deque[float] = deque(maxlen=200)
+    target, next_contract, last_epoch = None, 0.0, None
+    with open_screen() as show:
+        while True:
+            if time.monotonic() >= next_contract:
+                target = find_target_batch_size(dht, prefix) or target
+                next_contract = time.monotonic() + (CONTRACT_PERIOD if target else WATCH_PERIOD)
+            look = look_at(dht, prefix, last_epoch)
+            if look.swarm and look.swarm.epoch != last_epoch:
+                last_epoch = look.swarm.epoch
+                losses.append(look.swarm.loss)
+                if show is None:
+                    print(describe(look.swarm), flush=True)
+            if show:
+                show(look, prefix, target, losses)
+            if stop.wait(min(WATCH_PERIOD, refresh_period)):
+                break
+    shut_down(dht)
+
+
+def look_at(dht: hivemind.DHT, prefix: str, last_epoch: int | None) -> Look:
+    records = select_believable(fetch_metrics(dht, prefix, FETCH_TIMEOUT), last_epoch)
+    # both have an epoch, and both may hold an absurd one
+    progress = select_believable(list(fetch_progress(dht, prefix, FETCH_TIMEOUT).items()), last_epoch)
+    return Look(dict(records), dict(progress), aggregate_metrics(records, last_epoch))
+
+
+def find_target_batch_size(dht: hivemind.DHT, prefix: str) -> int | None:
+    """Samples that make an epoch, by the contract that most trainers have published; None while there is none."""
+    texts = [contract.contract.get("target_batch_size", "") for contract in fetch_contracts(dht, prefix).values()]
+    sizes = [int(text) for text in texts if text.isascii() and text.isdigit() and len(text) <= 9]
+    return max(set(sizes), key=sizes.count) if sizes else None
+
+
+def describe(swarm: SwarmMetrics) -> str:
+    """One line, for where there is no terminal."""
+    return (
+        f"{time.strftime('%H:%M:%S')} epoch {swarm.epoch}  loss {swarm.loss:.4f}  peers {swarm.alive_peers}  "
+        f"{swarm.samples_per_second:.1f} samples/s  {swarm.epoch_seconds:.1f} s"
+    )
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_screen() -> Iterator[Callable | None]:
+    """What shows a look at the swarm (see `make_screen`), or None: standard output is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield None
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        # warnings above the picture, not across it: Live has put something of its own in place of sys.stderr
+        for handler in logging.getLogger().handlers:
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
+        yield lambda *what: live.update(make_screen(console, *what), refresh=True)
+
+
+def make_screen(
+    console: Console, look: Look, prefix: str, target: int | None, losses: Sequence[float]
+) -> RenderableType:
+    """The picture: run, epoch and loss, then the peers, most generous first, as many as fit into the terminal."""
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="dim", no_wrap=True, min_width=10)
+    head.add_column(no_wrap=True, overflow="ellipsis")
+    head.add_row("run", Text(prefix, style="bold"))
+    if look.epoch is None:
+        head.add_row("epoch", "no word from a trainer")
+    else:
+        clients = sum(report.client_mode for report in look.progress.values())
+        count = len(look.progress)
+        who = f"{count} peer{'s'[: count != 1]}" + f" ({clients} in client mode)" * bool(clients)
+        head.add_row("epoch", f"{look.epoch:,}   {who}, {look.samples_per_second:,.1f} samples/s")
+        head.add_row("progress", make_progress(look, target, 24 if console.width >= WIDE else 8))
+    if losses:
+        line = Text(f"{losses[-1]:.4f}  ", style="bold")
+        if console.encoding.startswith("utf"):
+            line.append(make_sparkline(losses), style="not bold cyan")
+        head.add_row("loss", line)
+    if look.swarm:
+        swarm = look.swarm
+        head.add_row(
+            "last epoch",
+            f"{swarm.epoch_seconds:.1f} s: computing {swarm.compute_seconds:.1f}, waiting {swarm.waiting_seconds:.1f}, "
+            f"averaging {swarm.averaging_seconds:.1f}",
+        )
+        traffic = f"{show_bytes(swarm.bytes_sent)} sent, {show_bytes(swarm.bytes_received)} received by all peers"
+        head.add_row("traffic", traffic)
+    # below the head: the table's own head and rule, a line on those left out, and the line with the clock
+    table, left_out = make_peer_table(look, max(3, console.height - head.row_count - 6), console.width >= WIDE)
+    foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends"
+    return Group(head, table, Text(f"and {left_out} more peers\n" * bool(left_out) + foot, style="dim"))
+
+
+def make_progress(look: Look, target: int | None, width: int) -> RenderableType:
+    if target is None:
+        return f"{look.samples:,} samples"
+    missing = max(0, target - look.samples)
+    speed = look.samples_per_second
+    left = f", {missing / speed:,.0f} s left" if speed > 0 and missing / speed < 1e6 else ""
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        ProgressBar(
+            total=target, completed=min(look.samples, target), width=width, complete_style="cyan", finished_style="cyan"
+        ),
+        f"{look.samples:,} of {target:,} samples{left}",
+    )
+    return bar
+
+
+def make_sparkline(losses: Sequence[float], width: int = 48) -> str:
+    """The newest losses as a line of bars, lowest to highest."""
+    recent = list(losses)[-width:]
+    low, high = min(recent), max(recent)
+    bars = [BARS[round((loss - low) / (high - low) * (len(BARS) - 1)) if high > low else 0] for loss in recent]
+    return "".join(bars)
+
+
+def make_peer_table(look: Look, rows: int, is_wide: bool) -> tuple[Table, int]:
+    """:returns: the table, and how many peers did not fit into it"""
+    columns = ("peer", "epoch", "samples", "share", "samples/s", "last seen", "way in")
+    columns = columns if is_wide else ("peer", "samples", "samples/s", "last seen")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("peer", "way in") else "right", no_wrap=True)
+    given = {label: look.metrics[label].total_samples if label in look.metrics else 0 for label in look.labels}
+    total = max(1, sum(given.values()))
+    labels = sorted(look.labels, key=lambda label: (-given[label], label))
+    for label in labels[:rows]:
+        metrics, report = look.metrics.get(label), look.progress.get(label)
+        newest = report or metrics
+        seconds = max(0.0, get_dht_time() - report.time) if report else None
+        row = {
+            "peer": label,
+            "epoch": f"{newest.epoch:,}",
+            "samples": f"{given[label]:,}",
+            "share": f"{given[label] / total:.1%}",
+            "samples/s": f"{newest.samples_per_second:,.1f}" if report else "-",
+            "last seen": f"{seconds:,.0f} s ago" if report else "gone",
+            "way in": "client" if newest.client_mode else "public",
+        }
+        table.add_row(*(row[name] for name in columns), style=None if report else "dim")
+    return table, max(0, len(labels) - rows)
+
+
+def show_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
