@@ -82,8 +82,13 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> Data:
     :param sha256: of that file, 64 hexadecimal digits; None: do not check
     """
     cache_dir = Path(cache_dir)
-    if "://" in path and not is_url(path):
-        stop_for_user(f"--dataset_path {path} is no http(s) address: fetch it yourself, and name the file")
+    if "://" in path:
+        try:
+            is_known = is_url(path) and urllib.parse.urlsplit(path).port != 0
+        except ValueError:
+            is_known = False
+        if not is_known:
+            stop_for_user(f"--dataset_path {path} is no http(s) address: mend it, or fetch the file and name that")
     if not is_url(path) and not Path(path).is_file():
         if sha256:
             stop_for_user(f"--dataset_sha256 is of an archive, and {path} is none: leave it away")

@@ -125,7 +125,8 @@ def test_a_folder_stays_what_it_is(tiny_data, cache, capsys):
     assert fetch.fetch_data(str(folder), None, cache) == fetch.Data(folder)
     assert not cache.exists()
     expect_stop(capsys, "--dataset_sha256", str(folder), "0" * 64, cache)
-    expect_stop(capsys, "no http(s) address", "s3://bucket/a.tar", None, cache)
+    for address in ("s3://bucket/a.tar", "http://[bad/a.tar", "http://host:x/a.tar"):
+        expect_stop(capsys, "no http(s) address", address, None, cache)
 
 
 @pytest.mark.parametrize("validator", ["ETag", "Last-Modified", None])
