@@ -82,8 +82,13 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> Data:
     :param sha256: of that file, 64 hexadecimal digits; None: do not check
     """
     cache_dir = Path(cache_dir)
-    if "://" in path and not is_url(path):
-        stop_for_user(f"--dataset_path {path} is no http(s) address: fetch it yourself, and name the file")
+    if "://" in path:
+        try:
+            is_known = is_url(path) and urllib.parse.urlsplit(path).port != 0
+        except ValueError:
+            is_known = False
+        if not is_known:
+            stop_for_user(f"--dataset_path {path} is no http(s) address: mend it, or fetch the file and name that")
     if not is_url(path) and not Path(path).is_file():
         if sha256:
             stop_for_user(f"--dataset_sha256 is of an archive, and {path} is none: leave it away")
@@ -194,15 +199,19 @@ def hold(folder: Path) -> IO:
 def make_room(shards: list[Shard], cache_dir: Path) -> bool:
     """Remove that one of these shards which was read longest ago, of those that nobody holds; False: there is none."""
     folders = [cache_dir / make_name(shard.source, shard.sha256) for shard in shards]
-    marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
-    for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
-        with open(mark, "a") as file, contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            logger.info(f"no room for the next shard: {mark.parent} goes")
-            removed = mark.parent.with_suffix(".removed")
-            mark.parent.rename(removed)
-            shutil.rmtree(removed)
-            return True
+    try:
+        marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
+        for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
+            with open(mark, "a") as file, contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                logger.info(f"no room for the next shard: {mark.parent} goes")
+                removed = mark.parent.with_suffix(".removed")
+                shutil.rmtree(removed, ignore_errors=True)  # of a process that was killed
+                mark.parent.rename(removed)
+                shutil.rmtree(removed)
+                return True
+    except FileNotFoundError:  # another trainer has just made room
+        return True
     return False
 
 
@@ -237,6 +246,7 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
                     raise FetchError(f"{reason}: check the address") from e
                 if isinstance(why, ssl.SSLCertVerificationError):
                     raise FetchError(f"{reason}: its certificate is not to be trusted, or this machine's clock") from e
+            progress.close()
             now = time.monotonic()
             if file_size(partial) > before:
                 delay, last_progress = 1.0, now
@@ -253,7 +263,9 @@ def receive(url: str, partial: Path, progress: "Progress") -> None:
     :raises CutError: it ended early, or what it gave does not belong to what is here
     """
     facts_file = partial.with_suffix(".part.json")
-    facts = json.loads(facts_file.read_text()) if facts_file.exists() else {}
+    facts = {}
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        facts = json.loads(facts_file.read_text())
     start = file_size(partial) if facts else 0
     if start and start == facts["size"]:
         return
@@ -270,7 +282,8 @@ def receive(url: str, partial: Path, progress: "Progress") -> None:
         if response.status == http.client.PARTIAL_CONTENT:
             match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers["Content-Range"] or "")
             told["size"] = int(match[2]) if match and match[2] != "*" else None
-            is_same = all(facts[name] == told[name] for name in ("etag", "last_modified", "size"))
+            # a server need not repeat all that it has said
+            is_same = all(value is None or facts[name] == value for name, value in told.items() if name != "url")
             if not match or int(match[1]) != start or not is_same:
                 discard(partial)
                 raise CutError("the file there is another one than before: beginning anew")
@@ -281,10 +294,10 @@ def receive(url: str, partial: Path, progress: "Progress") -> None:
             discard(partial)
             facts_file.write_text(json.dumps(told))
         progress.begin(start, told["size"])
-        # without buffers: what has come is on the disk when this process is killed
-        with open(partial, "ab", buffering=0) as file:
+        with open(partial, "ab") as file:
             while chunk := response.read1(1 << 16):
                 file.write(chunk)
+                file.flush()  # what has come is there when this process is killed
                 progress.add(len(chunk))
     size = file_size(partial)
     if told["size"] not in (None, size):
@@ -320,8 +333,13 @@ class Progress:
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def close(self) -> None:
+        """Before something else is said."""
         if self.bar is not None:
             self.bar.close()
+            self.bar = None
 
     def begin(self, received: int, total: int | None) -> None:
         """:param received: bytes that are here already"""
@@ -331,8 +349,7 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            if self.bar is not None:
-                self.bar.close()
+            tqdm.monitor_interval = 0  # no thread of its own, as hivemind is yet to fork
             options = {"unit": "B", "unit_scale": True, "desc": f"fetching {self.name}", "dynamic_ncols": True}
             self.bar = tqdm(total=total, initial=received, **options)
         else:
