@@ -62,7 +62,7 @@ def main() -> None:
     if swarm.client_mode:
         stop_for_user("--client_mode is for trainers: an auxiliary peer is there for others to reach it")
     if args.logging_dir:
-        log_to_folder("aux", args.logging_dir)
+        log_to_folder("aux peer", args.logging_dir)
     require_wandb(args)
     report = RunReport(args, swarm.experiment_prefix)
     needs_model = args.assist_in_averaging or archive_args.store_checkpoints
