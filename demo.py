@@ -2,10 +2,11 @@
 
     make demo
 
-or, with everything installed, `python demo.py`. It only starts the project's scripts and reads what they write: each
-command is printed, and you can type it yourself. It ends by itself after two to three minutes on two cores; all that it
-writes is in --output_dir. Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or
-something failed; 130: Ctrl-C.
+or, with everything installed, `python demo.py`; with --clients neither trainer accepts a connection, and an auxiliary
+peer averages for them. It only starts the project's scripts and reads what they write: each command is printed, and you
+can type it yourself. It ends by itself after two to three minutes on two cores; all that it writes is in --output_dir.
+Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
+Ctrl-C.
 """
 
 import argparse
@@ -28,17 +29,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
-MONITOR = "run_training_monitor.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2"
+HERE = "--experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0"
+MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2"
 # A group of two is full, and averages, as soon as both are there. An epoch takes about a second: peers must look for
 # each other more often than every 3 s, the default. AdamW at a high rate: the real run's LAMB wants larger batches and
 # thousands of epochs.
+SHARED = (
+    "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 "
+    "--matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 --next_chunk_timeout 5 "
+    "--default_refresh_period 0.5 --target_group_size 2 --average_state_every 16"
+)
 TRAINER = (
-    "run_trainer.py --experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0 --config_path configs/demo.json "
-    "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 --per_device_train_batch_size 64 "
-    "--gradient_accumulation_steps 1 --matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 "
-    "--next_chunk_timeout 5 --default_refresh_period 0.5 --target_group_size 2 --average_state_every 16 "
+    f"run_trainer.py {HERE} {SHARED} --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "
     "--dataloader_num_workers 0 --do_eval --max_eval_samples 512"
 )
+AUX_PEER = f"run_aux_peer.py {HERE} {SHARED} --refresh_period 2 --assist_in_averaging"
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -192,19 +197,18 @@ def tokenize(scripts: Scripts, data: Path) -> str:
     return flags
 
 
-def start_monitor(scripts: Scripts, folder: Path) -> str:
-    """Start the monitor.
+def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
+    """Start the monitor, or the auxiliary peer in its place.
 
     :returns: the address that it gives to those who join, --initial_peers and all
     """
     # the dashboard's data beside everything else, not in the user's home
     environment = {"TRACKIO_DIR": str(folder / "trackio")}
-    command = f"{MONITOR} --output_dir {shlex.quote(str(folder))}"
-    scripts.start("monitor", "Start the monitor, whom others find first", command, environment)
+    scripts.start("monitor", what, f"{command} --output_dir {shlex.quote(str(folder))}", environment)
     deadline = time.monotonic() + STALL_LIMIT
-    while not (found := re.search(r"^--initial_peers .+$", scripts.log("monitor").read_text(), re.MULTILINE)):
+    while not (found := re.search(r"--initial_peers .+$", scripts.log("monitor").read_text(), re.MULTILINE)):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
-            raise DemoFailed(f"the monitor gave no address to join, see {scripts.log('monitor')}")
+            raise DemoFailed(f"the first peer gave no address to join, see {scripts.log('monitor')}")
         scripts.pause(0.1)
     return found.group()
 
@@ -215,7 +219,7 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
     with ProgressLine() as line:
         while not all([scripts.has_ended(name) for name in TRAINERS]):
             if scripts.has_ended("monitor"):
-                raise DemoFailed(f"the monitor ended before the trainers did, see {scripts.log('monitor')}")
+                raise DemoFailed(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
             metrics = read_json_lines(metrics_file)
             elapsed = time.monotonic() - start_time
             if metrics:
@@ -289,7 +293,7 @@ def report(output_dir: Path, epochs: int) -> str | None:
     return None
 
 
-def run(output_dir: Path, epochs: int, stop: threading.Event) -> None:
+def run(output_dir: Path, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
     start_time = time.monotonic()
     output_dir.mkdir(parents=True, exist_ok=True)
     with open(output_dir / ".lock", "w") as lock, Scripts(output_dir, stop) as scripts:
@@ -302,12 +306,17 @@ def run(output_dir: Path, epochs: int, stop: threading.Event) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
         data_flags = tokenize(scripts, output_dir / "data")
-        initial_peers = start_monitor(scripts, output_dir / "monitor")
+        what, command, trainer = "Start the monitor, whom others find first", MONITOR, TRAINER
+        if behind_firewalls:
+            what = "Start an auxiliary peer, which averages for peers that accept no connection"
+            tokenizer = re.search(r"--tokenizer_path .+", data_flags).group()
+            command, trainer = f"{AUX_PEER} --total_steps {epochs} {tokenizer}", f"{TRAINER} --client_mode"
+        initial_peers = start_first_peer(scripts, what, command, output_dir / "monitor")
         for name in TRAINERS:
             folder = shlex.quote(str(output_dir / name))
             is_first = name == TRAINERS[0]
             what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
-            command = f"{TRAINER} --total_steps {epochs} {data_flags} --output_dir {folder} {initial_peers}"
+            command = f"{trainer} --total_steps {epochs} {data_flags} --output_dir {folder} {initial_peers}"
             scripts.start(name, what, command, TRAINER_ENVIRONMENT, is_shown=is_first)
         print("\nThe loss while they train: of masked words plus of the order of sentences (0.69 when guessed)")
         watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
@@ -322,6 +331,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for everything; old results are replaced")
     parser.add_argument("--epochs", type=int, default=128, help="optimizer steps of the swarm; fewer learn less")
+    parser.add_argument("--clients", action="store_true", help="both peers accept no connection, as behind firewalls")
     args = parser.parse_args()
 
     os.chdir(ROOT)
@@ -330,7 +340,7 @@ def main() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: stop.set())
     try:
-        run(Path(args.output_dir), args.epochs, stop)
+        run(Path(args.output_dir), args.epochs, args.clients, stop)
     except Stopped:
         print("stopped, no process is left", flush=True)
         return 130
