@@ -507,13 +507,16 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self._allow_state_sharing.value = True
         while True:
             self._state_updated.clear()
-            await self.dht.store(
-                f"{self._state_key}.clients",
-                subkey=self.peer_id.to_bytes(),
-                value=self.state_sharing_priority,
-                expiration_time=get_dht_time() + self.declare_state_period,
-                return_future=True,
-            )
+            try:
+                await self.dht.store(
+                    f"{self._state_key}.clients",
+                    subkey=self.peer_id.to_bytes(),
+                    value=self.state_sharing_priority,
+                    expiration_time=get_dht_time() + self.declare_state_period,
+                    return_future=True,
+                )
+            except Exception as e:  # of whatever kind the DHT's process raises: the next one may work
+                logger.debug(f"could not tell of this client's state: {e!r}")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period / 2)
 
@@ -521,9 +524,12 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         """Runs in the process of an auxiliary peer's averager, for ever: be a donor as long as no trainer is one."""
         self._state_sharing_priority.value = math.inf  # what is passed on is as new as there is
         while True:
-            epochs = await self._fetch_epochs("all_averagers")
-            self._allow_state_sharing.value = all(map(math.isinf, epochs.values()))
-            self._state_updated.set()
+            try:
+                epochs = await self._fetch_epochs("all_averagers")
+                self._allow_state_sharing.value = all(map(math.isinf, epochs.values()))
+                self._state_updated.set()
+            except Exception as e:  # see _give_as_client
+                logger.debug(f"could not look for donors: {e!r}")
             await asyncio.sleep(RELAY_PERIOD)
 
     @property
