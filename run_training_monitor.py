@@ -106,7 +106,8 @@ def main() -> None:
     if dht.client_mode and archive_args.store_checkpoints:
         shut_down(dht)
         stop_unreachable()
-    print_how_to_join(dht, swarm.experiment_prefix)
+    if not dht.client_mode:
+        print_how_to_join(dht, swarm.experiment_prefix)
     warn_of_local_addresses(dht, swarm)
     archive = optimizer = None
     if archive_args.store_checkpoints:

@@ -89,6 +89,7 @@ def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_p
     wait_until(lambda: not archive.left_processes(), 5, f"no process left: {archive.left_processes()}")
     onlooker.wait_for("going on in client mode")
     onlooker.wait_for("Waiting for trainers")
+    assert "To join this run" not in onlooker.text  # nobody can, through it
     stop(onlooker, monitor)
 
 
