@@ -681,7 +681,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             and metadata["donor"]: the id of the peer that gave it
         """
         future = MPFuture()
-        lowest = min(min_epoch, self.local_epoch)
+        # what clients declare may lag behind what they have, and an auxiliary peer has no state of its own to keep
+        lowest = 0 if self.mode == AveragingMode.AUX else min(min_epoch, self.local_epoch)
         options = dict(min_epoch=min_epoch, lowest_epoch=lowest, donors=donors, avoid=avoid, timeout=timeout)
         self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
         return future
