@@ -175,7 +175,7 @@ def read_gathered(data: bytes) -> tuple[AveragingMode, object]:
     """
     try:
         bandwidth, mode, gathered = MSGPackSerializer.loads(data)
-        if not 0 <= bandwidth < math.inf:
+        if bandwidth is not None and not 0 <= bandwidth < math.inf:
             raise ValueError(f"a bandwidth of {bandwidth}")
         return AveragingMode(mode), MSGPackSerializer.loads(gathered)
     except Exception as e:  # hostile bytes: the decoder raises whatever it likes
