@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import socket
 import time
+from typing import NoReturn
 
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -72,6 +73,14 @@ def select_for_others(maddrs: list) -> list[str]:
     """The addresses worth telling others: loopback ones only when there are no others, public ones first."""
     texts = sorted({str(maddr) for maddr in maddrs}, key=lambda maddr: (is_relayed(maddr), not is_public(maddr), maddr))
     return [maddr for maddr in texts if not is_local(maddr)] or texts
+
+
+def stop_unreachable() -> NoReturn:
+    """End a role that is there for others to reach it, and that has become a client; end its DHT before."""
+    stop_for_user(
+        "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the router "
+        "(--announce_maddrs), or run it on another machine"
+    )
 
 
 def resolve(protocol: str, host: str, port: int) -> list[tuple]:

@@ -393,16 +393,21 @@ def upload_checkpoint(folder: Path, repo_id: str) -> str:
 
 def explain_failure(error: BaseException) -> str:
     """One line on why an upload failed, with the cure; without the token."""
+    # the base of its HTTP client's errors: versions of huggingface_hub differ in it
+    client_error = huggingface_hub.errors.HTTPError
+    is_of_network = isinstance(error, client_error)
     while getattr(error, "response", None) is None and error.__cause__ is not None:
         error = error.__cause__
+        is_of_network = is_of_network or isinstance(error, client_error)
     response = getattr(error, "response", None)
     if response is None:
         if isinstance(error, OSError) and error.filename is not None:
             return f"{error.filename}: {error.strerror}"
         text = re.sub(r"hf_\w+", "hf_***", " ".join(str(error).split())[:300])
-        return (
-            f"no answer from {huggingface_hub.constants.ENDPOINT} ({type(error).__name__}: {text}), see to the network"
-        )
+        text = f"{type(error).__name__}: {text}"
+        if is_of_network:
+            return f"no answer from {huggingface_hub.constants.ENDPOINT} ({text}), see to the network"
+        return text
     cures = {
         401: "the token is refused: set HF_TOKEN to one that may write (huggingface.co/settings/tokens), or run "
         "`hf auth login`",
@@ -429,6 +434,11 @@ def main() -> None:
     folders = find_checkpoints(args.local_path)
     if not folders:
         stop_for_user(f"--local_path {args.local_path} has no checkpoint: give the folder that holds checkpoint-EPOCH")
+    if "settings" not in read_stamp(folders[-1]):
+        stop_for_user(
+            f"--local_path {args.local_path}: {folders[-1].name} is damaged, or a trainer's, which holds its whole "
+            "command line: give the folder that a monitor or an auxiliary peer keeps with --store_checkpoints"
+        )
     try:
         Publisher(args.repo_url, args.upload_interval, Path(args.local_path)).publish(folders[-1])
     except Exception as e:  # see Publisher.upload

@@ -730,6 +730,14 @@ def stop_for_user(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def show_bytes(count: float) -> str:
+    """For people: 210.0 MB. It is here because fetch.py, which imports nothing slow, needs it too."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+
+
 def parse_arguments(*groups: type, description: str | None = None) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 

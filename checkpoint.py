@@ -43,7 +43,7 @@ logger = logging.getLogger("checkpoint")
 
 #: folders and files that could not be written the last time: one warning, not one at each try
 UNWRITABLE: set[Path] = set()
-OPEN_LOCKS: list[TextIO] = []
+OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
 class CheckpointError(Exception):
@@ -55,9 +55,12 @@ def lock_folder(flag: str, folder: str | Path) -> None:
 
     Two peers in one folder would take each other's checkpoints for their own.
     """
+    path = Path(folder).resolve() / ".lock"
+    if path in OPEN_LOCKS:
+        return
     try:
-        file = open(Path(folder) / ".lock", "a")  # noqa: SIM115 (open until the end)
-        OPEN_LOCKS.append(file)
+        # never to be closed: that of any descriptor of this file would unlock it
+        file = OPEN_LOCKS[path] = open(path, "a")  # noqa: SIM115
         # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as e:

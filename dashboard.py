@@ -24,7 +24,7 @@ from pathlib import Path
 import hivemind
 
 from arguments import ReportArguments, TrainerArguments, stop_for_user
-from checkpoint import append_line, write_file
+from checkpoint import append_line, lock_folder, write_file
 from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_records, select_believable
 
 logger = logging.getLogger("dashboard")
@@ -58,8 +58,8 @@ PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token"
 class RunReport:
     """Follows a run's metrics and writes what people look at; the state that lives from one look to the next.
 
-    It goes on where an earlier process with the same --output_dir ended. A user's error (an --output_dir that cannot be
-    written) ends the process with one line.
+    It goes on where an earlier process with the same --output_dir ended, and keeps others out of that folder. A user's
+    error (an --output_dir that is in use, or cannot be written) ends the process with one line.
     """
 
     def __init__(self, args: ReportArguments, prefix: str):
@@ -67,6 +67,7 @@ class RunReport:
         self.args, self.prefix, self.output_dir = args, prefix, Path(args.output_dir)
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
+            lock_folder("--output_dir", self.output_dir)
             (self.output_dir / "metrics.jsonl").touch()
             self.history = load_history(self.output_dir / "metrics.jsonl", prefix)
             summary = self.load_summary()

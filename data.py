@@ -329,7 +329,8 @@ class ShardedSplit:
         while folder := coming.wait():
             current, coming = coming, ShardFetch(self, next(order), stop)
             yield folder
-            current.held.close()
+            if current.held:
+                current.held.close()
 
     def load(self, folder: Path):
         """The instances of one shard, a Dataset of COLUMNS that is mapped into memory, not read."""
@@ -356,14 +357,16 @@ class ShardFetch(threading.Thread):
         cache_dir = self.split.cache_dir
         while self.folder is None and not self.stop.is_set():
             try:
-                folder = fetch(self.shard.source, self.shard.sha256, cache_dir, math.inf, is_shown=False)
-                self.held = hold(folder)
-                self.folder = folder
+                try:
+                    folder = fetch(self.shard.source, self.shard.sha256, cache_dir, math.inf, is_shown=False)
+                    self.held = hold(folder)
+                    self.folder = folder
+                except NoRoomError:
+                    if not make_room(self.split.shards, cache_dir):
+                        raise
             except FileNotFoundError:
                 continue  # another trainer has made room meanwhile
-            except FetchError as e:
-                if isinstance(e, NoRoomError) and make_room(self.split.shards, cache_dir):
-                    continue
+            except (FetchError, OSError) as e:
                 logger.warning(f"{e}; trying again in {RETRY_SECONDS:g} s")
                 self.stop.wait(RETRY_SECONDS)
 

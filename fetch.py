@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from arguments import stop_for_user
+from arguments import show_bytes, stop_for_user
 
 logger = logging.getLogger("fetch")
 
@@ -119,10 +119,12 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
     folder = cache_dir / make_name(source, sha256)
     index, partial = folder.with_suffix(".json"), folder.with_suffix(".part")
     try:
+        # without the lock at first: a cache that others have filled may be read-only
+        if found := find_fetched(folder, index, source):
+            return found
         cache_dir.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_suffix(".lock")):
-            if found := next((path for path in (folder, index) if path.exists()), None):
-                logger.info(f"{source} is in {found}")
+            if found := find_fetched(folder, index, source):
                 return found
             file = Path(source)
             if is_url(source):
@@ -148,6 +150,13 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
                 "the same command goes on from there"
             ) from e
         raise FetchError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
+
+
+def find_fetched(folder: Path, index: Path, source: str) -> Path | None:
+    found = next((path for path in (folder, index) if path.exists()), None)
+    if found:
+        logger.info(f"{source} is in {found}")
+    return found
 
 
 def make_name(source: str, sha256: str | None) -> str:
@@ -183,12 +192,18 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def hold(folder: Path) -> IO:
+def hold(folder: Path) -> IO | None:
     """Keep `make_room` of any process from removing a folder of the cache, as long as the returned file is open.
 
+    :returns: None for a folder that this user may not write to: whose it is may keep it, or remove it at any time
     :raises FileNotFoundError: it has just been removed
     """
-    file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until it is let go)
+    try:
+        file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until it is let go)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return None
+        raise
     fcntl.flock(file, fcntl.LOCK_SH)
     if not folder.exists():
         raise FileNotFoundError(folder)
@@ -202,7 +217,8 @@ def make_room(shards: list[Shard], cache_dir: Path) -> bool:
     try:
         marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
         for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
-            with open(mark, "a") as file, contextlib.suppress(BlockingIOError):
+            # in use, or of another user
+            with contextlib.suppress(BlockingIOError, PermissionError), open(mark, "a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 logger.info(f"no room for the next shard: {mark.parent} goes")
                 removed = mark.parent.with_suffix(".removed")
@@ -251,8 +267,8 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
             if file_size(partial) > before:
                 delay, last_progress = 1.0, now
             if now + delay - last_progress > patience:
-                raise FetchError(f"{reason}; gave up. The same command goes on from {show_size(file_size(partial))}")
-            logger.warning(f"{reason}; {show_size(file_size(partial))} are here, trying again in {delay:.0f} s")
+                raise FetchError(f"{reason}; gave up. The same command goes on from {show_bytes(file_size(partial))}")
+            logger.warning(f"{reason}; {show_bytes(file_size(partial))} are here, trying again in {delay:.0f} s")
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_DELAY)
 
@@ -318,10 +334,6 @@ def file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def show_size(size: float) -> str:
-    return f"{size / 1e6:,.1f} MB"
-
-
 class Progress:
     """How far a download is: a bar in a terminal, else a line now and then."""
 
@@ -353,8 +365,8 @@ class Progress:
             options = {"unit": "B", "unit_scale": True, "desc": f"fetching {self.name}", "dynamic_ncols": True}
             self.bar = tqdm(total=total, initial=received, **options)
         else:
-            size = show_size(total) if total else "unknown size"
-            logger.info(f"fetching {self.name}, {size}{f', from {show_size(received)} on' if received else ''}")
+            size = show_bytes(total) if total else "unknown size"
+            logger.info(f"fetching {self.name}, {size}{f', from {show_bytes(received)} on' if received else ''}")
             self.next_line = time.monotonic() + LINE_SECONDS
 
     def add(self, count: int) -> None:
@@ -364,7 +376,9 @@ class Progress:
             self.bar.update(count)
         elif self.is_shown and time.monotonic() > self.next_line:
             self.next_line = time.monotonic() + LINE_SECONDS
-            logger.info(f"fetched {show_size(self.received)}" + (f" of {show_size(self.total)}" if self.total else ""))
+            logger.info(
+                f"fetched {show_bytes(self.received)}" + (f" of {show_bytes(self.total)}" if self.total else "")
+            )
 
 
 # --- archives ---------------------------------------------------------------------------------------------------------

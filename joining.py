@@ -46,7 +46,7 @@ from addresses import (
 from arguments import AveragingArguments, SwarmArguments, stop_for_user
 from averaging import DHT, calm_log, check_versions, end_when_it_dies, raise_file_limit
 from status import resolve_initial_peers
-from utils import RunContract, make_validators
+from utils import FETCH_TIMEOUT, RunContract, fetch_dictionary, make_validators
 
 logger = logging.getLogger("joining")
 
@@ -528,12 +528,13 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
 # --- membership -------------------------------------------------------------------------------------------------------
 
 
-def fetch_contracts(dht: hivemind.DHT, prefix: str) -> dict[bytes, RunContract]:
-    """The contracts that live trainers have published, by their public keys."""
-    found = dht.get(f"{prefix}_run", latest=True)
-    if found is None or not isinstance(found.value, dict):
-        return {}
-    return {key: RunContract.parse_obj(entry.value) for key, entry in found.value.items() if entry.value is not None}
+def fetch_contracts(dht: hivemind.DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[bytes, RunContract]:
+    """The contracts that live trainers have published, by their public keys.
+
+    :param timeout: seconds to wait for the DHT; the result is empty when it does not answer
+    """
+    found = fetch_dictionary(dht, f"{prefix}_run", timeout)
+    return {key: RunContract.parse_obj(entry.value) for key, entry in found.items() if entry.value is not None}
 
 
 def publish_contract(

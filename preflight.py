@@ -43,6 +43,7 @@ from arguments import (
     SwarmArguments,
     TrainerArguments,
     parse_arguments,
+    show_bytes,
     stop_for_user,
 )
 from averaging import calm_log, clean_end, raise_file_limit
@@ -473,10 +474,6 @@ def show_check(check: Check) -> str:
         first, *rest = wrap(check.cure)
         lines += [f"-> {first}", *(f"   {line}" for line in rest)]
     return "\n".join(f"{level}{check.what:<15} {line}" if not i else f"{'':24}{line}" for i, line in enumerate(lines))
-
-
-def show_bytes(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
 
 
 def warn(check: Check | None) -> None:

@@ -23,7 +23,7 @@ from dataclasses import asdict
 # Ctrl-C while the imports below run: the end, without a traceback
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from addresses import select_for_others
+from addresses import select_for_others, stop_unreachable
 from archive import CheckpointHandler
 from arguments import (
     ArchiveArguments,
@@ -36,7 +36,7 @@ from arguments import (
     stop_for_user,
 )
 from averaging import TRAFFIC, clean_end, handle_stop_signals, shut_down
-from dashboard import RunReport, require_wandb
+from dashboard import RunReport
 from data import load_tokenizer
 from joining import make_dht, measure_bandwidth, warn_of_local_addresses
 from model import make_model
@@ -45,6 +45,8 @@ from status import StatusServer
 from utils import log_to_folder, setup_logging
 
 logger = logging.getLogger("aux")
+
+LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
 
 
 def main() -> None:
@@ -63,7 +65,6 @@ def main() -> None:
         stop_for_user("--client_mode is for trainers: an auxiliary peer is there for others to reach it")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
-    require_wandb(args)
     report = RunReport(args, swarm.experiment_prefix)
     needs_model = args.assist_in_averaging or archive_args.store_checkpoints
     tokenizer = load_tokenizer(model_args.tokenizer_path) if needs_model else None
@@ -71,10 +72,7 @@ def main() -> None:
     dht, _ = make_dht(swarm)
     if dht.client_mode:
         shut_down(dht)
-        stop_for_user(
-            "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the router "
-            "(--announce_maddrs), or run it on another machine"
-        )
+        stop_unreachable()
     warn_of_local_addresses(dht, swarm)
     optimizer = archive = None
     if needs_model:
@@ -119,10 +117,13 @@ def main() -> None:
         if args.assist_in_averaging:
             optimizer.step()
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)
-    watching.shutdown()
+    # after a look that is going on; not at all if that waits, for up to half a minute, for a DHT that does not answer
+    last_look = watching.submit(report.update, dht, is_last=True)
     if archive:
         archive.finish()
-    report.update(dht, is_last=True)
+    if concurrent.futures.wait([last_look], LAST_LOOK_TIMEOUT).done:
+        last_look.result()
+    watching.shutdown(wait=False, cancel_futures=True)
     report.finish()
     shut_down(dht, optimizer)
 

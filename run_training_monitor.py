@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import hivemind
 
-from addresses import select_for_others
+from addresses import select_for_others, stop_unreachable
 from arguments import (
     ArchiveArguments,
     AveragingArguments,
@@ -102,6 +102,10 @@ def main() -> None:
     report = RunReport(args, swarm.experiment_prefix)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     dht, _ = make_dht(swarm)
+    # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
+    if dht.client_mode and archive_args.store_checkpoints:
+        shut_down(dht)
+        stop_unreachable()
     print_how_to_join(dht, swarm.experiment_prefix)
     warn_of_local_addresses(dht, swarm)
     archive = optimizer = None
@@ -115,9 +119,7 @@ def main() -> None:
         tokenizer = load_tokenizer(model_args.tokenizer_path)
         model = make_model(model_args, len(tokenizer))
         # auxiliary: takes no part in training; its state is the trainers' only right after a download (note 28)
-        optimizer = make_optimizer(
-            model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode, auxiliary=True
-        )
+        optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True)
         archive = CheckpointHandler(
             archive_args,
             swarm,

@@ -38,7 +38,7 @@ import numpy as np
 
 import data
 import fetch
-from arguments import TokenizeArguments, parse_arguments, stop_for_user
+from arguments import TokenizeArguments, parse_arguments, show_bytes, stop_for_user
 
 SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
 SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's order
@@ -155,7 +155,7 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
     size = sum(path.stat().st_size for path in made)
     print(
         f"packed {dataset_path} and {tokenizer_path} into {len(made)} file{'s'[: len(made) != 1]} of "
-        f"{fetch.show_size(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
+        f"{show_bytes(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
         f"then for each trainer:\n--dataset_path https://YOUR_HOST/{made[0].name} --dataset_sha256 {sha256}"
     )
 

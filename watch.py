@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from arguments import SwarmArguments, stop_for_user
+from arguments import SwarmArguments, show_bytes, stop_for_user
 from averaging import handle_stop_signals, shut_down
 from joining import fetch_contracts, make_dht
 from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, fetch_progress, select_believable
@@ -103,7 +103,10 @@ def look_at(dht: hivemind.DHT, prefix: str, last_epoch: int | None) -> Look:
 
 def find_target_batch_size(dht: hivemind.DHT, prefix: str) -> int | None:
     """Samples that make an epoch, by the contract that most trainers have published; None while there is none."""
-    texts = [contract.contract.get("target_batch_size", "") for contract in fetch_contracts(dht, prefix).values()]
+    texts = [
+        contract.contract.get("target_batch_size", "")
+        for contract in fetch_contracts(dht, prefix, FETCH_TIMEOUT).values()
+    ]
     sizes = [int(text) for text in texts if text.isascii() and text.isdigit() and len(text) <= 9]
     return max(set(sizes), key=sizes.count) if sizes else None
 
@@ -219,10 +222,3 @@ def make_peer_table(look: Look, rows: int, is_wide: bool) -> tuple[Table, int]:
         }
         table.add_row(*(row[name] for name in columns), style=None if report else "dim")
     return table, max(0, len(labels) - rows)
-
-
-def show_bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000

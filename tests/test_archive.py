@@ -22,6 +22,7 @@ from archive import (
     PUBLIC_ARGUMENTS,
     CheckpointHandler,
     Publisher,
+    explain_failure,
     read_stamp,
     select_outdated,
     upload_checkpoint,
@@ -221,7 +222,20 @@ def test_what_a_trainer_wrote_is_not_published(hub, save):
     (folder / "training_state.json").write_text(json.dumps(stamp))
     with pytest.raises(ValueError, match="whole command line"):
         upload_checkpoint(folder, REPOSITORY)
+    run = upload_by_hand(hub, folder.parent, TOKEN)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
+    assert f"--local_path {folder.parent}: checkpoint-5 is damaged, or a trainer's" in run.stderr
     assert hub.requests == []
+
+
+def test_an_error_of_this_machine_is_not_blamed_on_the_network(tmp_path):
+    """What the client's errors are told as, real servers show below."""
+    with pytest.raises(ValueError) as error:
+        upload_checkpoint(tmp_path, REPOSITORY)
+    assert explain_failure(error.value) == f"ValueError: {error.value}"
+    with pytest.raises(OSError) as error:
+        (tmp_path / "none").read_bytes()
+    assert explain_failure(error.value) == f"{tmp_path / 'none'}: No such file or directory"
 
 
 def run_until_uploaded(publisher: Publisher, folder: Path) -> None:
@@ -315,13 +329,16 @@ def test_a_restart_neither_uploads_again_nor_counts_anew(hub, save):
     assert Publisher(REPOSITORY, 1000, folder.parent).next_upload <= time.monotonic()
 
 
+def upload_by_hand(hub, folder: Path, token: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "archive.py", "--store_checkpoints", "--repo_url", REPOSITORY, "--local_path", folder]
+    env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": token, "PATH": ""}
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
 def test_the_newest_checkpoint_is_uploaded_by_hand(hub, save):
     folder = save(5)
-    command = [sys.executable, "archive.py", "--store_checkpoints", "--repo_url", REPOSITORY]
-    command = [*command, "--local_path", str(folder.parent)]
     for token, code, expected in (("hf_wrong", 1, "HTTP 401"), (TOKEN, 0, "Uploaded checkpoint-5")):
-        env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": token, "PATH": ""}
-        run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        run = upload_by_hand(hub, folder.parent, token)
         assert run.returncode == code and expected in run.stderr, run.stderr
         assert len(run.stderr.splitlines()) == 1, run.stderr
     assert len(hub.commits(REPOSITORY)) == 1

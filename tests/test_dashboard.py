@@ -156,6 +156,26 @@ def test_plot_shows_three_curves(start, tmp_path):
         assert script.text.count("\n") == 1 and "--plot" in script.text and words in script.text
 
 
+def test_one_folder_is_of_one_peer_and_may_be_drawn_meanwhile(start, tmp_path, tiny_data):
+    """Also while its archive is in the same folder, and until it is killed."""
+    write_history(tmp_path / "out", "curves", 30)
+    command = ["run_training_monitor.py", "--experiment_prefix", "curves", "--output_dir", tmp_path / "out"]
+    archive = ["--store_checkpoints", "--config_path", "configs/demo.json"]
+    archive += ["--tokenizer_path", tiny_data["--tokenizer_path"]]
+    first = start("first", *command, *LOOPBACK, "--report_to", "none", *archive)
+    first.wait_for("Waiting for trainers")
+    second = start("second", *command, *LOOPBACK, "--report_to", "none")
+    plot = start("plot", *command, "--plot", tmp_path / "plot.png")
+    assert second.wait(60) == 2
+    assert second.text.count("\n") == 1 and f"--output_dir {tmp_path / 'out'} is in use" in second.text
+    plot.assert_clean_end(60)
+    first.kill()
+    third = start("third", *command, *LOOPBACK, "--report_to", "none")
+    third.wait_for("Waiting for trainers")
+    third.interrupt()
+    third.assert_clean_end(30)
+
+
 def test_long_runs_are_read_and_drawn_in_little_memory(tmp_path):
     """A history of more epochs than are kept in memory; 100,000 of them took 22 MB."""
     write_history(tmp_path, "long", 20_000)

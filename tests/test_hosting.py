@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -413,6 +414,32 @@ def test_shards_that_were_read_go_when_the_disk_is_full(server, hosted, tmp_path
 def open_local(hosted: Path, tmp_path: Path):
     dataset, _, tokenizer = open_shards(str(hosted / "tiny.json"), tmp_path / "local")
     return dataset, tokenizer
+
+
+def test_a_cache_that_others_have_filled_may_be_read_only(hosted, tmp_path, cache):
+    """Without a lock or a mark of whoever filled it."""
+    expected = take(*open_local(hosted, tmp_path), 260)
+    with small_disk(cache, "20m"):
+        shutil.copytree(tmp_path / "local", cache, dirs_exist_ok=True)
+        for path in (*cache.glob("*.lock"), *cache.glob("*/.in_use")):
+            path.unlink()
+        subprocess.run(["mount", "-o", "remount,ro", str(cache)], check=True)
+        dataset, _, tokenizer = open_shards(str(hosted / "tiny.json"), cache)
+        assert are_equal(expected, take(dataset, tokenizer, 260))
+        assert not list(cache.glob("*.lock")) and not list(cache.glob("*/.in_use"))
+
+
+def test_a_disk_that_fails_while_a_shard_is_marked_is_tried_again(hosted, tmp_path, monkeypatch, caplog):
+    expected = take(*open_local(hosted, tmp_path), 260)
+    monkeypatch.setattr(data, "RETRY_SECONDS", 0.3)
+    dataset, tokenizer = open_local(hosted, tmp_path)
+    second = dataset["train"].shards[list(itertools.islice(order_of(dataset, 1), 2))[1]]
+    mark = tmp_path / "local" / fetch.make_name(second.source, second.sha256) / ".in_use"
+    mark.unlink()
+    mark.mkdir()
+    threading.Timer(1.0, mark.rmdir).start()
+    assert are_equal(expected, take(dataset, tokenizer, 260))
+    assert ".in_use'; trying again in 0.3 s" in caplog.text
 
 
 def test_the_end_need_not_wait_for_a_shard(server, cache, caplog):

@@ -76,9 +76,8 @@ def test_the_monitor_announces_its_public_address(start, tmp_path):
         command = ["run_training_monitor.py", "--experiment_prefix", prefix, *flags, "--output_dir", tmp_path]
         monitor = start("monitor", *command)
         address = monitor.wait_for(r"--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)").group(1)
-    reader = start(
-        "reader", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address
-    )
+    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--initial_peers", address]
+    reader = start("reader", *command, "--output_dir", tmp_path / "reader")
     reader.wait_for("Waiting for trainers")
     for script in (reader, monitor):
         script.interrupt()

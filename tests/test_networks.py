@@ -70,6 +70,28 @@ def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net
     assert all(ours[epoch]["grad_norm"] == pytest.approx(theirs[epoch]["grad_norm"], rel=1e-3) for epoch in both[:-1])
 
 
+def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_path, tiny_data):
+    net.host("server", rtt_ms=20)
+    net.host("walled", rtt_ms=20, firewall=True)
+    net.start()
+    prefix = make_prefix()
+    monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
+    own = {"--experiment_prefix": prefix, "--initial_peers": address, "--report_to": "none", "--no_use_relay": []}
+    own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--config_path": "configs/demo.json"}
+    command = ["run_training_monitor.py", *flags(own)]
+    archive = start_on(
+        start, net, "walled", "archive", *command, "--output_dir", tmp_path / "archive", "--store_checkpoints"
+    )
+    onlooker = start_on(start, net, "walled", "onlooker", *command, "--output_dir", tmp_path / "onlooker")
+    assert archive.wait(60) == 2
+    assert "error: others cannot reach this peer: open the port" in archive.text.splitlines()[-1]
+    assert "Traceback" not in archive.text
+    wait_until(lambda: not archive.left_processes(), 5, f"no process left: {archive.left_processes()}")
+    onlooker.wait_for("going on in client mode")
+    onlooker.wait_for("Waiting for trainers")
+    stop(onlooker, monitor)
+
+
 @pytest.mark.slow
 def test_two_peers_behind_routers_average_through_a_relay(start, net, tmp_path, tiny_data):
     """The only public peer is the monitor, which averages nothing: it relays."""
