@@ -139,9 +139,12 @@ class CheckpointHandler:
 
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
         """Take over a state that has just been downloaded, and begin to write it."""
-        self.optimizer.state_averager.take_over(metadata, tensors)
+        averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
+        averager.take_over(metadata, tensors)
         # a whole training state: should all trainers die, one can go on from it (--resume_from_checkpoint)
         state = collect_state(self.model, self.optimizer, self.settings)
+        # who averages for the trainers meanwhile goes on where it was
+        averager.set_epoch(epoch)
         self.last_epoch = epoch = state["local_epoch"]
         # up to the state's own epoch, or the last one before it in which this observer looked
         known = [entry for entry in history if entry["epoch"] <= epoch] or history[:1]

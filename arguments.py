@@ -237,7 +237,7 @@ class AveragingArguments:
         default=None,
         metadata={
             "help": "This peer's bandwidth in Mbit/s; a slower peer averages a smaller share for the others. Default: "
-            "measured against --initial_peers, within a second."
+            "measured against --initial_peers, in a second, or some more over a slow line."
         },
     )
     min_vector_size: int = field(

@@ -19,6 +19,7 @@ import os
 import random
 import resource
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -48,20 +49,22 @@ from hivemind.compression import deserialize_torch_tensor
 from hivemind.dht.node import DHTNode
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
-from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
-from hivemind.utils.asyncio import aiter_with_timeout
+from hivemind.utils.asyncio import achain, aiter_with_timeout, as_aiter
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.streaming import combine_from_streaming
 
 from addresses import get_peer_id
 from arguments import stop_for_user
+from utils import select_believable
 
 logger = logging.getLogger("averaging")
 
-# Shared with the helper processes, which inherit it when they fork: once it is set, what they log is noise.
+# Helper processes inherit what this module shares with them, which other ways to start a process do not provide for.
+multiprocessing.set_start_method("fork", force=True)
+# Shared with the helper processes: once it is set, what they log is noise.
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)
 # Bytes of rounds and states that this process and its helpers have sent and received, so far.
 TRAFFIC = multiprocessing.Array(ctypes.c_longlong, 2)
@@ -74,12 +77,14 @@ FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself give
 FIRST_LOOK = 2.0  # of waiting for a group before asking whether anybody is there; a live group forms within it
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
-RELAY_PERIOD = 5.0  # between two looks of an auxiliary peer whether clients need it to pass their states on
+FIRST_ANSWER = 5.0  # until a client that is asked for its state begins to answer
 DOWNLOAD_PAUSE = 0.5  # between two passes over the donors: short, as a state is good for one epoch
 PROGRESS_PERIOD = 5.0  # between two lines about a running download
 
 TOUCHES = 60  # pings after which a lost peer is given up
 QUESTIONED = 8  # peers pinged at once, by each peer before each round
+MAX_GIVING = 2  # states that a client gives, or an auxiliary peer passes on, at once
+RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
 DOWNLOAD_TRIES = 16  # passes over all donors until one has the epoch that is wanted
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
@@ -163,9 +168,18 @@ class OutOfStep(AllreduceException):
         return f"the group goes on from another state, which is of epoch {self.args[0]} then"
 
 
-def read_mode(data_for_gather: bytes) -> AveragingMode:
-    """Whether a peer of a group averages, is a client, or is auxiliary, from what it has told the group."""
-    return AveragingMode(MSGPackSerializer.loads(data_for_gather)[1])
+def read_gathered(data: bytes) -> tuple[AveragingMode, object]:
+    """Whether a peer of a group averages, is a client, or is auxiliary; and what it has gathered.
+
+    :raises ValueError: it is nothing that an averager would say
+    """
+    try:
+        bandwidth, mode, gathered = MSGPackSerializer.loads(data)
+        if bandwidth is not None and not 0 <= bandwidth < math.inf:
+            raise ValueError(f"a bandwidth of {bandwidth}")
+        return AveragingMode(mode), MSGPackSerializer.loads(gathered)
+    except Exception as e:  # hostile bytes: the decoder raises whatever it likes
+        raise ValueError(f"what a peer tells its group cannot be read ({e!r})") from e
 
 
 class PromptMatchmaking(Matchmaking):
@@ -186,9 +200,15 @@ class PromptMatchmaking(Matchmaking):
         if size is None or self.step_control is None:
             return size
         of_group = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]
-        return size + sum(read_mode(data) == AveragingMode.AUX for data in of_group)
+        return size + sum(read_gathered(data)[0] == AveragingMode.AUX for data in of_group)
 
     async def rpc_join_group(self, request, context):
+        try:
+            read_gathered(request.gather)
+        except ValueError as e:  # the whole group would fail
+            logger.debug(f"refused {context.remote_id}: {e}")
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
         arrival = time.monotonic()
         async with self.lock_request_join_group:
             # held while this peer asks another one in turn; who has waited so long here may have given up, and to count
@@ -304,7 +324,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     async def _run_allreduce_inplace_(self, tensors, group_info, *args, peer_fractions, **kwargs) -> None:
         # hivemind forgets to say who is auxiliary: such a peer would send all of its tensors, with a weight of zero
         modes = tuple(
-            mode if (mode := read_mode(data)) == AveragingMode.AUX or fraction else AveragingMode.CLIENT
+            mode if (mode := read_gathered(data)[0]) == AveragingMode.AUX or fraction else AveragingMode.CLIENT
             for data, fraction in zip(group_info.gathered, peer_fractions, strict=True)
         )
         options = dict(peer_fractions=peer_fractions, modes=modes, **kwargs)
@@ -322,7 +342,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             averaged = {self.peer_id}
         else:
             averaged = set(runner.sender_peer_ids) - runner.banned_senders
-        if self.peer_id in runner.sender_peer_ids and averaged <= {self.peer_id}:
+        if len(averaged) < 2:  # of which this peer is one, unless it is auxiliary
             raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
@@ -378,28 +398,26 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
-        modes = [read_mode(data) for data in group_info.gathered]
+        of_group = [read_gathered(data) for data in group_info.gathered]
         # auxiliary peers have no gradients, and average anybody's
-        gathered = {
-            index: self.serializer.loads(self.serializer.loads(group_info.gathered[index])[2])
-            for index, mode in enumerate(modes)
-            if mode != AveragingMode.AUX
-        }
-        if gathered and all(is_standing(item) and item[1] for item in gathered.values()):
-            standings = {index: (epoch, lineage) for index, (epoch, _, lineage) in gathered.items()}
-            # a state that clients alone have cannot be taken over where others give theirs
-            given = {standings[index] for index in standings if modes[index] != AveragingMode.CLIENT}
-            votes = Counter(standing for standing in standings.values() if standing in given or not given)
-            chosen_standing = max(votes, key=lambda standing: (votes[standing], standing))
-            chosen = [index for index, standing in standings.items() if standing == chosen_standing]
-            donors = [group_info.peer_ids[index] for index in chosen]
+        trainers = [index for index, (mode, _) in enumerate(of_group) if mode != AveragingMode.AUX]
+        if trainers and all(is_standing(of_group[index][1]) and of_group[index][1][1] for index in trainers):
+            standings = {index: (of_group[index][1][0], of_group[index][1][2]) for index in trainers}
+            votes = Counter(standings.values())
+            # among equals not one that is far behind; then that of a peer that gives it to anybody, as clients give
+            # theirs only to peers that they have called
+            newest = max(epoch for epoch, _ in votes)
+            given = {standings[index] for index in trainers if of_group[index][0] != AveragingMode.CLIENT}
+            chosen = max(votes, key=lambda item: (votes[item], item[0] >= newest - 1, item in given, item))
+            donors = [group_info.peer_ids[index] for index in trainers if standings[index] == chosen]
             if self.peer_id not in donors and self.mode != AveragingMode.AUX:
                 # one that is left alone cannot step now; two or more are about to
-                epoch = chosen_standing[0] + (len(chosen) > 1)
-                raise OutOfStep(epoch, [peer_id.to_bytes() for peer_id in donors])
-            if len(chosen) == 1:
-                raise AllreduceException(f"nobody else of the same state in a group of {len(gathered)} peers")
-            staying = sorted({*chosen, *range(len(modes))} - (standings.keys() - chosen))
+                raise OutOfStep(chosen[0] + (len(donors) > 1), [peer_id.to_bytes() for peer_id in donors])
+            if len(donors) == 1:
+                raise AllreduceException(f"nobody else of the same state in a group of {len(trainers)} trainers")
+            staying = [index for index in range(len(of_group)) if standings.get(index, chosen) == chosen]
+            if all(of_group[index][0] == AveragingMode.CLIENT for index in staying):
+                raise AllreduceException(f"none of the {len(staying)} peers of the same state accepts connections")
             group_info = dataclasses.replace(
                 group_info,
                 peer_ids=tuple(group_info.peer_ids[index] for index in staying),
@@ -413,7 +431,7 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         return super().step(*args, **kwargs)
 
     def _snapshot(self) -> tuple:
-        sums = [accumulator.clone() for accumulator in self._grad_accumulators()]
+        sums = [accumulator.clone() for accumulator in self._grad_accumulators() if self.local_samples_accumulated]
         return sums, self.local_samples_accumulated, self.local_times_accumulated, self._anchor_batch_size
 
     def keep_gradients(self) -> None:
@@ -480,8 +498,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
     hivemind (note 25) tries for ever, believes what it gets, and ends with the first answer that is truncated.
 
-    Where all trainers are clients, none of them gives a state in hivemind: nobody could join, and who has lost a round
-    would be lost. Here they give it to auxiliary peers, which they are connected with, and those pass it on.
+    Clients give no state in hivemind: where all trainers are clients nobody could join, and who has lost a round would
+    be lost. Here they give it to peers that they have called, and auxiliary peers, which all clients call, pass it on.
     """
 
     #: names the common history of peers whose state is the same: a digest of the groups that each epoch was made with
@@ -491,13 +509,18 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
     def __init__(self, *args, **kwargs):
         self._lock_step = threading.Lock()
+        # states that are being given just now, and how often clients have broken off
+        self._giving, self._broken = 0, Counter()
         # of the last download: bytes, numbers, milliseconds
         self.received = multiprocessing.Array(ctypes.c_longlong, 3)
         super().__init__(*args, **kwargs)
 
     def offer_states(self) -> None:
-        """From now on give this client's state to auxiliary peers, or, as one of them, pass on those of clients."""
-        self._outer_pipe.send(("_relay_states" if self.mode == AveragingMode.AUX else "_give_as_client", [], {}))
+        """From now on give this client's state to whom it has called, or, if auxiliary, pass on those of clients."""
+        if self.mode == AveragingMode.AUX:
+            self.allow_state_sharing = True
+        else:
+            self._outer_pipe.send(("_give_as_client", [], {}))
 
     async def _give_as_client(self) -> None:
         """Runs in the process of a client's averager, for ever."""
@@ -520,17 +543,14 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period / 2)
 
-    async def _relay_states(self) -> None:
-        """Runs in the process of an auxiliary peer's averager, for ever: be a donor as long as no trainer is one."""
-        self._state_sharing_priority.value = math.inf  # what is passed on is as new as there is
-        while True:
-            try:
-                epochs = await self._fetch_epochs("all_averagers")
-                self._allow_state_sharing.value = all(map(math.isinf, epochs.values()))
-                self._state_updated.set()
-            except Exception as e:  # see _give_as_client
-                logger.debug(f"could not look for donors: {e!r}")
-            await asyncio.sleep(RELAY_PERIOD)
+    @property
+    def state_sharing_priority(self) -> float:
+        # not the epoch that an auxiliary peer is at: its own state is no trainer's
+        return RELAY if self.mode == AveragingMode.AUX else super().state_sharing_priority
+
+    @state_sharing_priority.setter
+    def state_sharing_priority(self, value: float) -> None:
+        TrainingStateAverager.state_sharing_priority.fset(self, value)
 
     @property
     def _state_key(self) -> str:
@@ -545,27 +565,51 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             for peer, info in declared
             if isinstance(info, ValueWithExpiration)
             and isinstance(info.value, (int, float))
+            and info.value >= 0  # no NaN
             and peer != self.peer_id.to_bytes()
         }
 
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        is_relay = self.mode == AveragingMode.AUX
-        messages = self._pass_on(request, context) if is_relay else super().rpc_download_state(request, context)
-        async for message in messages:
-            yield message
+        if self.mode == AveragingMode.NODE:
+            async for message in super().rpc_download_state(request, context):
+                yield message
+        elif self.allow_state_sharing and self._giving < MAX_GIVING:
+            # through a volunteer's line at home
+            self._giving += 1
+            try:
+                is_client = self.mode == AveragingMode.CLIENT
+                source = super().rpc_download_state if is_client else self._pass_on
+                async for message in source(request, context):
+                    yield message
+            finally:
+                self._giving -= 1
 
     async def _pass_on(self, request, context: P2PContext) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """The state of the client that is furthest; of another one when it gives none."""
+        """The state of a client; of another one when it gives none."""
         epochs = await self._fetch_epochs("clients")
-        for peer in sorted(epochs.keys() - {context.remote_id}, key=lambda peer: (epochs[peer], random.random()))[::-1]:
+        epochs = {peer: epoch for peer, epoch in epochs.items() if epoch < math.inf and peer != context.remote_id}
+        # any of those who are not behind, as a stranger may boast of the highest epoch; first who never failed
+        usual = statistics.median(epochs.values()) if epochs else 0
+        clients = [peer for peer, epoch in epochs.items() if epoch >= usual]
+        for peer in sorted(clients, key=lambda peer: (self._broken[peer], random.random())):
             passed = 0
-            with contextlib.suppress(P2PHandlerError, P2PDaemonError, ControlFailure, asyncio.TimeoutError):
-                stream = await self.get_stub(self._p2p, peer, namespace=self.prefix).rpc_download_state(request)
-                async for message in count_bytes(aiter_with_timeout(stream, timeout=self.next_chunk_timeout), 0):
+            try:
+                call = self.get_stub(self._p2p, peer, namespace=self.prefix).rpc_download_state(request)
+                stream = await asyncio.wait_for(call, FIRST_ANSWER)
+                # sooner than who is waiting here gives up
+                first = await asyncio.wait_for(anext(stream), FIRST_ANSWER)
+                metadata = self.serializer.loads(first.metadata)
+                first.metadata = self.serializer.dumps(metadata | {"origin": str(peer)})
+                rest = aiter_with_timeout(stream, timeout=self.next_chunk_timeout)
+                async for message in count_bytes(achain(as_aiter(first), rest), 0):
                     passed += 1
                     yield message
+                return
+            except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
+                logger.debug(f"the state of {peer} could not be passed on: {e!r}")
+            self._broken[peer] += 1
             if passed:
                 return
 
@@ -637,7 +681,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             and metadata["donor"]: the id of the peer that gave it
         """
         future = MPFuture()
-        lowest = min(min_epoch, self.local_epoch)
+        # what clients declare may lag behind what they have, and an auxiliary peer has no state of its own to keep
+        lowest = 0 if self.mode == AveragingMode.AUX else min(min_epoch, self.local_epoch)
         options = dict(min_epoch=min_epoch, lowest_epoch=lowest, donors=donors, avoid=avoid, timeout=timeout)
         self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
         return future
@@ -647,7 +692,9 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         targets = (*list_params(self.optimizer), *self.extra_tensors)
         # the run's own: all peers have the same, unless one lies
         settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        with self._lock_step, torch.no_grad(), self.lock_averaged_tensors:
+        # an auxiliary peer has nothing to average, and must not wait here for a round of the others
+        averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
+        with self._lock_step, torch.no_grad(), averaged:
             load_optimizer_state(self.optimizer, metadata["optimizer_metadata"], tensors[len(targets) :])
             for group, own in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(own)
@@ -657,7 +704,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             self.lineage = metadata["lineage"]
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
-        if not self.reuse_tensors:
+        if not self.reuse_tensors and self.mode != AveragingMode.AUX:
             self._load_local_tensors_into_averager_()
 
     def set_epoch(self, epoch: int) -> None:
@@ -682,19 +729,22 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         failures: dict[PeerID, int] = Counter()
         for attempt in range(DOWNLOAD_TRIES):
             await asyncio.sleep(DOWNLOAD_PAUSE * bool(attempt))
+            # the last time, a state that is older than wanted is better than none
+            wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
             epochs = await self._fetch_epochs("all_averagers")
-            if self.mode == AveragingMode.AUX and all(map(math.isinf, epochs.values())):
-                epochs |= await self._fetch_epochs("clients")
-            epochs = {peer: epoch for peer, epoch in epochs.items() if epoch >= lowest_epoch}
+            # trainers that have what is wanted go before auxiliary peers, which have it from a client, and clients,
+            # which only those reach whom they have called
+            kinds = {peer: 2 if wanted <= epoch < RELAY else 1 for peer, epoch in epochs.items()}
+            if self.mode != AveragingMode.CLIENT:
+                epochs = await self._fetch_epochs("clients") | epochs
             ranks = {
-                peer: (-failures[peer], peer.to_bytes() in donors, peer.to_bytes() not in avoid, epoch, random.random())
+                peer: (-failures[peer], id in donors, id not in avoid, kinds.get(peer, 0), epoch, random.random())
                 for peer, epoch in epochs.items()
-                if failures[peer] < 2
+                if epoch >= lowest_epoch and failures[peer] < (2 if epoch < RELAY else 6)
+                for id in [peer.to_bytes()]
             }
             if not ranks and attempt >= 3:
                 break  # nobody is there, or nobody who can give a state
-            # the last time, a state that is older than wanted is better than none
-            wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
             for peer in sorted(ranks, key=ranks.get, reverse=True):
                 try:
                     return await asyncio.wait_for(self._download_from(peer, wanted), timeout)
@@ -742,7 +792,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             raise UnusableState("it gave none")
         if len(tensors) != len(shapes):
             raise UnusableState(f"it ended after {len(tensors)} of {len(shapes)} tensors")
-        return metadata | {"donor": str(peer)}, tensors
+        # an auxiliary peer says whose state it has passed on
+        return metadata | {"donor": str(metadata.get("origin", peer))[:100]}, tensors
 
     def _check_metadata(self, metadata: object, min_epoch: int) -> list[torch.Size]:
         """The shapes of the tensors that have to follow; raises UnusableState where something is missing or wrong."""
@@ -812,7 +863,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 # a peer that was restarted has the records of both lives
                 if record.peer_id not in newest or record.time > newest[record.peer_id][1].time:
                     newest[record.peer_id] = key, record
-        self.others = {peer_id: record for peer_id, (_, record) in newest.items() if peer_id != own_id}
+        # anybody may sign "epoch 10**9" with a fresh key, and everybody would ask for that state
+        records = [(peer_id, record) for peer_id, (_, record) in newest.items() if peer_id != own_id]
+        self.others = dict(select_believable(records, self.local_progress.epoch))
+        newest = {peer_id: item for peer_id, item in newest.items() if peer_id == own_id or peer_id in self.others}
         for peer_id, said in list(self.silent.items()):
             record = self.others.get(peer_id)
             if record is None:
@@ -821,8 +875,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 del self.silent[peer_id]
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
-        if all(record.client_mode for record in self.others.values()):
-            # clients give their states through an auxiliary peer then, and hivemind would not look at their epochs
+        if all(record.client_mode for record in self.present.values()):
+            # hivemind would not look at their epochs, as clients give no state; here they do
             for key, entry in counted.items():
                 counted[key] = ValueWithExpiration({**entry.value, "client_mode": False}, entry.expiration_time)
         if own_id in newest:  # what the others were told last is older
@@ -987,7 +1041,7 @@ class Optimizer(hivemind.Optimizer):
             self._follow_trainers()
             if len(self.tracker.in_step) < 2:
                 return None  # who is alone needs no help
-        if not self.auxiliary and self._should_load_state_from_peers():
+        elif self._should_load_state_from_peers():
             # hivemind drops what this step has computed
             self.grad_averager.accumulate_grads_(batch_size)
             self.load_state_from_peers()
@@ -1001,14 +1055,14 @@ class Optimizer(hivemind.Optimizer):
     def _follow_trainers(self) -> None:
         """Bring an auxiliary peer to the trainers' epoch: it has no progress of its own.
 
-        Forward when they have stepped without it; back when they have lost a round that it took for averaged.
+        That is the highest epoch that two of them have reached, as one alone cannot be helped. Forward when they have
+        stepped without it; back when they have lost a round that it took for averaged.
         """
-        records = self.tracker.present.values()
-        epoch = max((record.epoch for record in records), default=self.local_epoch)
-        if epoch < self.local_epoch:
-            since = [record.epoch for record in records if record.time > self._epoch_start + FIRST_LOOK]
-            epoch = max(since, default=self.local_epoch)
-        if epoch == self.local_epoch:
+        records = sorted(self.tracker.present.values(), key=lambda record: -record.epoch)
+        if len(records) < 2:
+            return
+        epoch, reported = records[1].epoch, records[1].time > self._epoch_start + FIRST_LOOK
+        if epoch == self.local_epoch or (epoch < self.local_epoch and not reported):
             return
         if self.scheduled_grads is not None and not self.scheduled_grads.done():
             if self.scheduled_grads.stage == AveragingStage.LOOKING_FOR_GROUP:
@@ -1198,7 +1252,8 @@ class Optimizer(hivemind.Optimizer):
                     raise
             finally:
                 now = time.monotonic()
-                self.round_seconds[activity] += now - last
+                # in the background it costs the loop nothing
+                self.round_seconds[activity] += (now - last) * (not self.delay_grad_averaging)
                 last = now
             if control.stage != AveragingStage.LOOKING_FOR_GROUP:
                 continue
@@ -1245,7 +1300,7 @@ class Optimizer(hivemind.Optimizer):
         background: neighbours an epoch apart are nothing unusual there.
         """
         group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
-        is_one_group = group_size is None or len(self.tracker.in_step) + 1 <= group_size
+        is_one_group = group_size is None or len(self.tracker.in_step) + (not self.auxiliary) <= group_size
         return is_one_group and not self.delay_grad_averaging
 
     def _has_missed_the_round(self) -> bool:

@@ -8,6 +8,7 @@ a client, or is reached through a relay. Each way in which this can fail is one 
 
 import asyncio
 import dataclasses
+import http.client
 import ipaddress
 import json
 import logging
@@ -53,11 +54,12 @@ logger = logging.getLogger("joining")
 DIAL_BACK = "dial_back"
 DIAL_TIMEOUT = 3.0
 RELAY_TIMEOUT = 200.0
-# The name of the request to measure the bandwidth: so many seconds each way, by so many requests at once, of so many
-# bytes each. Half a second is enough for a connection of 200 Mbit/s and 75 ms to reach its speed.
+# The name of the request to measure the bandwidth, how many bytes it moves, and for how many seconds they are made.
 MEASURE = "measure_bandwidth"
-MEASURE_TIME, MEASURE_REQUESTS, MEASURE_BYTES = 0.5, 4, 2**18
-DEFAULT_BANDWIDTH = 100.0  # Mbit/s
+MEASURE_BYTES, MEASURE_TIME = 2**17, 0.5
+MEASURE_REQUESTS, MEASURE_PATIENCE = 8, 6.0  # at once, at most; seconds without an answer: slower than is worth to know
+MEASURE_LIMIT, MEASURE_PERIOD = 500, 600.0  # requests that a peer answers to another one within so many seconds
+DEFAULT_BANDWIDTH, LOWEST_BANDWIDTH = 100.0, 0.1  # Mbit/s
 # libp2p's request for a place at a relay, and what a relay must pass at least: each round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
@@ -126,7 +128,7 @@ def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
     try:
         with urllib.request.urlopen(swarm.public_ip_url, timeout=10) as answer:
             ip = ipaddress.ip_address(answer.read(100).decode().strip())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, http.client.HTTPException) as e:
         stop_for_user(
             f"--public_ip_url {swarm.public_ip_url} does not tell this machine's address ({e}): choose another one, or "
             "give --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT yourself"
@@ -275,9 +277,19 @@ async def answer_newcomers(_: hivemind.DHT, node: DHTNode) -> None:
                 reached = any(await asyncio.gather(*(is_peer_at(str(seen_at[0]), port) for port in ports)))
         return BytesValue(value=json.dumps({"seen_at": [str(ip) for ip in seen_at], "reached": reached}).encode())
 
-    async def take_and_give(request: BytesValue, _: P2PContext) -> BytesValue:
-        # the answer to two bytes is long, and the other way round
-        return BytesValue(value=bytes(MEASURE_BYTES) if len(request.value) <= 2 else b"")
+    measuring, asked, next_period = asyncio.Semaphore(MEASURE_REQUESTS), Counter(), time.monotonic() + MEASURE_PERIOD
+
+    async def take_and_give(request: BytesValue, context: P2PContext) -> BytesValue:
+        nonlocal next_period
+        if time.monotonic() > next_period:
+            next_period = time.monotonic() + MEASURE_PERIOD
+            asked.clear()
+        asked[context.remote_id] += 1
+        if asked[context.remote_id] > MEASURE_LIMIT or len(asked) > MEASURE_LIMIT:
+            raise ValueError("you have measured often enough")
+        async with measuring:
+            # the answer to two bytes is long, and the other way round
+            return BytesValue(value=bytes(MEASURE_BYTES) if len(request.value) <= 2 else b"")
 
     await node.p2p.add_protobuf_handler(DIAL_BACK, dial_back, BytesValue)
     await node.p2p.add_protobuf_handler(MEASURE, take_and_give, BytesValue)
@@ -308,7 +320,7 @@ def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> Avera
         logger.info(f"bandwidth: {reason}, taking {DEFAULT_BANDWIDTH:g} Mbit/s (--bandwidth)")
         return dataclasses.replace(averaging, bandwidth=DEFAULT_BANDWIDTH)
     up, down = found
-    bandwidth = float(f"{min(up, down):.2g}")
+    bandwidth = float(f"{min(up, down, 1e5):.2g}")
     logger.info(f"bandwidth: measured {up:.3g} Mbit/s up, {down:.3g} down, taking {bandwidth:g} (--bandwidth)")
     return dataclasses.replace(averaging, bandwidth=bandwidth)
 
@@ -317,25 +329,28 @@ async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> l
     """Runs in the DHT process: Mbit/s to and from the first of these peers that answers."""
     for peer_id in peers:
         try:
-            return [await asyncio.wait_for(measure_rate(node, peer_id, is_up), 30) for is_up in (True, False)]
-        except (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, asyncio.TimeoutError) as e:
+            return [await measure_rate(node, peer_id, is_up) for is_up in (True, False)]
+        except (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, ValueError) as e:
             logger.debug(f"{peer_id} does not let itself be measured ({e!r})")
     return None
 
 
 async def measure_rate(node: DHTNode, peer_id: PeerID, is_up: bool) -> float:
-    """Mbit/s of `MEASURE_REQUESTS` requests at once, for `MEASURE_TIME` and until all are answered."""
+    """Mbit/s, the highest of some batches of requests: one at a time first, then more, so that slow lines end soon."""
     request = BytesValue(value=bytes(MEASURE_BYTES if is_up else 2))
-    count, start = 0, time.monotonic()
-
-    async def ask() -> None:
-        nonlocal count
-        while time.monotonic() < start + MEASURE_TIME:
-            answer = await node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue)
-            count += len(request.value if is_up else answer.value)
-
-    await asyncio.gather(*(ask() for _ in range(MEASURE_REQUESTS)))
-    return 8e-6 * count / (time.monotonic() - start)
+    requests, best, start = 1, LOWEST_BANDWIDTH, time.monotonic()
+    while time.monotonic() < start + MEASURE_TIME:
+        batch_start = time.monotonic()
+        calls = [node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue) for _ in range(requests)]
+        try:
+            answers = await asyncio.wait_for(asyncio.gather(*calls), MEASURE_PATIENCE)
+        except asyncio.TimeoutError:
+            break
+        if not is_up and any(len(answer.value) != MEASURE_BYTES for answer in answers):
+            raise ValueError("its answer is too short")
+        best = max(best, 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start))
+        requests = min(2 * requests, MEASURE_REQUESTS)
+    return best
 
 
 async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:

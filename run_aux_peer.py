@@ -103,6 +103,7 @@ def main() -> None:
     while not stop.is_set():
         if look is None and time.monotonic() >= next_look:
             look, next_look = watching.submit(report.update, dht), time.monotonic() + args.refresh_period
+        metrics = None
         if look is not None and look.done():
             metrics, look = look.result(), None
             if metrics and optimizer and args.assist_in_averaging:
@@ -111,8 +112,8 @@ def main() -> None:
                     f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} came to nothing; sent {sent:,.1f} "
                     f"MB, received {received:,.1f} MB"
                 )
-            if archive:
-                archive.step(metrics, report.history)
+        if archive:
+            archive.step(metrics, report.history)
         if args.assist_in_averaging:
             optimizer.step()
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)

@@ -5,7 +5,7 @@ import json
 import pytest
 from processes import LOOPBACK, make_prefix, wait_until
 from test_averaging import epochs, start_peer
-from test_swarm import TRAINER, flags, largest_difference, start_trainer
+from test_swarm import TRAINER, flags, history, largest_difference, start_trainer
 
 from checkpoint import find_checkpoints
 
@@ -96,6 +96,25 @@ def test_clients_join_and_survive_the_loss_of_an_auxiliary_peer(start):
     stop(first, second, late, two)
 
 
+def test_a_public_trainer_takes_over_the_state_of_clients(start):
+    """It comes from nothing, and theirs is the state that counts, though it alone gives its state to anybody."""
+    prefix = make_prefix()
+    aux = start_aux(start, prefix)
+    first, second = start_clients(start, prefix, [aux])
+    wait_until(lambda: len(joint_rounds(first, second)) >= 5, 120, "5 joint rounds")
+    flags = ("--group_size", 3)
+    public = start_peer(start, "public", prefix, gradient=5.0, batch_size=16, others=[aux], flags=flags)
+    wait_until(lambda: len(joint_rounds(first, second, public)) >= 5, 90, "5 joint rounds of three")
+    joint = joint_rounds(first, second, public)
+    assert joint[0] > 5
+    parameters = [epochs(peer)[joint[-1]]["parameter"][1] for peer in (first, second, public)]
+    assert parameters == pytest.approx([parameters[0]] * 3, rel=1e-5)
+    for client in (first, second):
+        reported = [line["epoch"] for line in client.json_lines() if "epoch" in line]
+        assert reported == sorted(reported)  # nobody went back
+    stop(first, second, public, aux)
+
+
 def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(start, tmp_path, tiny_data):
     """The scripts that users run: an auxiliary peer, which is the first of its run, and two trainers that accept no
     connection. It saves a state that one of them has given it."""
@@ -120,8 +139,10 @@ def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(
     aux.assert_clean_end()
 
     for name in names:
-        summary = json.loads((tmp_path / name / "summary.json").read_text())
-        assert summary["epochs_averaged"] >= 0.95 * (summary["epochs_here"] - 1), name
+        lines = history(tmp_path, name)
+        joint = [epoch for epoch, line in lines.items() if line["averaged_with"] == 2]
+        # one of them may have begun alone
+        assert len(joint) >= 0.95 * len([epoch for epoch in lines if epoch >= joint[0]]) and len(joint) >= 10, name
     assert largest_difference(tmp_path, *names) < 1e-6
     checkpoint = find_checkpoints(tmp_path / "aux")[0]
     stamp = json.loads((checkpoint / "training_state.json").read_text())

@@ -230,6 +230,7 @@ def test_halves_of_a_swarm_that_was_cut_in_two_become_one_again(start, tmp_path,
     assert swarm.difference(names) < 1e-6
 
 
+@pytest.mark.slow
 def test_trainers_average_over_slow_links(start, tmp_path, tiny_data, net):
     """75 ms of round-trip time and 20 Mbit/s."""
     for name in ("monitor", "a", "b"):

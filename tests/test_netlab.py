@@ -32,6 +32,7 @@ print(time.monotonic() - begin)
 """
 
 
+@pytest.mark.slow
 def test_links_behave_as_declared(net):
     net.host("near")
     net.host("far", rtt_ms=80, up=20, down=20)

@@ -148,6 +148,7 @@ def has_ipv6_loopback() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="no IPv6 on the loopback interface")
 def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
     """Two trainers train over ::1; one whose clock is an hour ahead is told so, and nobody else notices."""
