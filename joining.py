@@ -21,6 +21,7 @@ import time
 import urllib.request
 from collections import Counter
 from functools import partial
+from typing import NoReturn
 
 import hivemind
 from google.protobuf.wrappers_pb2 import BytesValue
@@ -565,6 +566,20 @@ def find_differences(mine: RunContract, others: list[RunContract]) -> list[str]:
     ]
 
 
+def stop_different(prefix: str, differences: list[str]) -> NoReturn:
+    stop_for_user(
+        f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over its flags, or choose another "
+        "--experiment_prefix"
+    )
+
+
+def compare_with_run(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> None:
+    """Stop with one line where this contract differs from the live trainers'; for who helps them, and binds nobody."""
+    mine = RunContract(joined=get_dht_time(), contract=contract)
+    if differences := find_differences(mine, list(fetch_contracts(dht, prefix).values())):
+        stop_different(prefix, differences)
+
+
 def join_run(
     dht: hivemind.DHT, prefix: str, public_key: bytes, contract: dict[str, str], expiration: float
 ) -> RunContract:
@@ -581,10 +596,7 @@ def join_run(
         if differences := find_differences(mine, others):
             if published:
                 publish_contract(dht, prefix, public_key, None, expiration).result(timeout=30)
-            stop_for_user(
-                f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over its flags, or choose "
-                "another --experiment_prefix"
-            )
+            stop_different(prefix, differences)
         if not published:
             publish_contract(dht, prefix, public_key, mine, expiration).result(timeout=30)
     return mine

@@ -37,10 +37,10 @@ from arguments import (
 )
 from averaging import TRAFFIC, clean_end, handle_stop_signals, shut_down
 from dashboard import RunReport
-from data import load_tokenizer
-from joining import make_dht, measure_bandwidth, warn_of_local_addresses
+from data import load_tokenizer, tokenizer_fingerprint
+from joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from model import make_model
-from optimizer import make_optimizer
+from optimizer import describe_contract, make_optimizer
 from status import StatusServer
 from utils import log_to_folder, setup_logging
 
@@ -78,6 +78,8 @@ def main() -> None:
     if needs_model:
         averaging_args = measure_bandwidth(dht, averaging_args)
         model = make_model(model_args, len(tokenizer))
+        contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
+        compare_with_run(dht, swarm.experiment_prefix, contract)
         optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True)
     if args.assist_in_averaging:
         optimizer.state_averager.offer_states()
@@ -99,19 +101,24 @@ def main() -> None:
 
     # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
     watching = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="watch metrics")
-    look, next_look = None, 0.0
+    look, next_look, comparison = None, 0.0, None
     while not stop.is_set():
         if look is None and time.monotonic() >= next_look:
             look, next_look = watching.submit(report.update, dht), time.monotonic() + args.refresh_period
         metrics = None
         if look is not None and look.done():
             metrics, look = look.result(), None
+            if metrics and optimizer and comparison is None:
+                # once more: the first trainers may have come after this peer
+                comparison = watching.submit(compare_with_run, dht, swarm.experiment_prefix, contract)
             if metrics and optimizer and args.assist_in_averaging:
                 sent, received = (count / 1e6 for count in TRAFFIC)
                 logger.info(
                     f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} came to nothing; sent {sent:,.1f} "
                     f"MB, received {received:,.1f} MB"
                 )
+        if comparison is not None and comparison.done():
+            comparison.result()
         if archive:
             archive.step(metrics, report.history)
         if args.assist_in_averaging:

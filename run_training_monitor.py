@@ -43,7 +43,7 @@ from arguments import (
 )
 from averaging import clean_end, handle_stop_signals, shut_down
 from dashboard import RunReport, load_history, plot_run
-from joining import make_dht, warn_of_local_addresses
+from joining import compare_with_run, make_dht, warn_of_local_addresses
 from status import StatusServer
 from utils import log_to_folder, setup_logging
 from watch import watch_swarm
@@ -113,12 +113,13 @@ def main() -> None:
     if archive_args.store_checkpoints:
         # a monitor that saves nothing needs neither the model's code nor the time to load it
         from archive import CheckpointHandler
-        from data import load_tokenizer
+        from data import load_tokenizer, tokenizer_fingerprint
         from model import make_model
-        from optimizer import make_optimizer
+        from optimizer import describe_contract, make_optimizer
 
         tokenizer = load_tokenizer(model_args.tokenizer_path)
         model = make_model(model_args, len(tokenizer))
+        contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
         # auxiliary: takes no part in training; its state is the trainers' only right after a download (note 28)
         optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True)
         archive = CheckpointHandler(
@@ -135,10 +136,14 @@ def main() -> None:
     logger.info(f"Waiting for trainers, looking every {args.refresh_period:g} s")
     if page:
         page.serve(dht, report.read_progress)
+    is_compared = False
     while True:
         is_last = stop.wait(args.refresh_period)
         metrics = report.update(dht, is_last)
         if archive:
+            if metrics and not is_compared:
+                is_compared = True
+                compare_with_run(dht, swarm.experiment_prefix, contract)
             archive.step(metrics, report.history)
         if is_last:
             break

@@ -149,3 +149,31 @@ def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(
     assert stamp["epoch"] == int(checkpoint.name.split("-")[1])
     ids = [json.loads((tmp_path / name / "summary.json").read_text())["peer_id"] for name in names]
     assert len(stamp["given_by"]) == 1 and stamp["given_by"][0] in ids
+
+
+def test_an_auxiliary_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
+    """It would help nobody: before it starts when trainers are there, or as soon as the first ones have come."""
+    prefix = make_prefix()
+    command = [
+        "run_aux_peer.py",
+        "--experiment_prefix",
+        prefix,
+        *LOOPBACK,
+        "--refresh_period",
+        0.5,
+        "--report_to",
+        "none",
+    ]
+    command += [*flags({name: value for name, value in TRAINER.items() if name in SHARED}), "--assist_in_averaging"]
+    command += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--target_batch_size", 9]
+    early = start("early", *command, "--output_dir", tmp_path / "early")
+    peers = early.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    trainer = start_trainer(start, tmp_path, "trainer", prefix, peers, {**tiny_data, "--target_batch_size": 64})
+    assert early.wait(90) == 2
+    peers = trainer.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    late = start("late", *command, "--output_dir", tmp_path / "late", "--initial_peers", peers)
+    assert late.wait(60) == 2
+    for aux in (early, late):
+        assert "target_batch_size: the run has 64, you have 9" in aux.text and "Traceback" not in aux.text
+        wait_until(lambda aux=aux: not aux.left_processes(), 10, "no process left")
+    stop(trainer)
