@@ -732,17 +732,19 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             # the last time, a state that is older than wanted is better than none
             wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
             epochs = await self._fetch_epochs("all_averagers")
-            # trainers that have what is wanted go before auxiliary peers, which have it from a client, and clients,
-            # which only those reach whom they have called
+            # trainers that have what is wanted go before auxiliary peers, which have it from a client
             kinds = {peer: 2 if wanted <= epoch < RELAY else 1 for peer, epoch in epochs.items()}
             if self.mode != AveragingMode.CLIENT:
-                epochs = await self._fetch_epochs("clients") | epochs
-            ranks = {
-                peer: (-failures[peer], id in donors, id not in avoid, kinds.get(peer, 0), epoch, random.random())
-                for peer, epoch in epochs.items()
-                if epoch >= lowest_epoch and failures[peer] < (2 if epoch < RELAY else 6)
-                for id in [peer.to_bytes()]
-            }
+                # clients last, as only those reach them whom they have called
+                has_newest = any(min_epoch - 1 <= epoch < RELAY for epoch in epochs.values())
+                clients = await self._fetch_epochs("clients")
+                epochs |= {peer: clients[peer] for peer in clients if not has_newest or peer.to_bytes() in donors}
+            ranks = {}
+            for peer, epoch in epochs.items():
+                if epoch >= lowest_epoch and failures[peer] < (2 if epoch < RELAY else 6):
+                    is_donor, is_avoided = peer.to_bytes() in donors, peer.to_bytes() in avoid
+                    rank = (-failures[peer], is_donor, not is_avoided, kinds.get(peer, 0), epoch, random.random())
+                    ranks[peer] = rank
             if not ranks and attempt >= 3:
                 break  # nobody is there, or nobody who can give a state
             for peer in sorted(ranks, key=ranks.get, reverse=True):
