@@ -255,6 +255,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     """
 
     _expected: frozenset[bytes] | None = None
+    #: whether to look for a group not much longer than matchmaking_time, when the epoch has ended
+    gives_up_early = False
 
     def run(self) -> None:
         live_as_helper()
@@ -318,8 +320,14 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         while step._trigger is None:  # made by the parent's first lines
             await asyncio.sleep(0)
         await step.wait_for_trigger()
-        if isinstance(self._matchmaking, PromptMatchmaking):
-            await self._matchmaking.start_when_complete()
+        matchmaking = self._matchmaking
+        if isinstance(matchmaking, PromptMatchmaking):
+            await matchmaking.start_when_complete()
+        if self.gives_up_early:
+            await asyncio.sleep(matchmaking.min_matchmaking_time + matchmaking.request_timeout)
+            is_looking = matchmaking.step_control is step and matchmaking.current_leader is None
+            if is_looking and not matchmaking.assembled_group.done():
+                matchmaking.assembled_group.set_exception(AllreduceException("no group has formed"))
 
     async def _run_allreduce_inplace_(self, tensors, group_info, *args, peer_fractions, **kwargs) -> None:
         # hivemind forgets to say who is auxiliary: such a peer would send all of its tensors, with a weight of zero
@@ -502,6 +510,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     be lost. Here they give it to peers that they have called, and auxiliary peers, which all clients call, pass it on.
     """
 
+    #: who has missed the others' group would wait here for averaging_timeout, and its next step with it
+    gives_up_early = True
     #: names the common history of peers whose state is the same: a digest of the groups that each epoch was made with
     lineage = ""
     #: id of the group whose gradient the next step takes, or of this peer that is alone; set by the optimizer

@@ -246,3 +246,32 @@ def test_the_state_of_lamb_is_taken_over(start):
     taker = start("taker", "-c", LAMB, make_prefix(), env={"PYTHONPATH": str(ROOT)})
     taker.assert_clean_end(90)
     assert taker.json_lines() == [{"loaded": True, "epoch": 3, "same": True, "weights": True}]
+
+
+# A peer that averages its parameters with others who are not there.
+WAITER = """
+import json, sys, time
+import torch
+from arguments import SwarmArguments
+from averaging import clean_end, shut_down
+from joining import make_dht
+from gradient_peer import make_gradient_optimizer
+
+with clean_end():
+    dht, *_ = make_dht(SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    parameter = torch.nn.Parameter(torch.zeros(8))
+    optimizer = make_gradient_optimizer(dht, sys.argv[1], parameter, target_batch_size=10**6, group_size=2)
+    averager = optimizer.state_averager
+    averager.expect([b"somebody"])
+    start = time.monotonic()
+    averager.step(averaging_round=True, delay_averaging=False, averaging_opts=dict(timeout=120.0))
+    print(json.dumps({"seconds": time.monotonic() - start}), flush=True)
+    shut_down(dht, optimizer)
+"""
+
+
+def test_who_misses_an_averaging_of_parameters_does_not_wait_for_its_time_limit(start):
+    """The next optimizer step waits for it, and the others go on meanwhile: here matchmaking_time is 2 s."""
+    waiter = start("waiter", "-c", WAITER, make_prefix(), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    waiter.assert_clean_end(100)
+    assert waiter.json_lines()[-1]["seconds"] < 60

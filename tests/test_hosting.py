@@ -469,6 +469,10 @@ def test_trainer_begins_with_one_shard_survives_ctrl_c_and_goes_on(start, server
     server.is_stalling = True
     first = start("first", *command)
     wait_until(lambda: any("-of-" in path and count == 10_000 for path, count in server.sent), 60, "a part of a shard")
+    # what is on its way is not there yet
+    wait_until(
+        lambda: [1 for part in (tmp_path / "cache").glob("*.part") if part.stat().st_size >= 10_000], 30, "a part"
+    )
     first.interrupt()
     first.assert_clean_end(30)
     [begun] = [path for path, count in server.sent if count == 10_000]
