@@ -110,7 +110,8 @@ class Swarm:
         return largest_difference(self.tmp_path, *names)
 
 
-@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "main"])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "main"])
 def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, tiny_data, whole):
     """kill -9 of one of three trainers: of all its processes, or of the main one alone, whose helpers then end."""
     swarm = Swarm(start, tmp_path, tiny_data)
