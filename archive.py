@@ -20,6 +20,7 @@ import threading
 import time
 from pathlib import Path
 
+import hivemind
 import huggingface_hub
 import torch
 
@@ -44,6 +45,10 @@ from checkpoint import (
     set_aside,
     write_file,
 )
+from data import tokenizer_fingerprint
+from joining import compare_with_run
+from model import make_model
+from optimizer import describe_contract, make_optimizer
 from utils import SwarmMetrics, setup_logging
 
 logger = logging.getLogger("archive")
@@ -190,6 +195,25 @@ class CheckpointHandler:
                 f"{folder} is not on the Hub yet. This uploads it: python archive.py --store_checkpoints "
                 f"--local_path {self.folder} --repo_url {self.args.repo_url}"
             )
+
+
+def make_observer(
+    dht: hivemind.DHT,
+    swarm: SwarmArguments,
+    model_args: ModelArguments,
+    optimizer_args: OptimizerArguments,
+    averaging_args: AveragingArguments,
+    tokenizer,
+) -> tuple[torch.nn.Module, Optimizer, dict[str, str]]:
+    """What a role that computes no gradients needs to take the trainers' states, or to average for them.
+
+    :returns: model and optimizer as the trainers build them, and the contract that this implies; where that of live
+        trainers differs, it stops with one line
+    """
+    model = make_model(model_args, len(tokenizer))
+    contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
+    compare_with_run(dht, swarm.experiment_prefix, contract)
+    return model, make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True), contract
 
 
 def read_stamp(folder: Path) -> dict:

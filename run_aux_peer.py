@@ -24,7 +24,7 @@ from dataclasses import asdict
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from addresses import select_for_others, stop_unreachable
-from archive import CheckpointHandler
+from archive import CheckpointHandler, make_observer
 from arguments import (
     ArchiveArguments,
     AuxPeerArguments,
@@ -37,10 +37,8 @@ from arguments import (
 )
 from averaging import TRAFFIC, clean_end, handle_stop_signals, shut_down
 from dashboard import RunReport
-from data import load_tokenizer, tokenizer_fingerprint
+from data import load_tokenizer
 from joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
-from model import make_model
-from optimizer import describe_contract, make_optimizer
 from status import StatusServer
 from utils import log_to_folder, setup_logging
 
@@ -76,11 +74,9 @@ def main() -> None:
     warn_of_local_addresses(dht, swarm)
     optimizer = archive = None
     if needs_model:
-        averaging_args = measure_bandwidth(dht, averaging_args)
-        model = make_model(model_args, len(tokenizer))
-        contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
-        compare_with_run(dht, swarm.experiment_prefix, contract)
-        optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True)
+        if args.assist_in_averaging:
+            averaging_args = measure_bandwidth(dht, averaging_args)
+        model, optimizer, contract = make_observer(dht, swarm, model_args, optimizer_args, averaging_args, tokenizer)
     if args.assist_in_averaging:
         optimizer.state_averager.offer_states()
     if archive_args.store_checkpoints:

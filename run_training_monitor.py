@@ -112,16 +112,11 @@ def main() -> None:
     archive = optimizer = None
     if archive_args.store_checkpoints:
         # a monitor that saves nothing needs neither the model's code nor the time to load it
-        from archive import CheckpointHandler
-        from data import load_tokenizer, tokenizer_fingerprint
-        from model import make_model
-        from optimizer import describe_contract, make_optimizer
+        from archive import CheckpointHandler, make_observer
+        from data import load_tokenizer
 
         tokenizer = load_tokenizer(model_args.tokenizer_path)
-        model = make_model(model_args, len(tokenizer))
-        contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
-        # auxiliary: takes no part in training; its state is the trainers' only right after a download (note 28)
-        optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True)
+        model, optimizer, contract = make_observer(dht, swarm, model_args, optimizer_args, averaging_args, tokenizer)
         archive = CheckpointHandler(
             archive_args,
             swarm,
