@@ -241,14 +241,19 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
     return Check("bandwidth", level, finding, cure)
 
 
+def prepare(model: torch.nn.Module, args: TrainerArguments) -> tuple[torch.device, contextlib.AbstractContextManager]:
+    """Move the model to where it is going to be trained; that device, and the precision of its passes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    model.to(device).train()
+    return device, torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+
+
 def measure_step(
     model: torch.nn.Module, dataset, tokenizer, model_args: ModelArguments, args: TrainerArguments
 ) -> float:
     """Seconds of one step of this peer: forward and backward passes of real batches, without averaging."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
-    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
-    model.to(device).train()
+    device, autocast = prepare(model, args)
     batch_size = args.per_device_train_batch_size
     batches = make_train_batches(
         dataset["train"], tokenizer, batch_size=batch_size, seed=model_args.seed, mlm_probability=args.mlm_probability
@@ -258,11 +263,8 @@ def measure_step(
     # the first is slower, and the last of a long series changes nothing
     for batch in itertools.islice(batches, 12):
         start = time.monotonic()
-        with autocast:
-            loss = model(**move_batch(batch, device))["loss"]
-        loss.backward()
+        time_pass(model, move_batch(batch, device), autocast)
         model.zero_grad()
-        loss.item()
         times.append(time.monotonic() - start)
         if time.monotonic() - began > MEASURED_SECONDS:
             break
@@ -279,10 +281,7 @@ def find_batch_size(
     LONGEST_PASS, and while that makes samples faster (short passes are not asked: they vary); then gathers batches
     until a step takes a second. A step is an eighth of the swarm's batch at most. Prints what it measures.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
-    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
-    model.to(device).train()
+    device, autocast = prepare(model, args)
     batches = MaskedBatches(dataset, tokenizer, args.mlm_probability)
     longest = batches.lengths.argsort()[::-1]
     largest_step = max(1, target_batch_size // 8)
