@@ -55,6 +55,7 @@ logger = logging.getLogger("archive")
 
 FINAL_WAIT = 10.0  # seconds that the end of this process waits for a checkpoint that is being written
 REPORT_LAG = 10  # epochs by which peers' reports may lie behind their state
+REPORT_WAIT = 10.0  # seconds that a state waits for the figures of its own epoch
 RETRY_PERIOD = 600.0  # seconds between two tries to upload, unless --upload_interval is shorter
 NETWORK_TIMEOUT = 60.0  # seconds without a byte, or an answer, from the Hub
 #: what all peers of a run agree on, without the places where this machine has it
@@ -92,7 +93,7 @@ class CheckpointHandler:
         self.folder = Path(args.local_path or output_dir)
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
         self.settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
-        self.download = self.saving = None
+        self.download = self.arrival = self.saving = None
         self.wanted_epoch = self.last_epoch = 0
         self.start = time.time()
         try:
@@ -127,7 +128,11 @@ class CheckpointHandler:
                 self.wanted_epoch = metrics.epoch
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch)
         elif self.download.done():
-            loaded, self.download = self.download.result(), None
+            loaded, self.arrival = self.download.result(), self.arrival or time.monotonic()
+            is_ahead = loaded is not None and loaded[0]["epoch"] > history[-1]["epoch"]
+            if is_ahead and time.monotonic() < self.arrival + REPORT_WAIT:
+                return  # the figures of its own epoch are about to be seen
+            self.download = self.arrival = None
             if loaded is None:
                 logger.warning("No peer gave its state, will try to save a checkpoint at the next epoch")
             elif loaded[0]["epoch"] <= self.last_epoch < self.wanted_epoch:
