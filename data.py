@@ -11,20 +11,14 @@ trainer. To look at one batch of a dataset:
 """
 
 import contextlib
-import functools
-import gzip
 import hashlib
 import json
 import logging
-import lzma
 import math
-import random
-import re
 import signal
 import threading
 import time
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,177 +31,6 @@ logger = logging.getLogger("data")
 COLUMNS = ["input_ids", "token_type_ids", "special_tokens_mask", "sentence_order_label"]
 RETRY_SECONDS = 30.0  # until the next try, when a shard could not be had
 IGNORED_LABEL = -100  # what torch's cross_entropy leaves out by default
-
-# ---------------------------------------------------------------- documents
-
-WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")
-WIKITEXT_HEADING = re.compile(r"^(?:= )+(.*?)(?: =)+$")
-SAMPLE_TITLE = re.compile(
-    r"EMMA|MANSFIELD PARK|NORTHANGER ABBEY|Persuasion|PRIDE AND PREJUDICE|SENSE AND SENSIBILITY|VOLUME [IVX]+"
-)
-SAMPLE_CHAPTER = re.compile(r"(?:CHAPTER|Chapter) (?:[IVXLC]+|\d+)")
-
-
-def read_text(path: str | Path) -> str:
-    """A whole UTF-8 file, plain, .gz or .xz. What cannot be read ends the process with a line that names the cure."""
-    path = Path(path)
-    open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    try:
-        with open_file(path, "rb") as file:
-            return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except FileNotFoundError:
-        stop_for_user(f"no file {path}: check the path")
-    except IsADirectoryError:
-        stop_for_user(f"{path} is a folder: name the files in it, e.g. {path}/*.txt")
-    except UnicodeDecodeError as e:
-        stop_for_user(
-            f"{path} is not UTF-8 (byte {e.object[e.start]:#04x} at {e.start}): convert it first, "
-            f"e.g. iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW_FILE"
-        )
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as e:
-        stop_for_user(f"{path} is damaged or not a {path.suffix} file ({e}): fetch it again, or rename it")
-    except OSError as e:
-        stop_for_user(f"cannot read {path}: {e.strerror}")
-
-
-def split_paragraphs(text: str) -> list[str]:
-    """Paragraphs without their line breaks. They are set apart by blank lines or, where most text lies in lines too
-    long to be hard-wrapped, each line is one."""
-    lines = text.split("\n")
-    is_wrapped = sum(len(line) for line in lines if len(line) > 200) * 2 <= len(text)
-    blocks = re.split(r"\n\s*\n", text) if is_wrapped else lines
-    return [" ".join(block.split()) for block in blocks if block and not block.isspace()]
-
-
-def split_articles(lines: list[str]) -> list[list[str]]:
-    """Documents of text in WikiText format: an article begins at ` = Title = ` between blank lines.
-
-    The marks of headings go; ` @-@ `, ` @,@ ` and ` @.@ `, WikiText's way to write a hyphen, comma or point within a
-    word or number, become that character again: ALBERT's vocabulary would spend four pieces on each.
-    """
-    articles: list[list[str]] = []
-    for position, line in enumerate(lines):
-        text = " ".join(re.sub(r" @([-,.])@ ", r"\1", line).split())
-        if not text:
-            continue
-        # a formula in the text can look like a title, but does not stand alone
-        is_alone = not any(neighbour.strip() for neighbour in lines[max(position - 1, 0) : position + 2 : 2])
-        if position == 0:
-            is_alone = not any(neighbour.strip() for neighbour in lines[1:2])
-        if not articles or (is_alone and WIKITEXT_TITLE.match(line.rstrip("\n"))):
-            articles.append([])
-        articles[-1].append(WIKITEXT_HEADING.sub(r"\1", text))
-    return articles
-
-
-def split_chapters(text: str) -> list[list[str]]:
-    """Documents of the sample corpus: a chapter, with the title page of its novel or volume if it is the first."""
-    chapters: list[list[str]] = []
-    for paragraph in split_paragraphs(text):
-        is_chapter = SAMPLE_CHAPTER.fullmatch(paragraph)
-        has_body = bool(chapters) and any(len(earlier) > 60 for earlier in chapters[-1])
-        if not chapters or (has_body and (is_chapter or SAMPLE_TITLE.fullmatch(paragraph))):
-            chapters.append([])
-        chapters[-1].append(paragraph)
-    return chapters
-
-
-def read_documents(path: str | Path, text_column: str = "text") -> list[list[str]]:
-    """Documents of a user's file: each line of .jsonl (.jsonl.gz, .jsonl.xz) is one, any other file is one; but a file
-    in WikiText format is split into its articles. Errors end the process with a line that names the cure."""
-    text = read_text(path)
-    if not {".jsonl", ".json"} & set(Path(path).suffixes[-2:]):
-        if WIKITEXT_TITLE.match(text.strip("\n ").split("\n", 1)[0].strip()):
-            return split_articles(text.split("\n"))
-        return [paragraphs] if (paragraphs := split_paragraphs(text)) else []
-    documents = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            stop_for_user(f"{path}, line {number} is not JSON: put one object on each line, or rename the file to .txt")
-        if not isinstance(record, dict) or text_column not in record:
-            fields = ", ".join(record) if isinstance(record, dict) else "none"
-            stop_for_user(f"{path}, line {number} has no field {text_column} (fields: {fields}): give --text_column")
-        if not isinstance(record[text_column], str):
-            stop_for_user(f"{path}, line {number}: {text_column} is not a text: give another --text_column")
-        # JSON can spell half of a surrogate pair, which no tokenizer takes
-        if paragraphs := split_paragraphs(record[text_column].encode("utf-8", "replace").decode()):
-            documents.append(paragraphs)
-    return documents
-
-
-@functools.cache
-def load_sentence_splitter(language: str):
-    import punkt
-
-    if language not in punkt.available_languages():
-        stop_for_user(f"no --language {language}: choose one of {', '.join(punkt.available_languages())}")
-    return punkt.PunktSentenceTokenizer(punkt.load_model(language))
-
-
-def split_sentences(paragraphs: Iterable[str], language: str = "english") -> list[str]:
-    """Sentences of one document, by the Punkt model (Kiss and Strunk, 2006); none crosses a paragraph."""
-    splitter = load_sentence_splitter(language)
-    return [sentence for paragraph in paragraphs for sentence in splitter.tokenize(paragraph)]
-
-
-# ---------------------------------------------------------------- sentence-order pairs
-
-
-def make_document_random(seed: int, split: str, index: int) -> random.Random:
-    """The randomness of one document, whichever process works on it and when."""
-    return random.Random(hashlib.sha256(f"{seed}:{split}:{index}".encode()).digest())
-
-
-def make_sentence_pairs(
-    sentences: list[list[int]], seq_length: int, generator: random.Random
-) -> list[tuple[list[int], list[int], int]]:
-    """Sentence-order pairs (arxiv.org/abs/1909.11942, section 3.1) of one document, given as ids of its sentences.
-
-    Consecutive sentences fill up to seq_length - 3 ids (three special tokens come on top) and are cut at a random
-    sentence into segments A and B. Returns (first, second, sentence_order_label): label 0 is A, B; label 1, half of
-    them, is B, A. All text is kept: a sentence longer than half of the room is divided, and the cut falls inside a
-    sentence only where there is no other place for it.
-    """
-    room = seq_length - 3
-    pieces: list[tuple[bool, list[int]]] = []  # does it begin a sentence, ids
-    for ids in sentences:
-        parts = -(-len(ids) // (room // 2))
-        for part in range(parts):
-            piece = ids[part * len(ids) // parts : (part + 1) * len(ids) // parts]
-            pieces.append((part == 0, piece))
-
-    chunks: list[list[tuple[bool, list[int]]]] = []
-    length = room
-    for piece in pieces:
-        if length + len(piece[1]) > room:
-            chunks.append([])
-            length = 0
-        chunks[-1].append(piece)
-        length += len(piece[1])
-    # two pieces always fit, so that only a document's last chunk can be left with a single one
-    if chunks and len(chunks[-1]) == 1:
-        begins, ids = chunks[-1][0]
-        if len(chunks) > 1 and len(chunks[-2]) > 2:
-            chunks[-1].insert(0, chunks[-2].pop())
-        elif len(ids) > 1:
-            cut = generator.randint(1, len(ids) - 1)
-            chunks[-1] = [(begins, ids[:cut]), (False, ids[cut:])]
-        else:
-            chunks.pop()
-
-    pairs = []
-    for chunk in chunks:
-        places = range(1, len(chunk))
-        cut = generator.choice([place for place in places if chunk[place][0]] or places)
-        first = [token for _, ids in chunk[:cut] for token in ids]
-        second = [token for _, ids in chunk[cut:] for token in ids]
-        pairs.append((second, first, 1) if generator.random() < 0.5 else (first, second, 0))
-    return pairs
-
 
 # ---------------------------------------------------------------- loading what tokenize_wikitext103.py wrote
 

@@ -39,6 +39,16 @@ import numpy as np
 import data
 import fetch
 from arguments import TokenizeArguments, parse_arguments, show_bytes, stop_for_user
+from documents import (
+    load_sentence_splitter,
+    make_document_random,
+    make_sentence_pairs,
+    read_documents,
+    read_text,
+    split_articles,
+    split_chapters,
+    split_sentences,
+)
 
 SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
 SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's order
@@ -57,7 +67,7 @@ def main():
             print(f"{dataset_path} and {tokenizer_path} are there already, and are packed as they are")
             return make_archive(dataset_path, tokenizer_path, args)
     check_targets(tokenizer_path, dataset_path, is_tokenizer_kept)
-    data.load_sentence_splitter(args.language)
+    load_sentence_splitter(args.language)
 
     source, splits = load_splits(args)
     with contextlib.ExitStack() as stack:
@@ -212,9 +222,9 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
     """(where the text is from, {"train": documents, "validation": documents}); a document is a list of paragraphs."""
     if args.text_files:
         source = ", ".join(Path(path).name for path in args.text_files)
-        documents = [document for path in args.text_files for document in data.read_documents(path, args.text_column)]
+        documents = [document for path in args.text_files for document in read_documents(path, args.text_column)]
     elif args.corpus == "sample":
-        source, documents = SAMPLE_CORPUS.name, data.split_chapters(data.read_text(SAMPLE_CORPUS))
+        source, documents = SAMPLE_CORPUS.name, split_chapters(read_text(SAMPLE_CORPUS))
     else:
         # raw: the other one has <unk> for words that any subword tokenizer can spell
         name = ("Salesforce/wikitext", "wikitext-103-raw-v1")
@@ -222,7 +232,7 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
             import datasets
 
             wikitext = datasets.load_dataset(*name, cache_dir=args.cache_dir)
-        splits = {split: data.split_articles(list(wikitext[split]["text"])) for split in ("train", "validation")}
+        splits = {split: split_articles(list(wikitext[split]["text"])) for split in ("train", "validation")}
         return "/".join(name), splits
     if not documents:
         stop_for_user(f"there is no text in {source}: give files that are not empty")
@@ -236,7 +246,7 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
     if len(documents) == 1:
         kind, units = "paragraphs", documents[0]
         if len(units) == 1:
-            kind, units = "sentences", data.split_sentences(units, args.language)
+            kind, units = "sentences", split_sentences(units, args.language)
         if len(units) == 1:
             stop_for_user("the text is a single sentence: give more")
         cut = min(max(round(len(units) * (1 - fraction)), 1), len(units) - 1)
@@ -343,14 +353,14 @@ def tokenize_chunk(chunk: list[tuple[int, list[str]]], *, split: str, tokenizer_
     import pyarrow
 
     tokenizer = load_worker_tokenizer(tokenizer_path)
-    documents = [data.split_sentences(paragraphs, args.language) for _, paragraphs in chunk]
+    documents = [split_sentences(paragraphs, args.language) for _, paragraphs in chunk]
     sentences = list(itertools.chain.from_iterable(documents))
     encodings = iter(tokenizer.backend_tokenizer.encode_batch_fast(sentences, add_special_tokens=False))
     rows, first_lengths, labels = [], [], []
     for (index, _), document in zip(chunk, documents, strict=True):
         ids = [next(encodings).ids for _ in document]
-        generator = data.make_document_random(args.seed, split, index)
-        for first, second, label in data.make_sentence_pairs(ids, args.seq_length, generator):
+        generator = make_document_random(args.seed, split, index)
+        for first, second, label in make_sentence_pairs(ids, args.seq_length, generator):
             rows.append([tokenizer.cls_token_id, *first, tokenizer.sep_token_id, *second, tokenizer.sep_token_id])
             first_lengths.append(len(first) + 2)
             labels.append(label)

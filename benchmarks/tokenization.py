@@ -20,9 +20,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAYON_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data
 import tokenize_wikitext103
 from arguments import TokenizeArguments
+from documents import make_document_random, read_text, split_chapters, split_sentences
 
 RUNS, CHAPTERS, SEQ_LENGTH = 5, 40, 512
 
@@ -31,7 +31,7 @@ def tokenize_twice(tokenizer, documents: list[list[str]]) -> int:
     """The usual way, for documents as lists of sentences. Returns the number of tokens it would write."""
     tokens = 0
     for index, sentences in enumerate(documents):
-        generator = data.make_document_random(0, "train", index)
+        generator = make_document_random(0, "train", index)
         chunk, length = [], 0
         for number, sentence in enumerate(sentences):
             chunk.append(sentence)
@@ -55,7 +55,7 @@ def tokenize_twice(tokenizer, documents: list[list[str]]) -> int:
 
 
 def main():
-    chapters = data.split_chapters(data.read_text(tokenize_wikitext103.SAMPLE_CORPUS))[:CHAPTERS]
+    chapters = split_chapters(read_text(tokenize_wikitext103.SAMPLE_CORPUS))[:CHAPTERS]
     speeds: dict[str, list[float]] = {}
 
     def note(run: int, way: str, seconds: float, splitting: float, tokens: int):
@@ -69,7 +69,7 @@ def main():
         tokenizer = tokenize_wikitext103.load_worker_tokenizer(Path(folder))
         for run in range(1, RUNS + 1):
             start = time.process_time()
-            documents = [data.split_sentences(paragraphs) for paragraphs in chapters]
+            documents = [split_sentences(paragraphs) for paragraphs in chapters]
             splitting = time.process_time() - start
             tokens = tokenize_twice(tokenizer, documents)
             note(run, "twice", time.process_time() - start, splitting, tokens)

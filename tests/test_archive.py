@@ -394,12 +394,14 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
     assert len({epoch // 8 for epoch in epochs[:-2]}) == len(epochs[:-2]) and max(epochs) < 400
     assert len(list(folder.glob("set-aside-*/checkpoint-400"))) == 1
     lines = history(tmp_path, "trainer")
-    seen_epochs = [json.loads(line)["epoch"] for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
+    seen_epochs = [
+        json.loads(line)["epoch"] for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()
+    ]
     for path in find_checkpoints(folder):
         stamp = read_stamp(path)
         assert stamp["given_by"] == [donor]
         # of the last epoch that the monitor saw, up to the state's own: under load it misses some
-        assert stamp["swarm"]["epoch"] == max(seen for seen in seen_epochs if seen <= stamp["epoch"])
+        assert stamp["swarm"]["epoch"] == max(epoch for epoch in seen_epochs if epoch <= stamp["epoch"])
         assert stamp["loss"] == pytest.approx(lines[stamp["swarm"]["epoch"]]["loss"], rel=1e-6)
         assert load_checkpoint(path)["local_epoch"] == stamp["epoch"]
         has_curve = "](learning_curve.png)" in (path / "README.md").read_text()

@@ -18,6 +18,18 @@ from datasets import Dataset
 from transformers import AlbertTokenizer
 
 import data
+from documents import (
+    SAMPLE_CHAPTER,
+    SAMPLE_TITLE,
+    make_document_random,
+    make_sentence_pairs,
+    read_documents,
+    read_text,
+    split_articles,
+    split_chapters,
+    split_paragraphs,
+    split_sentences,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
@@ -63,20 +75,20 @@ def are_equal(one: list[dict], other: list[dict]) -> bool:
 
 
 def test_paragraphs_join_wrapped_lines():
-    assert data.split_paragraphs("One line\nof two.\n\n  \nNext\n") == ["One line of two.", "Next"]
+    assert split_paragraphs("One line\nof two.\n\n  \nNext\n") == ["One line of two.", "Next"]
     long_lines = ["word " * 60, "another " * 60]
-    assert data.split_paragraphs("\n".join(long_lines)) == [line.strip() for line in long_lines]
+    assert split_paragraphs("\n".join(long_lines)) == [line.strip() for line in long_lines]
 
 
 def test_sample_corpus_by_chapter():
-    text = data.read_text(ROOT / "sample_data" / "austen.txt.xz")
-    chapters = data.split_chapters(text)
+    text = read_text(ROOT / "sample_data" / "austen.txt.xz")
+    chapters = split_chapters(text)
     assert len(chapters) == 270  # 269 chapters and the advertisement before Northanger Abbey
     assert " ".join(paragraph for chapter in chapters for paragraph in chapter) == " ".join(text.split())
-    headings = [[p for p in chapter if data.SAMPLE_CHAPTER.fullmatch(p)] for chapter in chapters]
+    headings = [[p for p in chapter if SAMPLE_CHAPTER.fullmatch(p)] for chapter in chapters]
     assert sorted(map(len, headings)) == [0] + [1] * 269
     for chapter in chapters:
-        titles = [place for place, p in enumerate(chapter) if data.SAMPLE_TITLE.fullmatch(p)]
+        titles = [place for place, p in enumerate(chapter) if SAMPLE_TITLE.fullmatch(p)]
         assert all(place < 4 for place in titles), "the title of a novel ended up behind the text of another"
 
 
@@ -91,7 +103,7 @@ def test_wikitext_articles():
         " More . \n",
     ]
     lines += ["\n", " = Second ( = film ) = \n", "\n", " Text . \n"]
-    assert data.split_articles(lines) == [
+    assert split_articles(lines) == [
         ["First", "A red-hot 1,000 .", "5", "Part", "More ."],
         ["Second ( = film )", "Text ."],
     ]
@@ -99,7 +111,7 @@ def test_wikitext_articles():
 
 @pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")
 def test_wikitext_file_has_60_articles():
-    documents = data.read_documents(Path(os.environ["TEST_DATA"]) / "wikitext-2" / "valid.txt")
+    documents = read_documents(Path(os.environ["TEST_DATA"]) / "wikitext-2" / "valid.txt")
     assert len(documents) == 60
     assert documents[0][0] == "Homarus gammarus"
 
@@ -107,13 +119,13 @@ def test_wikitext_file_has_60_articles():
 @pytest.mark.parametrize("suffix, pack", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
 def test_files_plain_and_packed(tmp_path, suffix, pack):
     (tmp_path / f"a.txt{suffix}").write_bytes(pack("\ufeffÉtude.\r\n\r\nZwei".encode()))
-    assert data.read_documents(tmp_path / f"a.txt{suffix}") == [["Étude.", "Zwei"]]
+    assert read_documents(tmp_path / f"a.txt{suffix}") == [["Étude.", "Zwei"]]
     (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(b'{"body": "One."}\n\n{"body": ""}\n{"body": "a \\ud800 b"}\n'))
-    assert data.read_documents(tmp_path / f"a.jsonl{suffix}", "body") == [["One."], ["a ? b"]]
+    assert read_documents(tmp_path / f"a.jsonl{suffix}", "body") == [["One."], ["a ? b"]]
 
 
 def test_sentences_stay_in_their_paragraph():
-    assert data.split_sentences(["Dr. Smith went home. He slept", "Then"]) == [
+    assert split_sentences(["Dr. Smith went home. He slept", "Then"]) == [
         "Dr. Smith went home.",
         "He slept",
         "Then",
@@ -128,7 +140,7 @@ def test_pairs_keep_all_text_in_order(seq_length, longest):
     lengths = random.Random(0)
     ids = itertools.count(10)
     sentences = [list(itertools.islice(ids, lengths.randint(1, longest))) for _ in range(2000)]
-    pairs = data.make_sentence_pairs(sentences, seq_length, random.Random(1))
+    pairs = make_sentence_pairs(sentences, seq_length, random.Random(1))
     restored = [segments[::-1] if label else segments for *segments, label in pairs]
     assert [token for first, second in restored for token in first + second] == list(itertools.chain(*sentences))
     assert all(first and second and len(first) + len(second) <= seq_length - 3 for first, second in restored)
@@ -146,7 +158,7 @@ def test_pairs_reproduce_and_differ_by_document():
     sentences = [[number] * 5 for number in range(100)]
 
     def make(seed, split, index):
-        return data.make_sentence_pairs(sentences, 64, data.make_document_random(seed, split, index))
+        return make_sentence_pairs(sentences, 64, make_document_random(seed, split, index))
 
     assert make(1, "train", 0) == make(1, "train", 0)
     assert (
@@ -158,14 +170,14 @@ def test_cut_falls_on_every_sentence():
     sentences = [[number] for number in range(5)]
     cuts = set()
     for index in range(200):
-        [(first, second, label)] = data.make_sentence_pairs(sentences, 64, random.Random(index))
+        [(first, second, label)] = make_sentence_pairs(sentences, 64, random.Random(index))
         cuts.add(len(second if label else first))
     assert cuts == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("sentences, count", [([], 0), ([[]], 0), ([[7]], 0), ([[7, 8]], 1), ([[7], [8]], 1)])
 def test_pairs_of_tiny_documents(sentences, count):
-    assert len(data.make_sentence_pairs(sentences, 64, random.Random(0))) == count
+    assert len(make_sentence_pairs(sentences, 64, random.Random(0))) == count
 
 
 # ---------------------------------------------------------------- masking and batches

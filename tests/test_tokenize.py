@@ -15,6 +15,7 @@ from transformers import AlbertTokenizer
 import data
 import tokenize_wikitext103
 from arguments import TokenizeArguments
+from documents import read_documents, read_text, split_sentences
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tokenize_wikitext103.py")
@@ -39,7 +40,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def novel() -> list[str]:
-    return data.read_text(ROOT / "sample_data" / "austen.txt.xz").split("\n")
+    return read_text(ROOT / "sample_data" / "austen.txt.xz").split("\n")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_what_is_written(written):
 def test_all_text_arrives_and_no_instance_crosses_documents(written):
     tokenizer = data.load_tokenizer(written / "tokenizer")
     dataset, _ = data.load_tokenized_dataset(written / "dataset", tokenizer)
-    documents = data.read_documents(written / "documents.jsonl")
+    documents = read_documents(written / "documents.jsonl")
     texts = [sum(tokenizer(d, add_special_tokens=False)["input_ids"], []) for d in documents]
     found = []
     for split in dataset.values():
@@ -154,8 +155,8 @@ def test_save_and_load_change_no_line(tmp_path, novel, cased, keep_accents):
 def test_sentences_one_by_one_are_the_joined_text(written):
     """Pairs are put together from ids of sentences: they must be the ids of the text."""
     tokenizer = data.load_tokenizer(written / "tokenizer")
-    for paragraphs in data.read_documents(written / "documents.jsonl"):
-        sentences = data.split_sentences(paragraphs)
+    for paragraphs in read_documents(written / "documents.jsonl"):
+        sentences = split_sentences(paragraphs)
         apart = tokenizer(sentences, add_special_tokens=False)["input_ids"]
         assert sum(apart, []) == tokenizer(" ".join(sentences), add_special_tokens=False, verbose=False)["input_ids"]
 
