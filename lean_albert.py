@@ -1,0 +1,754 @@
+"""LeanALBERT: an ALBERT that keeps little for the backward pass, so that long sequences fit on a volunteer's GPU.
+
+The architecture is RuLeanALBERT's: factorized embeddings, pre-norm blocks whose weights may be shared between layers,
+rotary positions, gated feed-forward, sandwich norm. Its checkpoints open with `load_ruleanalbert`. To see one:
+
+    python -c "from lean_albert import *; print(LeanAlbertForPreTraining(LeanAlbertConfig(hidden_size=512, \\
+        num_hidden_layers=6, num_hidden_groups=1, num_attention_heads=8, intermediate_size=2048)))"
+
+What a layer keeps: its two inputs, which are parts of the residual stream, and what the first product of its
+feed-forward gave. Norms, activations and attention, with its query/key/value projection, are computed once more in the
+backward pass (`RecomputedLinear`): they are cheap beside the products that are not. With gradient checkpointing the
+feed-forward's first product is computed again too, and only the two inputs stay.
+
+Importing this file registers the model with transformers' Auto classes: folders that hold one open with AutoModel,
+AutoModelForMaskedLM and so on.
+"""
+
+import json
+import math
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, layer_norm, linear, scaled_dot_product_attention
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils import ModelOutput
+
+# ---------------------------------------------------------------- configuration
+
+
+class LeanAlbertConfig(PreTrainedConfig):
+    """Shape of a LeanALBERT; the names, and what they mean, are those of RuLeanALBERT's config.json.
+
+    - embedding_size: width of the embeddings, which a projection widens to hidden_size
+    - num_hidden_layers: times that a group runs; num_hidden_groups groups of num_inner_groups layers each have weights
+      of their own, and layers of equal weights follow each other. None: as many groups as layers
+    - position_embedding_type: "rotary" (arxiv.org/abs/2104.09864), with rotary_embedding_base, takes any length;
+      "absolute" takes max_position_embeddings tokens
+    - hidden_act, hidden_act_gated: the activation, and whether it gates a second projection (arxiv.org/abs/2002.05202)
+    - sandwich_norm: a norm behind attention and feed-forward too (arxiv.org/abs/2105.13290)
+    - attn_qkv_bias, out_proj_bias: whether these projections have a bias. None: output projections have one unless
+      sandwich_norm is there, which has its own
+    - share_large_matrices: number of sets of the four large matrices that the layers share, each for consecutive ones
+      (True: 1; 0: each layer has its own); num_inner_matrices: sets of such a part that take turns
+    - adapter_dim: rank of what each layer adds to the shared matrices (arxiv.org/abs/2106.09685)
+    - initializer_range: standard deviation of initial weights. None: SmallInit, sqrt(2 / (5 hidden_size))
+      (arxiv.org/abs/1910.05895, section 2.2)
+    - classifier_dropout_prob: dropout in front of a classifier in fine-tuning; there is no other dropout
+
+    :raises ValueError: sizes that do not fit together, or what this implementation does not have
+    """
+
+    model_type = "lean_albert"
+
+    vocab_size: int = 30000
+    embedding_size: int = 128
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    num_hidden_groups: int | None = None
+    num_inner_groups: int = 1
+    num_attention_heads: int = 64
+    intermediate_size: int = 16384
+    hidden_act: str = "gelu_fused"
+    hidden_act_gated: bool = False
+    sandwich_norm: bool = False
+    attn_qkv_bias: bool = True
+    out_proj_bias: bool | None = None
+    share_large_matrices: int | bool = 0
+    num_inner_matrices: int = 1
+    adapter_dim: int = 0
+    position_embedding_type: str = "rotary"
+    rotary_embedding_base: int | float = 10_000
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    initializer_range: float | None = None
+    classifier_dropout_prob: int | float = 0.1
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 3
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs):
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            if kwargs.pop(name, 0):
+                raise ValueError(f"LeanALBERT has no {name}: set it to 0 (classifier_dropout_prob is for fine-tuning)")
+        for name in ("block_size", "lowrank_dim", "weight_layout", "reversible"):
+            if kwargs.pop(name, None):
+                raise ValueError(f"{name} is not supported: LeanALBERT has dense matrices and no reversible layers")
+        if self.num_hidden_groups is None:
+            self.num_hidden_groups = self.num_hidden_layers
+        if self.out_proj_bias is None:
+            self.out_proj_bias = not self.sandwich_norm
+        if self.initializer_range is None:
+            self.initializer_range = math.sqrt(2 / (5 * self.hidden_size))
+        super().__post_init__(**kwargs)
+        own_layers = self.num_hidden_groups * self.num_inner_groups
+        head_size, remainder = divmod(self.hidden_size, self.num_attention_heads)
+        if remainder:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}"
+            )
+        if self.position_embedding_type not in ("rotary", "absolute"):
+            raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
+        if self.position_embedding_type == "rotary" and head_size % 2:
+            raise ValueError(f"rotary positions need heads of even size, not {head_size}: change num_attention_heads")
+        if not 1 <= self.num_hidden_groups <= self.num_hidden_layers:
+            raise ValueError(
+                f"num_hidden_groups {self.num_hidden_groups} must lie between 1 and num_hidden_layers "
+                f"{self.num_hidden_layers}"
+            )
+        if (self.adapter_dim or self.num_inner_matrices > 1) and not self.share_large_matrices:
+            raise ValueError("adapter_dim and num_inner_matrices need share_large_matrices: there is nothing to adapt")
+        if self.share_large_matrices * self.num_inner_matrices > own_layers:
+            raise ValueError(
+                f"share_large_matrices {int(self.share_large_matrices)} x num_inner_matrices {self.num_inner_matrices} "
+                f"are more sets of matrices than the {own_layers} layers that have weights"
+            )
+
+    def find_matrices(self, layer: int) -> int:
+        """Which set of matrices this layer (of num_hidden_groups x num_inner_groups) uses."""
+        if not self.share_large_matrices:
+            return layer
+        part = layer * self.share_large_matrices // (self.num_hidden_groups * self.num_inner_groups)
+        return part * self.num_inner_matrices + layer % self.num_inner_matrices
+
+    def order_layers(self) -> list[int]:
+        """The layers in the order in which they run: num_hidden_layers times all layers of one group."""
+        order = []
+        for step in range(self.num_hidden_layers):
+            group = step * self.num_hidden_groups // self.num_hidden_layers
+            order += range(group * self.num_inner_groups, (group + 1) * self.num_inner_groups)
+        return order
+
+
+def choose_activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The function that a config names. GELU's approximation by tanh has four names and one fast implementation."""
+    if name in ("gelu_fused", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
+        return partial(gelu, approximate="tanh")
+    if name not in ACT2FN:
+        raise ValueError(f"hidden_act {name} is unknown: choose gelu_new, gelu, relu, silu, ...")
+    return ACT2FN[name]
+
+
+# ---------------------------------------------------------------- products that keep no copy of what they multiply
+
+
+def project(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter_first: Tensor | None, adapter_second: Tensor | None
+) -> Tensor:
+    """A linear map, with a low-rank one (arxiv.org/abs/2106.09685) on top unless the adapters are None.
+
+    :param hidden: [..., in]
+    :param weight: [out, in]; adapter_first [rank, in], adapter_second [out, rank]
+    """
+    output = linear(hidden, weight, bias)
+    if adapter_first is not None:
+        output = output + linear(linear(hidden, adapter_first), adapter_second)
+    return output
+
+
+class RecomputedLinear(torch.autograd.Function):
+    """project(prepare(*inputs), ...) for a cheap `prepare`: keeps the inputs and prepares once more in backward.
+
+    Autograd would keep what was prepared as well, and whatever `prepare` needs on its way there.
+    """
+
+    @staticmethod
+    def forward(ctx, prepare, weight, bias, adapter_first, adapter_second, *inputs):
+        device = weight.device.type
+        ctx.prepare, ctx.has_bias = prepare, bias is not None
+        ctx.autocast = {"device_type": device, "enabled": torch.is_autocast_enabled(device)}
+        if ctx.autocast["enabled"]:
+            ctx.autocast["dtype"] = torch.get_autocast_dtype(device)
+        ctx.save_for_backward(weight, adapter_first, adapter_second, *inputs)
+        return project(prepare(*inputs), weight, bias, adapter_first, adapter_second)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        weight, adapter_first, adapter_second, *inputs = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        inputs = [
+            value.detach().requires_grad_(needed) if isinstance(value, Tensor) else value
+            for value, needed in zip(inputs, needs[5:], strict=True)
+        ]
+        with torch.autocast(**ctx.autocast):
+            with torch.enable_grad():
+                hidden = ctx.prepare(*inputs)
+            rows, flat = gradient.flatten(0, -2), hidden.detach().flatten(0, -2)
+            gradients = [None] * 5
+            if needs[1]:
+                gradients[1] = rows.t() @ flat
+            if needs[2]:
+                gradients[2] = rows.sum(0)
+            if adapter_first is not None:
+                low_rank = rows @ adapter_second  # [rows, rank]
+                gradients[3] = low_rank.t() @ flat
+                gradients[4] = rows.t() @ linear(flat, adapter_first)
+            if not any(needs[5:]):
+                return *gradients, *[None] * len(inputs)
+            upstream = rows @ weight
+            if adapter_first is not None:
+                upstream = upstream + low_rank @ adapter_first
+            upstream = upstream.view_as(hidden).to(hidden.dtype)
+        wanted = [value for value, needed in zip(inputs, needs[5:], strict=True) if needed]
+        found = iter(torch.autograd.grad(hidden, wanted, upstream))
+        return *gradients, *[next(found) if needed else None for needed in needs[5:]]
+
+
+def apply_recomputed(prepare: Callable[..., Tensor], parameters: tuple[Tensor | None, ...], *inputs) -> Tensor:
+    """RecomputedLinear, but for a compiler, which decides by itself what to keep and what to compute again.
+
+    :param parameters: the last four arguments of `project`
+    """
+    if torch.compiler.is_compiling():
+        return project(prepare(*inputs), *parameters)
+    return RecomputedLinear.apply(prepare, *parameters, *inputs)
+
+
+# ---------------------------------------------------------------- one layer
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (arxiv.org/abs/2104.09864): turns each pair (i, i + size / 2) of a head by its angle.
+
+    :param states: [..., length, size]; cos and sin: [length, size / 2], fp32 or better
+    """
+    first, second = states.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(states.dtype)
+
+
+def attend(states: Tensor, num_heads: int, mask: Tensor | None, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Attention of each token to all tokens.
+
+    :param states: [batch, length, 3 x hidden]: queries, keys, values
+    :param mask: [batch, 1, 1, length], what to add to the scores of each key
+    :returns: [batch, length, hidden]
+    """
+    query, key, value = states.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    if rotation:
+        query, key = rotate(query, *rotation), rotate(key, *rotation)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class SharedLinear(nn.Module):
+    """What a layer has of its own of a linear map: bias and adapters. The matrix itself may belong to many layers."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, adapter_dim: int):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.adapter_first = nn.Parameter(torch.zeros(adapter_dim, in_features)) if adapter_dim else None
+        self.adapter_second = nn.Parameter(torch.zeros(out_features, adapter_dim)) if adapter_dim else None
+
+    def with_matrix(self, weight: Tensor) -> tuple[Tensor | None, ...]:
+        """The last four arguments of `project`."""
+        return weight, self.bias, self.adapter_first, self.adapter_second
+
+
+class LeanAlbertMatrices(nn.Module):
+    """The four large matrices of a layer, or of all layers that share them, each [out, in]."""
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__()
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self.qkv = nn.Parameter(torch.empty(3 * hidden, hidden))
+        self.attention_output = nn.Parameter(torch.empty(hidden, hidden))
+        self.ffn_input = nn.Parameter(torch.empty((1 + config.hidden_act_gated) * intermediate, hidden))
+        self.ffn_output = nn.Parameter(torch.empty(hidden, intermediate))
+
+
+class LeanAlbertLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to what came in."""
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__()
+        hidden, intermediate, rank = config.hidden_size, config.intermediate_size, config.adapter_dim
+        self.num_heads, self.eps, self.is_gated = (
+            config.num_attention_heads,
+            config.layer_norm_eps,
+            config.hidden_act_gated,
+        )
+        self.activation = choose_activation(config.hidden_act)
+        self.attention_norm = nn.LayerNorm(hidden, self.eps)
+        self.qkv = SharedLinear(hidden, 3 * hidden, config.attn_qkv_bias, rank)
+        self.attention_output = SharedLinear(hidden, hidden, config.out_proj_bias, rank)
+        self.ffn_norm = nn.LayerNorm(hidden, self.eps)
+        self.ffn_input = SharedLinear(hidden, (1 + self.is_gated) * intermediate, True, rank)
+        self.ffn_output = SharedLinear(intermediate, hidden, config.out_proj_bias, rank)
+        self.attention_sandwich_norm = nn.LayerNorm(hidden, self.eps) if config.sandwich_norm else nn.Identity()
+        self.ffn_sandwich_norm = nn.LayerNorm(hidden, self.eps) if config.sandwich_norm else nn.Identity()
+
+    def normalize(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return layer_norm(hidden, weight.shape, weight, bias, self.eps)
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        if not self.is_gated:
+            return self.activation(hidden)
+        gate, hidden = hidden.chunk(2, dim=-1)
+        return self.activation(gate) * hidden
+
+    def forward(
+        self,
+        hidden: Tensor,
+        matrices: LeanAlbertMatrices,
+        mask: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        keep_ffn_input: bool,
+    ) -> Tensor:
+        """
+        :param hidden: [batch, length, hidden]; mask and rotation: see `attend`
+        :param keep_ffn_input: keep what the feed-forward's first product gave for backward, or compute it again
+        """
+
+        def mix(hidden, norm_weight, norm_bias, *parameters):
+            return attend(
+                project(self.normalize(hidden, norm_weight, norm_bias), *parameters), self.num_heads, mask, rotation
+            )
+
+        def widen(hidden, norm_weight, norm_bias, *parameters):
+            return self.activate(project(self.normalize(hidden, norm_weight, norm_bias), *parameters))
+
+        norm, first = self.attention_norm, self.qkv.with_matrix(matrices.qkv)
+        second = self.attention_output.with_matrix(matrices.attention_output)
+        output = apply_recomputed(mix, second, hidden, norm.weight, norm.bias, *first)
+        hidden = hidden + self.attention_sandwich_norm(output)
+
+        norm, first = self.ffn_norm, self.ffn_input.with_matrix(matrices.ffn_input)
+        second = self.ffn_output.with_matrix(matrices.ffn_output)
+        if keep_ffn_input:
+            wide = apply_recomputed(self.normalize, first, hidden, norm.weight, norm.bias)
+            output = apply_recomputed(self.activate, second, wide)
+        else:
+            output = apply_recomputed(widen, second, hidden, norm.weight, norm.bias, *first)
+        return hidden + self.ffn_sandwich_norm(output)
+
+
+# ---------------------------------------------------------------- the models
+
+
+class LeanAlbertEmbeddings(nn.Module):
+    """Sum of a token's embeddings, normalized, and widened to the hidden size."""
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__()
+        size = config.embedding_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
+        is_absolute = config.position_embedding_type == "absolute"
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, size) if is_absolute else None
+        self.layer_norm = nn.LayerNorm(size, config.layer_norm_eps)
+        self.embedding_hidden_mapping = nn.Linear(size, config.hidden_size)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        embeddings = self.word_embeddings(input_ids)
+        if token_type_ids is None:
+            embeddings = embeddings + self.token_type_embeddings.weight[0]
+        else:
+            embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        if self.position_embeddings is not None:
+            length, longest = input_ids.shape[1], self.position_embeddings.num_embeddings
+            if length > longest:
+                raise ValueError(
+                    f"a sequence of {length} tokens is longer than max_position_embeddings {longest}: cut it, or train "
+                    "with position_embedding_type rotary, which takes any length"
+                )
+            embeddings = embeddings + self.position_embeddings.weight[:length]
+        embeddings = self.layer_norm(embeddings)
+        # all layers add to this: under autocast it stays in fp32
+        return self.embedding_hidden_mapping(embeddings).to(embeddings.dtype)
+
+
+class LeanAlbertPreTrainedModel(PreTrainedModel):
+    """Initial weights, and what transformers wants to know of all models of this kind."""
+
+    config_class = LeanAlbertConfig
+    base_model_prefix = "albert"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, LeanAlbertMatrices):
+            for matrix in module.parameters():
+                init.normal_(matrix, std=self.config.initializer_range)
+        elif isinstance(module, SharedLinear):
+            if module.bias is not None:
+                init.zeros_(module.bias)
+            if module.adapter_first is not None:
+                init.xavier_normal_(module.adapter_first)
+                init.zeros_(module.adapter_second)
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], *args, **kwargs):
+        """As in torch; names of RuLeanALBERT's are understood too."""
+        return super().load_state_dict(rename_ruleanalbert(state_dict, self.config), *args, **kwargs)
+
+
+class LeanAlbertModel(LeanAlbertPreTrainedModel):
+    """The encoder alone."""
+
+    def __init__(self, config: LeanAlbertConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        own_layers = config.num_hidden_groups * config.num_inner_groups
+        used = [config.find_matrices(layer) for layer in range(own_layers)]
+        self.gradient_checkpointing = False
+        self.embeddings = LeanAlbertEmbeddings(config)
+        self.matrices = nn.ModuleList(LeanAlbertMatrices(config) for _ in range(max(used) + 1))
+        self.layers = nn.ModuleList(LeanAlbertLayer(config) for _ in range(own_layers))
+        self.post_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if add_pooling_layer else None
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = embeddings
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> BaseModelOutputWithPooling:
+        """
+        :param input_ids: [batch, length] int64, as is token_type_ids (default: 0)
+        :param attention_mask: [batch, length], 0 where there is padding. None: nowhere, which permits faster attention.
+            A row of padding alone attends to all of it: what it gives means nothing, but is finite
+        :returns: last_hidden_state [batch, length, hidden], and pooler_output [batch, hidden] of the first token
+        :raises ValueError: a sequence longer than the table of absolute positions
+        """
+        hidden = self.embeddings(input_ids, token_type_ids)
+        mask = None
+        if attention_mask is not None:
+            device = hidden.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+            # not -inf: a row of them has no softmax
+            mask = torch.zeros(attention_mask.shape, dtype=dtype, device=hidden.device)
+            mask = mask.masked_fill(attention_mask == 0, torch.finfo(dtype).min)[:, None, None, :]
+        rotation = self.make_rotation(hidden) if self.config.position_embedding_type == "rotary" else None
+        keep_ffn_input = not self.gradient_checkpointing
+        for layer in self.config.order_layers():
+            matrices = self.matrices[self.config.find_matrices(layer)]
+            hidden = self.layers[layer](hidden, matrices, mask, rotation, keep_ffn_input)
+        hidden = self.post_layer_norm(hidden)
+        pooled = torch.tanh(self.pooler(hidden[:, 0])) if self.pooler is not None else None
+        return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
+
+    def make_rotation(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [length, head size / 2] of the angles of `rotate`, in fp32 or better."""
+        size = self.config.hidden_size // self.config.num_attention_heads
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # the angle of a late position must not lose its fraction
+        steps = torch.arange(0, size, 2, dtype=torch.float64, device=hidden.device) / size
+        positions = torch.arange(hidden.shape[1], dtype=torch.float64, device=hidden.device)
+        angles = positions[:, None] * self.config.rotary_embedding_base**-steps
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class LeanAlbertMLMHead(nn.Module):
+    """Hidden states to vocabulary logits, through the transposed word embeddings."""
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
+        self.activation = choose_activation(config.hidden_act)
+        self.layer_norm = nn.LayerNorm(config.embedding_size)  # with torch's own epsilon, as in RuLeanALBERT
+        self.decoder = nn.Linear(config.embedding_size, config.vocab_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.decoder(self.layer_norm(self.activation(self.dense(hidden))))
+
+
+class LeanAlbertSOPHead(nn.Module):
+    """Are the two segments in their order (0) or swapped (1)?"""
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__()
+        self.classifier = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.classifier(pooled)
+
+
+def find_labelled_positions(labels: Tensor) -> Tensor:
+    """Indices into the flattened [batch, length] labels where there is one (not -100), int64."""
+    return (labels.flatten() != -100).nonzero().squeeze(1)
+
+
+def masked_lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The loss, and the logits [labels, vocabulary] at the positions that carry a label: nobody reads those of the rest,
+    and they are most of a small model's work and memory.
+
+    :param hidden: [batch, length, hidden]
+    :param positions: as of `find_labelled_positions`; looking for them here would make a GPU wait for the host
+    :returns: mean over the labels in nats, 0 where there is none
+    """
+    positions = find_labelled_positions(labels) if positions is None else positions
+    logits = head(hidden.flatten(0, 1)[positions])
+    # sum / count: the mean over no label at all would be 0 / 0
+    loss = cross_entropy(logits.float(), labels.flatten()[positions], reduction="sum") / max(1, len(positions))
+    return loss, logits
+
+
+@dataclass
+class LeanAlbertForPreTrainingOutput(ModelOutput):
+    """loss is the sum of both others, which carry no gradient; the logits are described at the model."""
+
+    loss: Tensor | None = None
+    mlm_loss: Tensor | None = None
+    sop_loss: Tensor | None = None
+    prediction_logits: Tensor | None = None
+    sop_logits: Tensor | None = None
+
+
+class LeanAlbertForPreTraining(LeanAlbertPreTrainedModel):
+    """Masked LM and sentence order: what run_trainer.py trains."""
+
+    _tied_weights_keys = {"predictions.decoder.weight": "albert.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__(config)
+        self.albert = LeanAlbertModel(config)
+        self.predictions = LeanAlbertMLMHead(config)
+        self.sop_classifier = LeanAlbertSOPHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.predictions.decoder
+
+    def set_output_embeddings(self, decoder: nn.Linear) -> None:
+        self.predictions.decoder = decoder
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        sentence_order_label: Tensor | None = None,
+        labelled_positions: Tensor | None = None,
+    ) -> LeanAlbertForPreTrainingOutput:
+        """
+        :param labels: [batch, length] int64, -100: no label. In training, or with labelled_positions, prediction_logits
+            are those of the labels alone, [labels, vocabulary]; else [batch, length, vocabulary]
+        :param sentence_order_label: [batch] int64, 1 where the two segments were swapped
+        :param labelled_positions: see `masked_lm_loss`
+        """
+        outputs = self.albert(input_ids, attention_mask, token_type_ids)
+        hidden, mlm_loss, sop_loss, logits = outputs.last_hidden_state, None, None, None
+        sop_logits = self.sop_classifier(outputs.pooler_output)
+        losses = []
+        if labels is not None:
+            mlm_loss, logits = masked_lm_loss(hidden, self.predictions, labels, labelled_positions)
+            losses.append(mlm_loss)
+        if labels is None or not (self.training or labelled_positions is not None):
+            logits = self.predictions(hidden)
+        if sentence_order_label is not None:
+            sop_loss = cross_entropy(sop_logits.float(), sentence_order_label)
+            losses.append(sop_loss)
+        return LeanAlbertForPreTrainingOutput(
+            loss=sum(losses) if losses else None,
+            mlm_loss=mlm_loss.detach() if mlm_loss is not None else None,
+            sop_loss=sop_loss.detach() if sop_loss is not None else None,
+            prediction_logits=logits,
+            sop_logits=sop_logits,
+        )
+
+
+class LeanAlbertForMaskedLM(LeanAlbertPreTrainedModel):
+    """Masked LM alone; opens folders of LeanAlbertForPreTraining."""
+
+    _tied_weights_keys = {"predictions.decoder.weight": "albert.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__(config)
+        self.albert = LeanAlbertModel(config, add_pooling_layer=False)
+        self.predictions = LeanAlbertMLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.predictions.decoder
+
+    def set_output_embeddings(self, decoder: nn.Linear) -> None:
+        self.predictions.decoder = decoder
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> MaskedLMOutput:
+        """As LeanAlbertForPreTraining, without the order of sentences."""
+        hidden = self.albert(input_ids, attention_mask, token_type_ids).last_hidden_state
+        loss = logits = None
+        if labels is not None:
+            loss, logits = masked_lm_loss(hidden, self.predictions, labels, None)
+        if labels is None or not self.training:
+            logits = self.predictions(hidden)
+        return MaskedLMOutput(loss=loss, logits=logits)
+
+
+class LeanAlbertForSequenceClassification(LeanAlbertPreTrainedModel):
+    """A text's class, or a number where config.num_labels is 1, from the pooled first token."""
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__(config)
+        self.albert = LeanAlbertModel(config)
+        self.dropout = nn.Dropout(config.classifier_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> SequenceClassifierOutput:
+        """
+        :param labels: [batch] int64 classes, or float numbers; see config.problem_type
+        :returns: logits [batch, labels]
+        """
+        pooled = self.albert(input_ids, attention_mask, token_type_ids).pooler_output
+        logits = self.classifier(self.dropout(pooled))
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class LeanAlbertForTokenClassification(LeanAlbertPreTrainedModel):
+    """A class for each token."""
+
+    def __init__(self, config: LeanAlbertConfig):
+        super().__init__(config)
+        self.albert = LeanAlbertModel(config, add_pooling_layer=False)
+        self.dropout = nn.Dropout(config.classifier_dropout_prob)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> TokenClassifierOutput:
+        """
+        :param labels: [batch, length] int64, -100: no label
+        :returns: logits [batch, length, labels]
+        """
+        hidden = self.albert(input_ids, attention_mask, token_type_ids).last_hidden_state
+        logits = self.classifier(self.dropout(hidden))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config)
+        return TokenClassifierOutput(loss=loss, logits=logits)
+
+
+transformers.AutoConfig.register(LeanAlbertConfig.model_type, LeanAlbertConfig, exist_ok=True)
+for auto, model in (
+    (transformers.AutoModel, LeanAlbertModel),
+    (transformers.AutoModelForPreTraining, LeanAlbertForPreTraining),
+    (transformers.AutoModelForMaskedLM, LeanAlbertForMaskedLM),
+    (transformers.AutoModelForSequenceClassification, LeanAlbertForSequenceClassification),
+    (transformers.AutoModelForTokenClassification, LeanAlbertForTokenClassification),
+):
+    auto.register(LeanAlbertConfig, model, exist_ok=True)
+
+
+# ---------------------------------------------------------------- RuLeanALBERT's checkpoints
+
+#: RuLeanALBERT's names -> ours, where they differ. {layer} is group x num_inner_groups + number within the group; all
+#: copies of a shared matrix are one here
+RULEANALBERT_LAYER = re.compile(r"albert\.transformer\.layer_groups\.(\d+)\.layers\.(\d+)\.(\w+\.\w+)\.(.+)")
+RULEANALBERT_MODULES = {
+    "attention.layer_norm": "attention_norm",
+    "attention.sandwich_norm": "attention_sandwich_norm",
+    "attention.dense_qkv": "qkv",
+    "attention.dense_out": "attention_output",
+    "ffn.layer_norm": "ffn_norm",
+    "ffn.sandwich_norm": "ffn_sandwich_norm",
+    "ffn.dense_i2h": "ffn_input",
+    "ffn.dense_h2o": "ffn_output",
+}
+RULEANALBERT_LEFT_OUT = (
+    "albert.embeddings.position_ids",
+    "predictions.bias",
+)  # a constant; equal to the decoder's bias
+
+
+def rename_ruleanalbert(state: dict[str, Tensor], config: LeanAlbertConfig) -> dict[str, Tensor]:
+    """A state dict with RuLeanALBERT's names, or ours, by our names.
+
+    :raises ValueError: copies of a shared matrix that differ: the config is not that of this state
+    """
+    renamed = {}
+    for name, tensor in state.items():
+        new = name.replace("albert.transformer.post_layer_norm.", "albert.post_layer_norm.")
+        if match := RULEANALBERT_LAYER.fullmatch(name):
+            group, inner, module, rest = match.groups()
+            layer = int(group) * config.num_inner_groups + int(inner)
+            new = f"albert.layers.{layer}.{RULEANALBERT_MODULES.get(module, module)}.{rest}"
+            if rest == "shared_matrix.weight":
+                new = f"albert.matrices.{config.find_matrices(layer)}.{RULEANALBERT_MODULES[module]}"
+        if new in renamed and not torch.equal(renamed[new], tensor):
+            raise ValueError(
+                f"{name} should be shared with other layers, but differs: is the config that of the state?"
+            )
+        if name not in RULEANALBERT_LEFT_OUT:
+            renamed[new] = tensor
+    return renamed
+
+
+def load_ruleanalbert(config_path: str | Path, state_path: str | Path) -> LeanAlbertForPreTraining:
+    """The model of a RuLeanALBERT checkpoint, in eval mode.
+
+    :param config_path: its config.json
+    :param state_path: its state.pth, {"model": state dict, ...} or the state dict itself, or a .safetensors file
+    :raises OSError: a file that cannot be read
+    :raises ValueError: a state that does not belong to the config; it names the tensors
+    """
+    config = LeanAlbertConfig(**json.loads(Path(config_path).read_text(encoding="utf-8")))
+    if Path(state_path).suffix == ".safetensors":
+        state = load_file(state_path)
+    else:
+        try:
+            state = torch.load(state_path, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
+            raise ValueError(f"{state_path} holds no state that torch can load: {str(e).splitlines()[0]}") from e
+        state = state.get("model", state)
+    # the config may be from before the tokenizer was final
+    words = "albert.embeddings.word_embeddings.weight"
+    if words not in state:
+        raise ValueError(f"{state_path} has no {words}: it is not a state of RuLeanALBERT")
+    config.vocab_size = len(state[words])
+    model = LeanAlbertForPreTraining(config)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as e:
+        raise ValueError(f"{state_path} does not belong to {config_path}: {e}") from e
+    return model.eval()
