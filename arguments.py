@@ -358,6 +358,14 @@ class TrainerArguments:
     bf16: bool = field(
         default=False, metadata={"help": "Mixed precision with bfloat16; needs a GPU or CPU that supports it."}
     )
+    gradient_checkpointing: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep less for the backward pass and compute more of it again: longer sequences and larger batches "
+            "fit, each step takes somewhat longer. Each peer as it needs; only for models that have it.",
+            "aliases": ["--gradient_checkpoints"],
+        },
+    )
     mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens that are masked."})
     dataloader_num_workers: int = field(
         default=4, metadata={"help": "Processes that prepare batches; 0: the training process does it itself."}

@@ -3,8 +3,9 @@
     make demo
 
 or, with everything installed, `python demo.py`; with --clients neither trainer accepts a connection, and an auxiliary
-peer averages for them. It only starts the project's scripts and reads what they write: each command is printed, and you
-can type it yourself. It ends by itself after two to three minutes on two cores; all that it writes is in --output_dir.
+peer averages for them; with --config_path configs/lean-demo.json they train a LeanALBERT. It only starts the project's
+scripts and reads what they write: each command is printed, and you can type it yourself. It ends by itself after two to
+three minutes on two cores; all that it writes is in --output_dir.
 Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
 Ctrl-C.
 """
@@ -35,7 +36,7 @@ MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2"
 # each other more often than every 3 s, the default. AdamW at a high rate: the real run's LAMB wants larger batches and
 # thousands of epochs.
 SHARED = (
-    "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 "
+    "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 "
     "--matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 --next_chunk_timeout 5 "
     "--default_refresh_period 0.5 --target_group_size 2 --average_state_every 16"
 )
@@ -187,7 +188,9 @@ def tokenize(scripts: Scripts, data: Path) -> str:
     """
     flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
     corpus = data / "dataset" / "corpus.json"
-    sources = [ROOT / name for name in ("demo.py", "tokenize_wikitext103.py", "data.py", "sample_data/austen.txt.xz")]
+    sources = [
+        ROOT / name for name in ("demo.py", "tokenize_wikitext103.py", "documents.py", "sample_data/austen.txt.xz")
+    ]
     if corpus.exists() and corpus.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         print(f"\nThe sample corpus, six novels by Jane Austen, is tokenized already: {data}")
         return flags
@@ -293,7 +296,7 @@ def report(output_dir: Path, epochs: int) -> str | None:
     return None
 
 
-def run(output_dir: Path, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
+def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
     start_time = time.monotonic()
     output_dir.mkdir(parents=True, exist_ok=True)
     with open(output_dir / ".lock", "w") as lock, Scripts(output_dir, stop) as scripts:
@@ -310,13 +313,15 @@ def run(output_dir: Path, epochs: int, behind_firewalls: bool, stop: threading.E
         if behind_firewalls:
             what = "Start an auxiliary peer, which averages for peers that accept no connection"
             tokenizer = re.search(r"--tokenizer_path .+", data_flags).group()
-            command, trainer = f"{AUX_PEER} --total_steps {epochs} {tokenizer}", f"{TRAINER} --client_mode"
+            command = f"{AUX_PEER} --config_path {config_path} --total_steps {epochs} {tokenizer}"
+            trainer = f"{TRAINER} --client_mode"
         initial_peers = start_first_peer(scripts, what, command, output_dir / "monitor")
         for name in TRAINERS:
             folder = shlex.quote(str(output_dir / name))
             is_first = name == TRAINERS[0]
             what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
-            command = f"{trainer} --total_steps {epochs} {data_flags} --output_dir {folder} {initial_peers}"
+            command = f"{trainer} --config_path {config_path} --total_steps {epochs} {data_flags} --output_dir {folder}"
+            command += f" {initial_peers}"
             scripts.start(name, what, command, TRAINER_ENVIRONMENT, is_shown=is_first)
         print("\nThe loss while they train: of masked words plus of the order of sentences (0.69 when guessed)")
         watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
@@ -331,6 +336,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="demo_output", help="folder for everything; old results are replaced")
     parser.add_argument("--epochs", type=int, default=128, help="optimizer steps of the swarm; fewer learn less")
+    parser.add_argument("--config_path", default="configs/demo.json", help="the model, e.g. configs/lean-demo.json")
     parser.add_argument("--clients", action="store_true", help="both peers accept no connection, as behind firewalls")
     args = parser.parse_args()
 
@@ -340,7 +346,7 @@ def main() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: stop.set())
     try:
-        run(Path(args.output_dir), args.epochs, args.clients, stop)
+        run(Path(args.output_dir), shlex.quote(args.config_path), args.epochs, args.clients, stop)
     except Stopped:
         print("stopped, no process is left", flush=True)
         return 130

@@ -29,6 +29,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm, linear, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -224,13 +225,19 @@ class RecomputedLinear(torch.autograd.Function):
 
 
 def apply_recomputed(prepare: Callable[..., Tensor], parameters: tuple[Tensor | None, ...], *inputs) -> Tensor:
-    """RecomputedLinear, but for a compiler, which decides by itself what to keep and what to compute again.
+    """RecomputedLinear, in words that a compiler understands where there is one.
 
     :param parameters: the last four arguments of `project`
     """
-    if torch.compiler.is_compiling():
-        return project(prepare(*inputs), *parameters)
-    return RecomputedLinear.apply(prepare, *parameters, *inputs)
+    if not torch.compiler.is_compiling():
+        return RecomputedLinear.apply(prepare, *parameters, *inputs)
+
+    # the compiler leaves out of the second computation what backward does not need: here, the product. As it sees all
+    # segments at once, it keeps little but the residual stream
+    def segment(*tensors):
+        return project(prepare(*tensors[4:]), *tensors[:4])
+
+    return checkpoint(segment, *parameters, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 # ---------------------------------------------------------------- one layer
@@ -502,7 +509,7 @@ def find_labelled_positions(labels: Tensor) -> Tensor:
 
 
 def masked_lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loss, and the logits [labels, vocabulary] at the positions that carry a label: nobody reads those of the rest,
+    """The loss, and the logits [labels, vocabulary] where there is a label: nobody reads those of the other positions,
     and they are most of a small model's work and memory.
 
     :param hidden: [batch, length, hidden]

@@ -4,15 +4,17 @@
         print(make_model(ModelArguments(config_path='configs/demo.json'), vocab_size=1000).num_parameters())"
 """
 
+import math
 import os
 from collections.abc import Iterable
 
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from transformers import AlbertConfig
+from transformers import AutoConfig
 
-from arguments import ModelArguments, stop_for_user
+from arguments import ModelArguments, TrainerArguments, stop_for_user
+from lean_albert import LeanAlbertForPreTraining, find_labelled_positions, masked_lm_loss
 
 
 class AlbertForPreTraining(transformers.AlbertForPreTraining):
@@ -23,29 +25,28 @@ class AlbertForPreTraining(transformers.AlbertForPreTraining):
     """
 
     def forward(
-        self, input_ids, attention_mask, token_type_ids, labels, sentence_order_label, labelled_positions=None
+        self, input_ids, token_type_ids, labels, sentence_order_label, attention_mask=None, labelled_positions=None
     ) -> dict[str, torch.Tensor]:
         """Losses of one batch.
 
-        :param input_ids: [batch, length] int64, as are attention_mask, token_type_ids and labels (-100: no label)
+        :param input_ids: [batch, length] int64, as are token_type_ids, labels (-100: no label) and attention_mask (None
+            where there is no padding)
         :param sentence_order_label: [batch] int64, 1 where the two segments were swapped
         :param labelled_positions: [labels] int64 indices into the flattened labels, see `move_batch`; looking for them
             here would make a GPU wait for the host
         :returns: loss (their sum, to train on), mlm_loss and sop_loss, scalars in nats
         """
         outputs = self.albert(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
-        if labelled_positions is None:
-            labelled_positions = find_labelled_positions(labels)
-        hidden = outputs.last_hidden_state.flatten(0, 1)[labelled_positions]
-        logits = self.predictions(hidden)
-        # sum / count: the mean over no label at all would be 0 / 0
-        mlm_loss = cross_entropy(logits.float(), labels.flatten()[labelled_positions], reduction="sum")
-        mlm_loss = mlm_loss / max(1, len(labelled_positions))
+        mlm_loss, _ = masked_lm_loss(outputs.last_hidden_state, self.predictions, labels, labelled_positions)
         sop_loss = cross_entropy(self.sop_classifier(outputs.pooler_output).float(), sentence_order_label)
         return {"loss": mlm_loss + sop_loss, "mlm_loss": mlm_loss.detach(), "sop_loss": sop_loss.detach()}
 
 
-def make_model(args: ModelArguments, vocab_size: int) -> AlbertForPreTraining:
+#: by the model_type of a configuration. Each gives loss (to train on), mlm_loss and sop_loss for a batch of data.py
+MODELS = {"albert": AlbertForPreTraining, "lean_albert": LeanAlbertForPreTraining}
+
+
+def make_model(args: ModelArguments, vocab_size: int) -> transformers.PreTrainedModel:
     """The untrained model, with the same initial weights on every peer of the same seed.
 
     :param vocab_size: len(tokenizer); a trained tokenizer may have fewer pieces than were asked for
@@ -54,23 +55,46 @@ def make_model(args: ModelArguments, vocab_size: int) -> AlbertForPreTraining:
     if config_path.endswith(".json") and not os.path.isfile(config_path):
         stop_for_user(f"--config_path {config_path} does not exist: choose one of configs/*.json")
     try:
-        config = AlbertConfig.from_pretrained(config_path)
-    except (OSError, ValueError) as e:
-        stop_for_user(f"--config_path {config_path} is no ALBERT configuration ({str(e).splitlines()[0]})")
+        config = AutoConfig.from_pretrained(config_path)
+    except (OSError, ValueError, TypeError) as e:
+        stop_for_user(f"--config_path {config_path} is no model's configuration ({str(e).splitlines()[0]})")
+    if config.model_type not in MODELS:
+        stop_for_user(
+            f"--config_path {config_path} has the model_type {config.model_type}: choose one of {', '.join(MODELS)}"
+        )
     config.vocab_size = vocab_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
-        return AlbertForPreTraining(config)
+        return MODELS[config.model_type](config)
 
 
-def find_labelled_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Indices into the flattened [batch, length] labels where there is one (not -100), int64."""
-    return (labels.flatten() != -100).nonzero().squeeze(1)
+def find_longest_sequence(model: transformers.PreTrainedModel) -> float:
+    """Tokens that the model takes at most: the size of its table of positions, or infinite without one."""
+    is_rotary = getattr(model.config, "position_embedding_type", "absolute") == "rotary"
+    return math.inf if is_rotary else model.config.max_position_embeddings
+
+
+def make_trained_model(
+    args: ModelArguments, trainer_args: TrainerArguments, vocab_size: int
+) -> transformers.PreTrainedModel:
+    """The model as a trainer uses it: with --gradient_checkpointing, it keeps less for the backward pass."""
+    model = make_model(args, vocab_size)
+    if trainer_args.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            stop_for_user(
+                f"--gradient_checkpointing: the model {model.config.model_type} has none: leave it away, or train a "
+                "LeanALBERT (--config_path configs/lean-albert.json)"
+            )
+        model.activation_checkpointing_enable()
+    return model
 
 
 def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The model's inputs on the device, with the labelled positions found while the labels are still on the host."""
+    """The model's inputs on the device. What would make a GPU wait for the host is found out here, on the host: where
+    the labels are; and whether there is no padding, so that attention needs no mask and takes its fastest way."""
     batch = dict(batch, labelled_positions=find_labelled_positions(batch["labels"]))
+    if batch["attention_mask"].all():
+        del batch["attention_mask"]
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

@@ -67,7 +67,7 @@ from joining import (
     measure_bandwidth,
     start_dht,
 )
-from model import make_model, move_batch
+from model import make_trained_model, move_batch
 from optimizer import describe_contract
 from utils import RunContract, fetch_progress, make_validators, setup_logging
 
@@ -368,7 +368,7 @@ def check_all(
             yield Check("dataset", "ok", f"{count:,} instances in {args.dataset_path}, made by this tokenizer")
         else:
             yield failure
-        model, failure = attempt("model", lambda: make_model(model_args, len(tokenizer)))
+        model, failure = attempt("model", lambda: make_trained_model(model_args, args, len(tokenizer)))
         yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {model_args.config_path}")
     if model:
         parameters = model.num_parameters()
@@ -507,7 +507,7 @@ def main() -> None:
     found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
     tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
     dataset, _ = load_tokenized_dataset(found, tokenizer)
-    model = make_model(model_args, len(tokenizer))
+    model = make_trained_model(model_args, args, len(tokenizer))
     # the validation split is always there, and its rows are as long as those of training
     sizes = find_batch_size(model, dataset["validation"], tokenizer, args, averaging.target_batch_size)
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)

@@ -57,7 +57,7 @@ from data import (
 )
 from fetch import fetch_data
 from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
-from model import evaluate, make_model, move_batch
+from model import evaluate, find_longest_sequence, make_trained_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
 from status import StatusServer
@@ -93,11 +93,11 @@ def main() -> None:
     found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
     tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
     dataset, corpus = load_tokenized_dataset(found, tokenizer)
-    model = make_model(model_args, len(tokenizer))
-    if corpus["seq_length"] > model.config.max_position_embeddings:
+    model = make_trained_model(model_args, args, len(tokenizer))
+    if corpus["seq_length"] > find_longest_sequence(model):
         stop_for_user(
             f"--dataset_path {args.dataset_path} has instances of {corpus['seq_length']} tokens, the model takes "
-            f"{model.config.max_position_embeddings}: tokenize with a smaller --seq_length"
+            f"{find_longest_sequence(model)}: tokenize with a smaller --seq_length"
         )
     for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
         try:

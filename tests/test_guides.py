@@ -50,12 +50,15 @@ COMMANDS = {
         "bandwidth": 100,
     },
     "run_trainer.py --run_id E --host_maddrs /ip4/0.0.0.0/tcp/31337 --announce_maddrs /ip4/203.0.113.1/tcp/31337 "
-    f"--initial_peers {PEER} --bandwidth 100 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --fp16": {
+    f"--initial_peers {PEER} --bandwidth 100 --per_device_train_batch_size 1 --gradient_accumulation_steps 1 --fp16 "
+    "--gradient_checkpointing": {
+        "gradient_checkpointing": True,
         "experiment_prefix": "E",
         "bandwidth": 100,
         "fp16": True,
         "gradient_accumulation_steps": 1,
     },
+    "run_trainer.py --run_id E --gradient_checkpoints": {"gradient_checkpointing": True},
     f"run_trainer.py --run_id E --initial_peers {PEER} --authorize False": {"authorize": False},
     "run_training_monitor.py --run_id E --use_google_dns --refresh_period 10 --store_checkpoints "
     "--save_checkpoint_step_interval 20 --model_config_path configs/demo.json --repo_path ./repo --repo_url ORG/NAME "

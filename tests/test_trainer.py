@@ -20,7 +20,7 @@ FAULTY_TRAINER = """
 import sys
 import run_trainer
 
-make_model, passes = run_trainer.make_model, 0
+make_model, passes = run_trainer.make_trained_model, 0
 
 def make_faulty_model(*args):
     model = make_model(*args)
@@ -33,7 +33,7 @@ def make_faulty_model(*args):
     model.predictions.register_forward_hook(spoil)
     return model
 
-run_trainer.make_model = make_faulty_model
+run_trainer.make_trained_model = make_faulty_model
 with run_trainer.clean_end():
     run_trainer.main()
 """

@@ -1,0 +1,176 @@
+"""What a model keeps for the backward pass and what a step takes: LeanALBERT beside transformers' ALBERT, in one run.
+
+    python benchmarks/bench_model.py                            # the yardstick, a minute on two cores
+    python benchmarks/bench_model.py --shape albert-large --batch_size 1
+    python benchmarks/bench_model.py --shape albert-large --batch_size 16 --device cuda --bf16
+    python benchmarks/bench_model.py --models transformers_sdpa lean --compile
+
+A step is a forward and a backward pass over made-up tokens of which 15 % carry a label, without padding. The models
+take turns; times are medians, ratios to the first model are medians of the ratios within a turn. Kept are all tensors
+that autograd holds after the forward pass, each storage once, the parameters apart. Peak is of the whole step, weights
+and gradients included, and only a GPU tells it.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining, find_labelled_positions
+from model import AlbertForPreTraining
+
+SHAPES = {
+    "yardstick": dict(
+        hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=8000
+    ),
+    "albert-large": dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, vocab_size=30000
+    ),
+}
+LENGTH = 512
+NO_DROPOUT = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout_prob=0)
+# dense bf16 FLOP/s from the vendor's data sheets
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12, "T4": 65e12}
+
+
+def make_albert(shape: dict, attention: str, kind: type) -> torch.nn.Module:
+    config = transformers.AlbertConfig(**shape, **NO_DROPOUT, embedding_size=128, max_position_embeddings=LENGTH)
+    config._attn_implementation = attention
+    return kind(config)
+
+
+def make_lean(shape: dict, checkpointing: bool = False, **options) -> torch.nn.Module:
+    model = LeanAlbertForPreTraining(
+        LeanAlbertConfig(**shape, num_hidden_groups=1, classifier_dropout_prob=0, **options)
+    )
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    return model
+
+
+MODELS = {
+    "transformers_sdpa": lambda shape: make_albert(shape, "sdpa", transformers.AlbertForPreTraining),
+    "transformers_eager": lambda shape: make_albert(shape, "eager", transformers.AlbertForPreTraining),
+    "transformers_labels": lambda shape: make_albert(shape, "sdpa", AlbertForPreTraining),
+    "lean": make_lean,
+    "lean_checkpointing": lambda shape: make_lean(shape, checkpointing=True),
+    "lean_gated_sandwich": lambda shape: make_lean(shape, hidden_act_gated=True, sandwich_norm=True),
+}
+
+
+def make_batch(vocab_size: int, batch_size: int, device: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, vocab_size, (batch_size, LENGTH), generator=generator)
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.15, ids, -100)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": (torch.arange(LENGTH) >= LENGTH // 2).long().expand(batch_size, -1).contiguous(),
+        "labels": labels,
+        "sentence_order_label": torch.arange(batch_size) % 2,
+        "labelled_positions": find_labelled_positions(labels),
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def measure_kept(run_forward, model: torch.nn.Module) -> int:
+    """Bytes that autograd keeps after a forward pass, parameters apart."""
+    parameters = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = run_forward()
+        total = sum(kept.values())
+    del loss
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="yardstick")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batch_size", type=int, default=4, help="sequences of 512 tokens")
+    parser.add_argument("--turns", type=int, default=9, help="steps of each model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--bf16", action="store_true", help="autocast")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each model")
+    args = parser.parse_args()
+
+    shape, is_cuda = SHAPES[args.shape], args.device.startswith("cuda")
+    batch = make_batch(shape["vocab_size"], args.batch_size, args.device)
+    models, steps, kept = {}, {}, {}
+    for name in args.models:
+        torch.manual_seed(0)
+        models[name] = model = MODELS[name](shape).to(args.device).train()
+        own = {
+            k: v
+            for k, v in batch.items()
+            if k != "labelled_positions" or "transformers_" not in name or "labels" in name
+        }
+        call = torch.compile(model) if args.compile else model
+
+        def run_forward(call=call, own=own):
+            with torch.autocast(args.device, torch.bfloat16) if args.bf16 else contextlib.nullcontext():
+                return call(**own)["loss"]
+
+        def step(model=model, run_forward=run_forward):
+            run_forward().backward()
+            for param in model.parameters():
+                param.grad = None
+            if is_cuda:
+                torch.cuda.synchronize()
+
+        step()  # first use: allocation, compilation
+        steps[name], kept[name] = step, measure_kept(run_forward, model)
+
+    times = {name: [] for name in models}
+    peaks = dict.fromkeys(models, 0)
+    for _ in range(args.turns):
+        for name, step in steps.items():
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - start)
+            peaks[name] = torch.cuda.max_memory_allocated() if is_cuda else 0
+
+    first, tokens = args.models[0], args.batch_size * LENGTH
+    where = torch.cuda.get_device_name() if is_cuda else f"{torch.get_num_threads()} CPU threads"
+    print(f"{args.shape}, {args.batch_size} x {LENGTH} tokens, {'bf16' if args.bf16 else 'fp32'}, {where}")
+    print(
+        f"{'model':20} {'kept MiB':>8} {'ms/step':>8} {'ratio':>6} {'tokens/s':>9}"
+        + ("  peak GB    MFU" if is_cuda else "")
+    )
+    for name in models:
+        median = statistics.median(times[name])
+        ratio = statistics.median(a / b for a, b in zip(times[name], times[first], strict=True))
+        line = f"{name:20} {kept[name] / 12**20:8.0f} {median * 1e3:8.0f} {ratio:6.2f} {tokens / median:9,.0f}"
+        if is_cuda:
+            line += f"  {peaks[name] / 1e9:7.2f}  {find_mfu(shape, name, tokens / median, where):5.1%}"
+        print(line)
+
+
+def find_mfu(shape: dict, name: str, tokens_per_second: float, gpu: str) -> float:
+    """Share of the GPU's bf16 peak that the model's own arithmetic takes, recomputation not counted."""
+    hidden, intermediate = shape["hidden_size"], shape["intermediate_size"] * (2 if "gated" in name else 1)
+    products = 4 * hidden**2 + hidden * intermediate + hidden * shape["intermediate_size"] + 2 * LENGTH * hidden
+    labelled = 1.0 if name in ("transformers_sdpa", "transformers_eager") else 0.15
+    per_token = shape["num_hidden_layers"] * products + labelled * 128 * (shape["vocab_size"] + hidden)
+    peak = next((flops for key, flops in PEAK_FLOPS.items() if key in gpu), float("nan"))
+    return 6 * per_token * tokens_per_second / peak
+
+
+if __name__ == "__main__":
+    main()

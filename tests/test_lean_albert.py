@@ -1,0 +1,608 @@
+"""lean_albert.py: the same numbers as a plain implementation and as RuLeanALBERT's own, at a fraction of the memory."""
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu, layer_norm
+
+import lean_albert
+from arguments import ModelArguments, TrainerArguments
+from lean_albert import (
+    LeanAlbertConfig,
+    LeanAlbertForMaskedLM,
+    LeanAlbertForPreTraining,
+    LeanAlbertForSequenceClassification,
+    LeanAlbertForTokenClassification,
+    LeanAlbertModel,
+    RecomputedLinear,
+    load_ruleanalbert,
+    project,
+)
+from model import make_model, make_trained_model, move_batch
+from optimizer import make_param_groups
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from bench_model import LENGTH, make_batch, make_lean, measure_kept
+
+VOCABULARY, LONG = 60, 12
+SMALL = dict(
+    vocab_size=VOCABULARY,
+    embedding_size=8,
+    hidden_size=16,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    intermediate_size=24,
+    max_position_embeddings=LONG,
+    # larger than SmallInit: every part is to matter
+    initializer_range=0.15,
+)
+SHARING = {
+    "own layers": {},
+    "one group": dict(num_hidden_groups=1),
+    "inner groups": dict(num_hidden_groups=2, num_inner_groups=2),
+    "shared matrices": dict(share_large_matrices=True),
+    "shared with adapters": dict(share_large_matrices=1, adapter_dim=3),
+    "two sets in turns": dict(num_inner_groups=2, share_large_matrices=2, num_inner_matrices=2, adapter_dim=3),
+}
+BLOCKS = {
+    f"{position}{' gated' * gated}{' sandwich' * sandwich}": dict(
+        position_embedding_type=position, hidden_act_gated=gated, sandwich_norm=sandwich
+    )
+    for position, gated, sandwich in itertools.product(("rotary", "absolute"), (False, True), (False, True))
+}
+OTHERS = {
+    "exact gelu": dict(hidden_act="gelu"),
+    "relu": dict(hidden_act="relu", hidden_act_gated=True),
+    "no bias of queries": dict(attn_qkv_bias=False),
+    "no bias of outputs": dict(out_proj_bias=False),
+    "sandwich with biases": dict(sandwich_norm=True, out_proj_bias=True),
+    "another rotary base": dict(rotary_embedding_base=100),
+}
+OPTIONS = {
+    **{f"{block}, {sharing}": BLOCKS[block] | SHARING[sharing] for block in BLOCKS for sharing in SHARING},
+    **OTHERS,
+}
+
+
+def make_inputs(seed: int = 0, size: int = 3, length: int = LONG, padding: bool = True) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (size, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padding:
+        mask[0, length // 2 :] = 0
+        mask[1, -1:] = 0
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, ids, -100)
+    labels[2, 0] = 5
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "token_type_ids": (torch.arange(length) >= length // 2).long().expand(size, -1),
+        "labels": labels.masked_fill(mask == 0, -100),
+        "sentence_order_label": torch.arange(size) % 2,
+    }
+
+
+def make_model_of(options: dict, kind: type = LeanAlbertForPreTraining, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = kind(LeanAlbertConfig(**SMALL | options))
+    with torch.no_grad():  # what begins as 0 or 1 is to matter too
+        for param in model.parameters():
+            if param.dim() == 1 or param.shape[1] == 3:
+                param.add_(torch.randn_like(param) * 0.2)
+    return model.train()
+
+
+def compute_plainly(model: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The architecture in the most obvious words, from the model's weights: no shared code, no fused kernels."""
+    config, weights = model.config, dict(model.named_parameters(remove_duplicate=False))
+    heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    activations = {"relu": torch.relu, "gelu": gelu, "gelu_fused": lambda x: gelu(x, approximate="tanh")}
+    act = activations[config.hidden_act]
+
+    def norm(hidden, name, eps=config.layer_norm_eps):
+        mean, variance = hidden.mean(-1, keepdim=True), hidden.var(-1, keepdim=True, unbiased=False)
+        return (hidden - mean) / (variance + eps).sqrt() * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def dense(hidden, name):
+        return hidden @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def layer_dense(hidden, layer, part, matrices):
+        output = hidden @ weights[f"albert.matrices.{matrices}.{part}"].T
+        own = f"albert.layers.{layer}.{part}"
+        if f"{own}.bias" in weights:
+            output = output + weights[f"{own}.bias"]
+        if config.adapter_dim:
+            output = output + hidden @ weights[f"{own}.adapter_first"].T @ weights[f"{own}.adapter_second"].T
+        return output
+
+    def turn(states):  # pair (i, i + size / 2) of each head as one complex number
+        angles = torch.arange(states.shape[1], dtype=torch.float64)[:, None] / config.rotary_embedding_base ** (
+            torch.arange(0, size, 2, dtype=torch.float64) / size
+        )
+        wide = torch.complex(*states.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat((wide.real, wide.imag), dim=-1).to(states.dtype)
+
+    ids, length = inputs["input_ids"], inputs["input_ids"].shape[1]
+    hidden = weights["albert.embeddings.word_embeddings.weight"][ids]
+    hidden = hidden + weights["albert.embeddings.token_type_embeddings.weight"][inputs["token_type_ids"]]
+    if config.position_embedding_type == "absolute":
+        hidden = hidden + weights["albert.embeddings.position_embeddings.weight"][:length]
+    hidden = dense(norm(hidden, "albert.embeddings.layer_norm"), "albert.embeddings.embedding_hidden_mapping")
+
+    own_layers = config.num_hidden_groups * config.num_inner_groups
+    for step in range(config.num_hidden_layers):
+        group = int(step / (config.num_hidden_layers / config.num_hidden_groups))
+        for layer in range(group * config.num_inner_groups, (group + 1) * config.num_inner_groups):
+            matrices = layer
+            if config.share_large_matrices:
+                turns = config.num_inner_matrices
+                matrices = layer * int(config.share_large_matrices) // own_layers * turns + layer % turns
+            name = f"albert.layers.{layer}"
+            states = layer_dense(norm(hidden, f"{name}.attention_norm"), layer, "qkv", matrices)
+            query, key, value = (part.unflatten(-1, (heads, size)) for part in states.chunk(3, dim=-1))
+            if config.position_embedding_type == "rotary":
+                query, key = turn(query), turn(key)
+            scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / size**0.5
+            if "attention_mask" in inputs:
+                hole = torch.finfo(scores.dtype).min
+                scores = scores.masked_fill(inputs["attention_mask"][:, None, None, :] == 0, hole)
+            mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value).flatten(2)
+            output = layer_dense(mixed, layer, "attention_output", matrices)
+            hidden = hidden + (norm(output, f"{name}.attention_sandwich_norm") if config.sandwich_norm else output)
+            wide = layer_dense(norm(hidden, f"{name}.ffn_norm"), layer, "ffn_input", matrices)
+            if config.hidden_act_gated:
+                wide = act(wide[..., : config.intermediate_size]) * wide[..., config.intermediate_size :]
+            else:
+                wide = act(wide)
+            output = layer_dense(wide, layer, "ffn_output", matrices)
+            hidden = hidden + (norm(output, f"{name}.ffn_sandwich_norm") if config.sandwich_norm else output)
+    hidden = norm(hidden, "albert.post_layer_norm")
+
+    words = norm(act(dense(hidden, "predictions.dense")), "predictions.layer_norm", eps=1e-5)
+    words = words @ weights["albert.embeddings.word_embeddings.weight"].T + weights["predictions.decoder.bias"]
+    order = dense(torch.tanh(dense(hidden[:, 0], "albert.pooler")), "sop_classifier.classifier")
+    loss = cross_entropy(words.flatten(0, 1), inputs["labels"].flatten())
+    loss = loss + cross_entropy(order, inputs["sentence_order_label"])
+    return {"loss": loss, "prediction_logits": words, "sop_logits": order}
+
+
+def assert_same(model: nn.Module, inputs: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Logits, loss and all gradients, relative to the largest value of each tensor."""
+
+    def compare(name, found, expected):
+        difference = (found - expected).abs().max().item()
+        assert difference <= tolerance * max(expected.abs().max().item(), 1e-3), name
+
+    model.zero_grad()
+    expected = compute_plainly(model, inputs)
+    expected["loss"].backward()
+    gradients = {name: param.grad for name, param in model.named_parameters()}
+    model.zero_grad()
+    outputs = model(**inputs)
+    outputs["loss"].backward()
+    compare("loss", outputs["loss"], expected["loss"])
+    assert outputs["loss"].item() == pytest.approx((outputs["mlm_loss"] + outputs["sop_loss"]).item(), rel=1e-6)
+    labels = inputs["labels"] != -100
+    compare("logits at labels", outputs["prediction_logits"], expected["prediction_logits"][labels])
+    for name, param in model.named_parameters():
+        compare(name, param.grad, gradients[name])
+    with torch.no_grad():
+        outputs = model.eval()(**inputs)
+    model.train()
+    for name in expected:
+        compare(name, outputs[name], expected[name])
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_numbers_are_those_of_a_plain_implementation(name):
+    model = make_model_of(OPTIONS[name])
+    # an embedding's gradient for padding is left out
+    model.albert.embeddings.word_embeddings.padding_idx = None
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        for padding in (True, False):
+            assert_same(model, make_inputs(padding=padding), 1e-5)
+    assert_same(model.double(), make_inputs(), 1e-10)
+
+
+def test_numbers_in_bf16():
+    inputs = make_inputs()
+    model = make_model_of(dict(sandwich_norm=True, hidden_act_gated=True) | SHARING["shared with adapters"])
+    model(**inputs).loss.backward()
+    gradients = {name: param.grad.clone() for name, param in model.named_parameters()}
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(**inputs)
+            assert model.albert(inputs["input_ids"]).last_hidden_state.dtype == torch.float32
+        outputs.loss.backward()
+        for name, param in model.named_parameters():
+            assert param.grad.dtype == torch.float32
+            error = (param.grad - gradients[name]).norm() / gradients[name].norm().clamp(min=1e-3)
+            assert error < 0.1, name
+    # all weights in bf16
+    loss = model.bfloat16()(**inputs).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(outputs.loss.item(), rel=0.05)
+
+
+def test_gradcheck_of_what_is_recomputed():
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    torch.manual_seed(0)
+    weight, bias, first, second = draw(5, 4), draw(5), draw(2, 4), draw(5, 2)
+    norm_weight, norm_bias, hidden = draw(4), draw(4), draw(3, 2, 4)
+
+    def prepare(hidden, weight, bias):
+        return gelu(layer_norm(hidden, (4,), weight, bias))
+
+    inputs = (hidden, norm_weight, norm_bias)
+    for parameters in ((weight, bias, first, second), (weight, None, None, None), (weight, bias, None, None)):
+        assert torch.autograd.gradcheck(lambda *args: RecomputedLinear.apply(prepare, *args), (*parameters, *inputs))
+        assert RecomputedLinear.apply(prepare, *parameters, *inputs).equal(project(prepare(*inputs), *parameters))
+    # parts that do not learn
+    for frozen in itertools.combinations(range(7), 2):
+        for place, tensor in enumerate((weight, bias, first, second, *inputs)):
+            tensor.requires_grad_(place not in frozen)
+        assert torch.autograd.gradcheck(
+            lambda *args: RecomputedLinear.apply(prepare, *args), (weight, bias, first, second, *inputs)
+        )
+
+
+def test_gradients_of_frozen_models():
+    inputs, model = make_inputs(), make_model_of({})
+    model(**inputs).loss.backward()
+    expected = model.sop_classifier.classifier.weight.grad.clone()
+    model.zero_grad()
+    model.albert.requires_grad_(False)
+    model(**inputs).loss.backward()
+    assert torch.allclose(model.sop_classifier.classifier.weight.grad, expected, atol=1e-6)
+    assert all(param.grad is None for param in model.albert.parameters())
+
+
+@pytest.mark.parametrize("part", ["attention", "ffn"])
+def test_a_converted_albert_where_both_architectures_coincide(part):
+    """ALBERT normalizes behind the sum, LeanALBERT in front of each part. With a single layer of which one part is
+    silent, and a stream that is normalized already, these are the same."""
+    torch.manual_seed(0)
+    shape = dict(vocab_size=VOCABULARY, hidden_size=16, embedding_size=16, num_attention_heads=4, intermediate_size=24)
+    shape |= dict(max_position_embeddings=LONG, num_hidden_layers=1, hidden_act="gelu_new", initializer_range=0.3)
+    albert = transformers.AlbertForPreTraining(transformers.AlbertConfig(**shape)).eval()
+    model = LeanAlbertForPreTraining(LeanAlbertConfig(**shape, position_embedding_type="absolute")).eval()
+    theirs, ours = albert.albert.encoder.albert_layer_groups[0].albert_layers[0], model.albert.layers[0]
+    attention, matrices = theirs.attention, model.albert.matrices[0]
+    with torch.no_grad():
+        for param in albert.parameters():
+            if param.dim() == 1:
+                param.add_(torch.randn_like(param) * 0.2)
+        for norm in (albert.albert.embeddings.LayerNorm, attention.LayerNorm):
+            norm.weight.fill_(1), norm.bias.zero_()
+        albert.albert.encoder.embedding_hidden_mapping_in.weight.copy_(torch.eye(16))
+        albert.albert.encoder.embedding_hidden_mapping_in.bias.zero_()
+        for silent in (theirs.ffn_output,) if part == "attention" else (attention.dense,):
+            silent.weight.zero_(), silent.bias.zero_()
+        names = {"word_embeddings", "token_type_embeddings", "position_embeddings"}
+        for name in names:
+            getattr(model.albert.embeddings, name).load_state_dict(getattr(albert.albert.embeddings, name).state_dict())
+        model.albert.embeddings.embedding_hidden_mapping.weight.copy_(torch.eye(16))
+        queries = (attention.query, attention.key, attention.value)
+        matrices.qkv.copy_(torch.cat([linear.weight for linear in queries]))
+        ours.qkv.bias.copy_(torch.cat([linear.bias for linear in queries]))
+        for matrix, own, linear in (
+            (matrices.attention_output, ours.attention_output, attention.dense),
+            (matrices.ffn_input, ours.ffn_input, theirs.ffn),
+            (matrices.ffn_output, ours.ffn_output, theirs.ffn_output),
+        ):
+            matrix.copy_(linear.weight), own.bias.copy_(linear.bias)
+        model.albert.post_layer_norm.load_state_dict(theirs.full_layer_layer_norm.state_dict())
+        model.albert.pooler.load_state_dict(albert.albert.pooler.state_dict())
+        model.sop_classifier.classifier.load_state_dict(albert.sop_classifier.classifier.state_dict())
+        model.predictions.dense.load_state_dict(albert.predictions.dense.state_dict())
+        model.predictions.layer_norm.load_state_dict(albert.predictions.LayerNorm.state_dict())
+        model.predictions.layer_norm.eps = albert.config.layer_norm_eps
+        model.predictions.decoder.bias.copy_(albert.predictions.bias)
+        inputs = make_inputs()
+        expected, found = albert(**inputs), model(**inputs)
+    # torch's fused norm and theirs differ in the last digits
+    for name in ("loss", "prediction_logits", "sop_logits"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+# --- edges ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", ["rotary", "absolute"])
+def test_rows_of_padding_alone_are_finite_and_disturb_nobody(position):
+    inputs, model = make_inputs(), make_model_of(dict(position_embedding_type=position))
+    expected = model(**{name: value[1:] for name, value in inputs.items()})
+    inputs["attention_mask"][0] = 0
+    inputs["labels"][0] = -100
+    outputs = model(**inputs)
+    outputs.loss.backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
+    torch.testing.assert_close(outputs.prediction_logits, expected.prediction_logits)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(**inputs).sop_logits.isfinite().all()
+
+
+def test_what_lies_in_padding_is_not_seen():
+    inputs, model = make_inputs(), make_model_of({}).eval()
+    other = inputs | {"input_ids": torch.where(inputs["attention_mask"] == 0, 7, inputs["input_ids"])}
+    kept = inputs["attention_mask"].bool()
+    one, two = (model(**batch).prediction_logits[kept] for batch in (inputs, other))
+    torch.testing.assert_close(one, two)
+    # nor is there a difference to a batch that was never padded
+    short = {name: value[:1, : LONG // 2] if value.dim() == 2 else value[:1] for name, value in inputs.items()}
+    del short["attention_mask"]
+    torch.testing.assert_close(model(**short).prediction_logits[0], one[: LONG // 2], rtol=1e-4, atol=1e-5)
+
+
+def test_one_token_and_views_that_are_not_contiguous():
+    model = make_model_of({})
+    inputs = make_inputs(length=1, padding=False)
+    assert_same(model, inputs | {"labels": inputs["input_ids"]}, 1e-5)
+    inputs = make_inputs()
+    views = {name: value.t().contiguous().t() if value.dim() == 2 else value for name, value in inputs.items()}
+    assert not views["input_ids"].is_contiguous()
+    assert model(**views).loss.item() == pytest.approx(model(**inputs).loss.item(), rel=1e-6)
+
+
+def test_longest_sequence():
+    long = make_inputs(length=3 * LONG)
+    assert_same(make_model_of({}), long, 1e-5)
+    with pytest.raises(ValueError, match=f"sequence of {3 * LONG} tokens .* max_position_embeddings {LONG}.*rotary"):
+        make_model_of(dict(position_embedding_type="absolute"))(**long)
+
+
+@pytest.mark.parametrize(
+    "options, cure",
+    [
+        (dict(num_attention_heads=5), "no multiple of num_attention_heads"),
+        (dict(num_attention_heads=16), "heads of even size"),
+        (dict(position_embedding_type="relative"), "rotary or absolute"),
+        (dict(num_hidden_groups=5), "between 1 and num_hidden_layers"),
+        (dict(adapter_dim=4), "need share_large_matrices"),
+        (dict(share_large_matrices=3, num_inner_matrices=2), "more sets of matrices"),
+        (dict(hidden_dropout_prob=0.1), "has no hidden_dropout_prob"),
+        (dict(block_size=32), "block_size is not supported"),
+        (dict(hidden_act="gulp"), "hidden_act gulp is unknown"),
+    ],
+)
+def test_a_config_that_cannot_be_built_says_why(options, cure):
+    with pytest.raises(ValueError, match=cure):
+        LeanAlbertForPreTraining(LeanAlbertConfig(**SMALL | options))
+
+
+def test_small_init():
+    torch.manual_seed(0)
+    model = LeanAlbertForPreTraining(LeanAlbertConfig(**SMALL | dict(hidden_size=64, initializer_range=None)))
+    expected = (2 / (5 * 64)) ** 0.5
+    for param in (model.albert.matrices[0].ffn_input, model.albert.pooler.weight, model.predictions.dense.weight):
+        assert param.std().item() == pytest.approx(expected, rel=0.1)
+    model = LeanAlbertForPreTraining(LeanAlbertConfig(**SMALL | SHARING["shared with adapters"]))
+    qkv = model.albert.layers[0].qkv
+    assert qkv.adapter_first.std() > 0 and not qkv.adapter_second.any()
+
+
+# --- in its surroundings ----------------------------------------------------------------------------------------------
+
+
+def test_the_config_file_is_all_that_a_trainer_needs():
+    with torch.device("meta"):
+        model = make_model(ModelArguments("configs/lean-albert.json"), 30_000)
+    assert type(model) is LeanAlbertForPreTraining
+    assert 17.5e6 < model.num_parameters() < 18.5e6  # as ALBERT-large
+    decayed, undecayed = make_param_groups(make_model(ModelArguments("configs/lean-demo.json"), VOCABULARY))
+    assert all(name.endswith(".bias") or "norm" in name for name in undecayed["names"])
+    assert not any("norm" in name for name in decayed["names"])
+
+
+def test_gradient_checkpointing_is_a_flag(capsys):
+    flags = TrainerArguments(gradient_checkpointing=True)
+    model = make_trained_model(ModelArguments("configs/lean-demo.json"), flags, VOCABULARY)
+    plain = make_trained_model(ModelArguments("configs/lean-demo.json"), TrainerArguments(), VOCABULARY)
+    batch = move_batch(make_inputs(), torch.device("cpu"))
+    losses = [m(**batch)["loss"] for m in (model, plain)]
+    assert losses[0].item() == losses[1].item()
+    kept = [measure_kept(lambda m=m: m(**batch)["loss"], m) for m in (model, plain)]
+    assert kept[0] < kept[1]
+    with pytest.raises(SystemExit):
+        make_trained_model(ModelArguments("configs/demo.json"), flags, VOCABULARY)
+    assert "configs/lean-albert.json" in capsys.readouterr().err
+
+
+def test_saved_folders_open_with_the_auto_classes(tmp_path):
+    model, inputs = (
+        make_model_of(dict(position_embedding_type="absolute") | SHARING["shared with adapters"]),
+        make_inputs(),
+    )
+    model.eval().save_pretrained(tmp_path)
+    call = {name: inputs[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
+    expected, hidden = model(**call), model.albert(**call)
+    for auto, kind in (
+        (transformers.AutoModelForPreTraining, LeanAlbertForPreTraining),
+        (transformers.AutoModelForMaskedLM, LeanAlbertForMaskedLM),
+        (transformers.AutoModel, LeanAlbertModel),
+    ):
+        loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+        assert type(loaded) is kind and not info["missing_keys"]
+    assert loaded(**call).pooler_output.equal(hidden.pooler_output)
+    logits = LeanAlbertForMaskedLM.from_pretrained(tmp_path)(**call).logits
+    assert logits.equal(expected.prediction_logits)
+    assert LeanAlbertForPreTraining.from_pretrained(tmp_path)(**call).sop_logits.equal(expected.sop_logits)
+
+
+@pytest.mark.parametrize(
+    "kind, labels",
+    [
+        (LeanAlbertForSequenceClassification, torch.tensor([0, 2, 1])),
+        (LeanAlbertForTokenClassification, make_inputs()["input_ids"] % 3),
+    ],
+)
+def test_classifiers_learn(kind, labels, tmp_path):
+    make_model_of({}).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    auto = {
+        LeanAlbertForSequenceClassification: transformers.AutoModelForSequenceClassification,
+        LeanAlbertForTokenClassification: transformers.AutoModelForTokenClassification,
+    }[kind]
+    model = auto.from_pretrained(tmp_path, num_labels=3).train()
+    assert type(model) is kind and model.dropout.p == 0.1
+    inputs = {name: value for name, value in make_inputs().items() if "label" not in name}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        outputs = model(**inputs, labels=labels)
+        outputs.loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        found = model.eval()(**inputs).logits.argmax(-1)
+    assert (found == labels).float().mean() > 0.95
+
+
+def test_another_vocabulary_keeps_the_tie():
+    model = make_model_of({})
+    model.resize_token_embeddings(VOCABULARY + 5)
+    assert model.predictions.decoder.weight is model.albert.embeddings.word_embeddings.weight
+    assert model.predictions.decoder.bias.shape == (VOCABULARY + 5,)
+    assert model(**make_inputs()).prediction_logits.shape[1] == VOCABULARY + 5
+
+
+def test_memory_of_the_yardstick():
+    """benchmarks/bench_model.py has times too, and other models to compare with."""
+    shape = dict(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=8000)
+    batch = make_batch(8000, 1, "cpu")
+    for options, limit in (({}, 225), (dict(checkpointing=True), 100)):
+        model = make_lean(shape, **options).train()
+        kept = measure_kept(lambda model=model: model(**batch)["loss"], model)
+        # a quarter of its 4 x 512 tokens
+        assert LENGTH == 512 and kept < limit * 2**20 / 4
+        # nothing is kept where nothing is to be learned
+        with torch.no_grad():
+            assert measure_kept(lambda model=model: model(**batch)["loss"], model) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(os.access(f"{folder}/g++", os.X_OK) for folder in os.get_exec_path()), reason="no compiler")
+def test_compiled_it_has_the_same_numbers_and_keeps_little():
+    inputs, model = make_inputs(), make_model_of(dict(hidden_act_gated=True, sandwich_norm=True))
+    model(**inputs).loss.backward()
+    expected = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    compiled = torch.compile(model)
+    loss = compiled(**inputs).loss
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in loss.grad_fn.saved_tensors}
+    plainly_kept = measure_kept(lambda: compute_plainly(model, inputs)["loss"], model)
+    assert sum(size for place, size in kept.items() if place not in weights) < plainly_kept / 3
+    loss.backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+# --- RuLeanALBERT's checkpoints ---------------------------------------------------------------------------------------
+
+needs_reference = pytest.mark.skipif(
+    "TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data"
+)
+
+
+def find_reference() -> Path:
+    return Path(os.environ["TEST_DATA"]) / "lean_albert_reference"
+
+
+@needs_reference
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("form", ["safetensors", "pth", "pth of a trainer"])
+@pytest.mark.parametrize("name", ["plain_rotary", "gated_sandwich"])
+def test_a_state_of_ruleanalbert_gives_its_numbers(name, form, checkpointing, tmp_path):
+    tensors = load_file(find_reference() / f"{name}.safetensors")
+    parts = {"state": {}, "in": {}, "out": {}, "grad": {}}
+    for key, tensor in tensors.items():
+        part, rest = key.split(".", 1)
+        parts[part][rest] = tensor.clone()
+    path = tmp_path / f"state.{form.split()[0]}"
+    if form == "safetensors":
+        save_file(parts["state"], path)
+    else:
+        torch.save({"model": parts["state"], "local_epoch": 7} if "trainer" in form else parts["state"], path)
+
+    model = load_ruleanalbert(find_reference() / f"{name}.config.json", path)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    outputs = model(**parts["in"])
+    for key in ("prediction_logits", "sop_logits"):
+        torch.testing.assert_close(outputs[key], parts["out"][key], rtol=1e-4, atol=1e-5)
+    assert outputs.loss.item() == pytest.approx(parts["out"]["loss"].item(), rel=1e-5)
+    model.train()(**parts["in"]).loss.backward()
+    parts["grad"]["predictions.decoder.bias"] = parts["grad"]["predictions.bias"]
+    gradients = lean_albert.rename_ruleanalbert(parts["grad"], model.config)
+    for key, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, gradients.pop(key), rtol=1e-4, atol=1e-5)
+    assert not gradients
+
+
+@needs_reference
+def test_all_names_of_ruleanalbert_find_their_place():
+    known = json.loads((find_reference() / "state_names.json").read_text())
+    for name, variant in known["variants"].items():
+        config = LeanAlbertConfig(**known["common"], **variant["options"])
+        state, shared = {}, {}
+        for number, (key, shape) in enumerate(variant["state"].items()):
+            found = lean_albert.RULEANALBERT_LAYER.fullmatch(key)
+            if found and found[4] == "shared_matrix.weight":
+                layer = int(found[1]) * config.num_inner_groups + int(found[2])
+                state[key] = shared.setdefault((found[3], config.find_matrices(layer)), torch.full(shape, number / 7))
+            else:
+                state[key] = torch.full(shape, number / 7)
+        state["predictions.decoder.weight"] = state["albert.embeddings.word_embeddings.weight"]
+        model = LeanAlbertForPreTraining(config)
+        model.load_state_dict(state)  # strict: each name once, each shape right
+        assert len(model.albert.matrices) == (len(shared) // 4), name
+        values = [param.flatten()[0].item() for param in model.parameters()]
+        assert len(set(values)) == len(values), name
+
+
+@needs_reference
+def test_the_recipe_of_the_guide(tmp_path):
+    """Its config may be older than the tokenizer: build, resize, load."""
+    tensors = load_file(find_reference() / "plain_rotary.safetensors")
+    state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state.")}
+    config = json.loads((find_reference() / "plain_rotary.config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 90}))
+    model = LeanAlbertForPreTraining(LeanAlbertConfig.from_pretrained(str(tmp_path / "config.json")))
+    model.resize_token_embeddings(100)
+    model.load_state_dict(state)
+    inputs = {name[3:]: tensor for name, tensor in tensors.items() if name.startswith("in.")}
+    assert model(**inputs).loss.item() == pytest.approx(tensors["out.loss"].item(), rel=1e-5)
+
+
+@needs_reference
+def test_a_state_of_another_model_is_one_error(tmp_path):
+    tensors = load_file(find_reference() / "plain_rotary.safetensors")
+    state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state.")}
+    torch.save(state, tmp_path / "state.pth")
+    with pytest.raises(ValueError, match=r"does not belong to .*ffn_input"):
+        load_ruleanalbert(find_reference() / "gated_sandwich.config.json", tmp_path / "state.pth")
+    shared = json.loads((find_reference() / "plain_rotary.config.json").read_text()) | {"share_large_matrices": 1}
+    (tmp_path / "config.json").write_text(json.dumps(shared))
+    with pytest.raises(ValueError, match="should be shared"):
+        load_ruleanalbert(tmp_path / "config.json", tmp_path / "state.pth")
+    (tmp_path / "state.pth").write_bytes(b"no state")
+    with pytest.raises(ValueError, match="holds no state"):
+        load_ruleanalbert(tmp_path / "config.json", tmp_path / "state.pth")
