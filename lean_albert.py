@@ -340,7 +340,7 @@ class LeanAlbertLayer(nn.Module):
                 project(self.normalize(hidden, norm_weight, norm_bias), *parameters), self.num_heads, mask, rotation
             )
 
-        def widen(hidden, norm_weight, norm_bias, *parameters):
+        def enter_ffn(hidden, norm_weight, norm_bias, *parameters):
             return self.activate(project(self.normalize(hidden, norm_weight, norm_bias), *parameters))
 
         norm, first = self.attention_norm, self.qkv.with_matrix(matrices.qkv)
@@ -354,7 +354,7 @@ class LeanAlbertLayer(nn.Module):
             wide = apply_recomputed(self.normalize, first, hidden, norm.weight, norm.bias)
             output = apply_recomputed(self.activate, second, wide)
         else:
-            output = apply_recomputed(widen, second, hidden, norm.weight, norm.bias, *first)
+            output = apply_recomputed(enter_ffn, second, hidden, norm.weight, norm.bias, *first)
         return hidden + self.ffn_sandwich_norm(output)
 
 
@@ -471,7 +471,7 @@ class LeanAlbertModel(LeanAlbertPreTrainedModel):
         """Cosines and sines [length, head size / 2] of the angles of `rotate`, in fp32 or better."""
         size = self.config.hidden_size // self.config.num_attention_heads
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        # the angle of a late position must not lose its fraction
+        # fp64: the angle of a late position must not lose its fraction
         steps = torch.arange(0, size, 2, dtype=torch.float64, device=hidden.device) / size
         positions = torch.arange(hidden.shape[1], dtype=torch.float64, device=hidden.device)
         angles = positions[:, None] * self.config.rotary_embedding_base**-steps
@@ -503,6 +503,11 @@ class LeanAlbertSOPHead(nn.Module):
         return self.classifier(pooled)
 
 
+def widen(logits: Tensor) -> Tensor:
+    """In fp32 at least: half precision is too coarse for a softmax over a vocabulary."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def find_labelled_positions(labels: Tensor) -> Tensor:
     """Indices into the flattened [batch, length] labels where there is one (not -100), int64."""
     return (labels.flatten() != -100).nonzero().squeeze(1)
@@ -519,7 +524,7 @@ def masked_lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor, positions: T
     positions = find_labelled_positions(labels) if positions is None else positions
     logits = head(hidden.flatten(0, 1)[positions])
     # sum / count: the mean over no label at all would be 0 / 0
-    loss = cross_entropy(logits.float(), labels.flatten()[positions], reduction="sum") / max(1, len(positions))
+    loss = cross_entropy(widen(logits), labels.flatten()[positions], reduction="sum") / max(1, len(positions))
     return loss, logits
 
 
@@ -577,7 +582,7 @@ class LeanAlbertForPreTraining(LeanAlbertPreTrainedModel):
         if labels is None or not (self.training or labelled_positions is not None):
             logits = self.predictions(hidden)
         if sentence_order_label is not None:
-            sop_loss = cross_entropy(sop_logits.float(), sentence_order_label)
+            sop_loss = cross_entropy(widen(sop_logits), sentence_order_label)
             losses.append(sop_loss)
         return LeanAlbertForPreTrainingOutput(
             loss=sum(losses) if losses else None,
