@@ -270,11 +270,11 @@ swarm. This card is written anew with each upload; language and license are not 
 ```python
 from transformers import pipeline
 
-fill = pipeline("fill-mask", "{where}")
+fill = pipeline("fill-mask", "{where}"{trust})
 print(fill(f"The captain was {{fill.tokenizer.mask_token}} to her."))
 ```
 
-`AlbertForPreTraining.from_pretrained` loads it with both of its heads. `training_state.pt` holds the optimizer and
+`AutoModelForPreTraining.from_pretrained` loads it with both of its heads. `training_state.pt` holds the optimizer and
 everything else that training goes on from: download the folder and give it to `run_trainer.py
 --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each file.
 """
@@ -316,6 +316,8 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         epoch=stamp["epoch"],
         figures="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
         where=where,
+        # the folder brings the model's code where transformers has none
+        trust=", trust_remote_code=True" * hasattr(model.config, "auto_map"),
         curve="![learning curve](learning_curve.png)\n\n" * has_curve,
     )
 

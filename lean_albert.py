@@ -12,7 +12,8 @@ backward pass (`RecomputedLinear`): they are cheap beside the products that are 
 feed-forward's first product is computed again too, and only the two inputs stay.
 
 Importing this file registers the model with transformers' Auto classes: folders that hold one open with AutoModel,
-AutoModelForMaskedLM and so on.
+AutoModelForMaskedLM and so on. save_pretrained puts a copy of this file beside the weights: they also open where nobody
+has imported it, with trust_remote_code=True.
 """
 
 import json
@@ -109,6 +110,8 @@ class LeanAlbertConfig(PreTrainedConfig):
             self.out_proj_bias = not self.sandwich_norm
         if self.initializer_range is None:
             self.initializer_range = math.sqrt(2 / (5 * self.hidden_size))
+        # for all of the Auto classes, not only for the model that happens to be saved
+        kwargs["auto_map"] = {name: f"lean_albert.{model.__name__}" for name, model in AUTO_CLASSES.items()}
         super().__post_init__(**kwargs)
         own_layers = self.num_hidden_groups * self.num_inner_groups
         head_size, remainder = divmod(self.hidden_size, self.num_attention_heads)
@@ -681,15 +684,18 @@ class LeanAlbertForTokenClassification(LeanAlbertPreTrainedModel):
         return TokenClassifierOutput(loss=loss, logits=logits)
 
 
+AUTO_CLASSES = {
+    "AutoModel": LeanAlbertModel,
+    "AutoModelForPreTraining": LeanAlbertForPreTraining,
+    "AutoModelForMaskedLM": LeanAlbertForMaskedLM,
+    "AutoModelForSequenceClassification": LeanAlbertForSequenceClassification,
+    "AutoModelForTokenClassification": LeanAlbertForTokenClassification,
+}
 transformers.AutoConfig.register(LeanAlbertConfig.model_type, LeanAlbertConfig, exist_ok=True)
-for auto, model in (
-    (transformers.AutoModel, LeanAlbertModel),
-    (transformers.AutoModelForPreTraining, LeanAlbertForPreTraining),
-    (transformers.AutoModelForMaskedLM, LeanAlbertForMaskedLM),
-    (transformers.AutoModelForSequenceClassification, LeanAlbertForSequenceClassification),
-    (transformers.AutoModelForTokenClassification, LeanAlbertForTokenClassification),
-):
-    auto.register(LeanAlbertConfig, model, exist_ok=True)
+LeanAlbertConfig.register_for_auto_class()
+for auto_class, model_class in AUTO_CLASSES.items():
+    getattr(transformers, auto_class).register(LeanAlbertConfig, model_class, exist_ok=True)
+    model_class.register_for_auto_class(auto_class)
 
 
 # ---------------------------------------------------------------- RuLeanALBERT's checkpoints

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -444,6 +445,21 @@ def test_saved_folders_open_with_the_auto_classes(tmp_path):
     logits = LeanAlbertForMaskedLM.from_pretrained(tmp_path)(**call).logits
     assert logits.equal(expected.prediction_logits)
     assert LeanAlbertForPreTraining.from_pretrained(tmp_path)(**call).sop_logits.equal(expected.sop_logits)
+
+
+def test_a_saved_folder_brings_its_code(tmp_path):
+    """As on a machine that has never seen this repository."""
+    model, inputs = make_model_of({}).eval(), make_inputs()
+    model.save_pretrained(tmp_path / "model")
+    torch.save(inputs["input_ids"], tmp_path / "ids.pt")
+    program = """
+import torch, transformers
+model = transformers.AutoModelForMaskedLM.from_pretrained("model", trust_remote_code=True)
+torch.save(model(torch.load("ids.pt")).logits, "logits.pt")
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
+    assert torch.load(tmp_path / "logits.pt").equal(model(inputs["input_ids"]).prediction_logits)
 
 
 @pytest.mark.parametrize(
