@@ -18,6 +18,7 @@ from datasets import Dataset
 from transformers import AlbertTokenizer
 
 import data
+from arguments import DataArguments
 from documents import (
     SAMPLE_CHAPTER,
     SAMPLE_TITLE,
@@ -59,9 +60,9 @@ def dataset():
     return Dataset.from_dict(columns)
 
 
-def make_batches(dataset, tokenizer, count, **changes):
-    options = {"batch_size": 8, "seed": 1, "mlm_probability": 0.15, "num_workers": 0, **changes}
-    return list(itertools.islice(data.make_train_batches(dataset, tokenizer, **options), count))
+def make_batches(dataset, tokenizer, count, args=DataArguments(), **changes):
+    options = {"batch_size": 8, "seed": 1, **changes}
+    return list(itertools.islice(data.make_train_batches(dataset, tokenizer, args, **options), count))
 
 
 def are_equal(one: list[dict], other: list[dict]) -> bool:
@@ -184,9 +185,9 @@ def test_pairs_of_tiny_documents(sentences, count):
 
 
 def test_masking_rates(dataset, tokenizer):
-    batches = data.MaskedBatches(dataset, tokenizer, 0.15)
-    flat, _ = batches.read_rows(np.arange(1000).repeat(10))
-    masked = batches.mask_tokens(flat, np.random.default_rng(0))
+    batches = data.MaskedBatches(dataset, tokenizer, DataArguments())
+    flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
+    masked = batches.collator.mask_tokens(flat, lengths, np.random.default_rng(0))
     before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
     chosen = labels != -100
     ordinary = before >= 5
@@ -266,18 +267,19 @@ def test_evaluation_is_the_same_at_every_call_and_batch_size(dataset, tokenizer)
             for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
         )
 
-    options = {"mlm_probability": 0.15, "max_samples": None}
-    batches = data.make_eval_batches(dataset, tokenizer, batch_size=64, **options)
-    assert are_equal(batches, data.make_eval_batches(dataset, tokenizer, batch_size=64, **options))
-    assert sum(len(batch["input_ids"]) for batch in batches) == 1000
-    assert rows_of(batches) == rows_of(data.make_eval_batches(dataset, tokenizer, batch_size=7, **options))
-    few = data.make_eval_batches(dataset, tokenizer, batch_size=64, max_samples=100)
+    for args in (DataArguments(), DataArguments(whole_word_mask=False, max_sequence_length=40)):
+        batches = data.make_eval_batches(dataset, tokenizer, args, batch_size=64)
+        assert are_equal(batches, data.make_eval_batches(dataset, tokenizer, args, batch_size=64))
+        assert sum(len(batch["input_ids"]) for batch in batches) == 1000
+        assert max(batch["input_ids"].shape[1] for batch in batches) == (args.max_sequence_length or 64)
+        assert rows_of(batches) == rows_of(data.make_eval_batches(dataset, tokenizer, args, batch_size=7))
+    few = data.make_eval_batches(dataset, tokenizer, args, batch_size=64, max_samples=100)
     assert [len(batch["input_ids"]) for batch in few] == [64, 36]
 
 
 def test_selected_rows_are_read_not_the_file_behind(dataset, tokenizer):
     part = dataset.select(range(500, 510))
-    [batch] = data.make_eval_batches(part, tokenizer, batch_size=64)
+    [batch] = data.make_eval_batches(part, tokenizer, DataArguments(), batch_size=64)
     original = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
     assert sorted(int(m.sum()) for m in batch["attention_mask"]) == sorted(len(ids) for ids in part["input_ids"])
     assert {tuple(ids) for ids in part["input_ids"]} == {
@@ -301,14 +303,16 @@ def test_data_seed_is_the_same_in_every_process():
 
 INTERRUPTED = """
 import signal, sys, data
+from arguments import DataArguments
 from datasets import load_from_disk
 from transformers import AlbertTokenizer
-tokenizer = AlbertTokenizer(vocab=[(t, 0.0) for t in ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]])
+special = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
+tokenizer = AlbertTokenizer(vocab=[(t, 0.0) for t in [*special, *(f"▁word{number}" for number in range(195))]])
 signals = []
 if sys.argv[2] == "finish":  # a trainer that notes the signal and finishes its step
     signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
-options = dict(batch_size=8, seed=1, mlm_probability=0.15, num_workers=2)
-batches = iter(data.make_train_batches(load_from_disk(sys.argv[1]), tokenizer, **options))
+options = dict(batch_size=8, seed=1, num_workers=2)
+batches = iter(data.make_train_batches(load_from_disk(sys.argv[1]), tokenizer, DataArguments(), **options))
 next(batches)
 try:
     print("ready", flush=True)

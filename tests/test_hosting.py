@@ -23,7 +23,7 @@ from processes import LOOPBACK, ROOT, make_prefix, wait_until
 import data
 import fetch
 import tokenize_wikitext103
-from arguments import ModelArguments, TokenizeArguments
+from arguments import DataArguments, ModelArguments, TokenizeArguments
 
 SHARDS = 3
 
@@ -330,7 +330,9 @@ def take(dataset, tokenizer, count: int, seed: int = 1, **options) -> list[dict]
     stop = threading.Event()
     timer = threading.Timer(60, stop.set)
     timer.start()
-    batches = data.make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=seed, stop=stop, **options)
+    batches = data.make_train_batches(
+        dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=seed, stop=stop, **options
+    )
     taken = list(itertools.islice(batches, count))
     timer.cancel()
     stop.set()
@@ -448,7 +450,9 @@ def test_the_end_need_not_wait_for_a_shard(server, cache, caplog):
     dataset["train"].seed = None
     server.answers[f"/tiny-{second:05d}-of-00003.tar.gz"] = [503]
     stop = threading.Event()
-    batches = iter(data.make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=1, stop=stop))
+    batches = iter(
+        data.make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1, stop=stop)
+    )
     threading.Timer(1.0, stop.set).start()
     assert 0 < len(list(batches)) < 100  # what the first shard has, then the end
 
