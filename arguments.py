@@ -341,8 +341,8 @@ class DataArguments:
     mlm_probability: float = field(
         default=0.15,
         metadata={
-            "help": "Share of the tokens that are to be predicted: 80 % of them become [MASK], 10 % another token. All "
-            "trainers should use the same."
+            "help": "Share of the tokens that are to be predicted: of ten of them, eight become [MASK], one another "
+            "token. All trainers should use the same."
         },
     )
     whole_word_mask: bool = field(

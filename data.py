@@ -23,7 +23,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -284,6 +284,18 @@ def find_word_beginnings(tokenizer) -> np.ndarray | None:
     return begins_word if begins_word.mean() > 0.01 else None
 
 
+def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, int]:
+    """(number of each token's word, from 1 on, or 0 for special tokens; number of words), of rows joined end to end.
+
+    :param begins_word: what find_word_beginnings says of each token; what follows a special token begins one as well
+    """
+    begins_word = begins_word.copy()
+    begins_word[1:] |= ~is_ordinary[:-1]
+    begins_word[np.cumsum(lengths) - lengths] = True
+    words = np.cumsum(begins_word & is_ordinary)
+    return words * is_ordinary, int(words[-1])
+
+
 class DataCollatorForWholeWordMask:
     """From instances to a masked and padded batch: the one place where that is done, for every kind of data.
 
@@ -326,7 +338,7 @@ class DataCollatorForWholeWordMask:
             seed = int(torch.randint(2**63 - 1, ()))
         lengths = np.array([len(instance["input_ids"]) for instance in instances])
         flat = {
-            name: join_lists([instance[name] for instance in instances])
+            name: join_lists([instance[name] for instance in instances], are_bytes=name != "input_ids")
             for name in ("input_ids", "token_type_ids", "special_tokens_mask")
             if name in instances[0]
         }
@@ -346,17 +358,12 @@ class DataCollatorForWholeWordMask:
         """Rows joined end to end with masked input_ids, and the labels: IGNORED_LABEL where nothing was chosen."""
         input_ids = flat["input_ids"].copy()
         special = flat["special_tokens_mask"] if "special_tokens_mask" in flat else self.is_special[input_ids]
-        is_ordinary = special == 0
-        begins_word = self.begins_word[input_ids]
-        begins_word[1:] |= ~is_ordinary[:-1]
-        begins_word[np.cumsum(lengths) - lengths] = True
-        begins_word &= is_ordinary
-        words = np.cumsum(begins_word)  # number of each token's word, from 1 on
-        is_chosen_word = generator.random(words[-1] + 1) < self.mlm_probability
+        words, count = number_words(self.begins_word[input_ids], special == 0, lengths)
+        is_chosen_word = generator.random(count + 1) < self.mlm_probability
         is_chosen_word[0] = False
-        if words[-1] and not is_chosen_word.any():
-            is_chosen_word[generator.integers(1, words[-1] + 1)] = True
-        is_chosen = is_chosen_word[words] & is_ordinary
+        if count and not is_chosen_word.any():
+            is_chosen_word[generator.integers(1, count + 1)] = True
+        is_chosen = is_chosen_word[words]
         labels = np.where(is_chosen, input_ids, IGNORED_LABEL)
         chosen = np.flatnonzero(is_chosen)
         fate = generator.random(len(chosen))
@@ -381,11 +388,16 @@ class DataCollatorForWholeWordMask:
         return batch
 
 
-def join_lists(lists: list) -> np.ndarray:
-    """The elements of lists, or of arrays or tensors, end to end as int64."""
-    if isinstance(lists[0], list):
-        return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int64)
-    return np.concatenate([np.asarray(values) for values in lists]).astype(np.int64)
+def join_lists(lists: list, are_bytes: bool) -> np.ndarray:
+    """The elements of lists, or of arrays or tensors, end to end as int64.
+
+    :param are_bytes: all lie between 0 and 255, which is read several times as fast
+    """
+    if not isinstance(lists[0], list):
+        return np.concatenate([np.asarray(values) for values in lists]).astype(np.int64)
+    if are_bytes:
+        return np.frombuffer(b"".join(map(bytes, lists)), dtype=np.uint8).astype(np.int64)
+    return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int64)
 
 
 class MaskedBatches:
@@ -425,9 +437,9 @@ class MaskedBatches:
 
 
 class LengthGroupedOrder:
-    """Endless keys of MaskedBatches, without the length, pass after pass: in each, rows are shuffled, grouped by length,
-    and the groups shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than one batch
-    repeats."""
+    """Endless keys of MaskedBatches, but the sequence length, pass after pass: in each, rows are shuffled, grouped by
+    length, and the groups shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than
+    one batch repeats."""
 
     def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
         self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
@@ -467,7 +479,8 @@ class ShardedBatches:
 
 
 class ShardedOrder:
-    """Endless keys of ShardedBatches, without the length: a LengthGroupedOrder's pass over one shard, then the next."""
+    """Endless keys of ShardedBatches, but the sequence length: a LengthGroupedOrder's pass over one shard, then the
+    next."""
 
     def __init__(self, batches: ShardedBatches, batch_size: int, seed: int, stop: threading.Event):
         self.batches, self.batch_size, self.seed, self.stop = batches, batch_size, seed, stop
@@ -632,3 +645,106 @@ def make_eval_batches(
         part["sentence_order_label"] = flat["sentence_order_label"][start:stop]
         result.append(to_tensors(batches.collator.pad(part, lengths[start:stop], batches.longest)))
     return result
+
+
+# ---------------------------------------------------------------- a look at batches
+
+BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES, MEASURED_BATCHES = 4, 2, 3, 250
+
+
+class MaskStatistics:
+    """What masking has done to batches, in numbers and as text. State: counts."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.counts = tokenizer, Counter()
+        self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        begins_word = find_word_beginnings(tokenizer)
+        self.begins_word = np.ones(len(tokenizer), dtype=bool) if begins_word is None else begins_word
+
+    def add(self, batch: dict) -> None:
+        is_filled = batch["attention_mask"].numpy() == 1
+        ids, labels = (batch[name].numpy()[is_filled] for name in ("input_ids", "labels"))
+        is_chosen = labels != IGNORED_LABEL
+        true = np.where(is_chosen, labels, ids)
+        words, count = number_words(self.begins_word[true], ~self.is_special[true], is_filled.sum(axis=1))
+        sizes, chosen = np.bincount(words, minlength=count + 1), np.bincount(words[is_chosen], minlength=count + 1)
+        is_mask = ids == self.tokenizer.mask_token_id
+        self.counts.update(
+            rows=len(is_filled),
+            swapped=int(batch["sentence_order_label"].sum()),
+            places=is_filled.size,
+            padding=int((~is_filled).sum()),
+            tokens=int((words > 0).sum()),
+            chosen=int(is_chosen.sum()),
+            masked=int((is_chosen & is_mask).sum()),
+            kept=int((is_chosen & (ids == true)).sum()),
+            words=count,
+            chosen_words=int((chosen == sizes)[1:].sum()),
+            divided_words=int(((chosen > 0) & (chosen < sizes))[1:].sum()),
+        )
+
+    def describe(self) -> str:
+        c = self.counts
+        other = c["chosen"] - c["masked"] - c["kept"]
+        fates = [count / max(1, c["chosen"]) for count in (c["masked"], other, c["kept"])]
+        return (
+            f"{c['rows']:,} instances: mask rate {c['chosen'] / max(1, c['tokens']):.1%} of the tokens; of these "
+            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} as they were\n"
+            f"{c['words']:,} words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted wholly, "
+            f"{c['divided_words'] / max(1, c['words']):.1%} in part\n"
+            f"{c['padding'] / c['places']:.1%} of the batches is padding, {c['swapped'] / c['rows']:.1%} of the pairs "
+            "are swapped"
+        )
+
+    def show_row(self, ids: np.ndarray, labels: np.ndarray) -> str:
+        """A row without padding as text: what the model sees, and in brackets behind it what it is to predict."""
+        is_chosen = labels != IGNORED_LABEL
+        true = np.where(is_chosen, labels, ids)
+        words, _ = number_words(self.begins_word[true], ~self.is_special[true], np.array([len(ids)]))
+        begins = (words == 0) | (np.diff(words, prepend=0) != 0)
+        begins_part = begins | (np.diff(is_chosen, prepend=False))
+        text = ""
+        for part in np.split(np.arange(len(ids)), np.flatnonzero(begins_part)[1:]):
+            seen, expected = (
+                "".join(piece.removeprefix("▁").removeprefix("##") for piece in pieces)
+                for pieces in (self.tokenizer.convert_ids_to_tokens(values[part].tolist()) for values in (ids, true))
+            )
+            text += " " * bool(begins[part[0]]) + seen + (f"⟦{expected}⟧" if is_chosen[part[0]] else "")
+        return text.strip()
+
+
+def main() -> None:
+    model_args, args = parse_arguments(ModelArguments, DataArguments, description=__doc__)
+    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
+    dataset, corpus = load_tokenized_dataset(found, tokenizer)
+    check_sequence_length(args, corpus, math.inf)
+    batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
+    batches.set_sequence_length(sequence_length_at(0, args))
+    statistics = MaskStatistics(tokenizer)
+    print(f"{args.dataset_path}: {len(dataset['train']):,} instances for training, {len(tokenizer):,} pieces")
+    print("As the model sees them; in brackets what it is to predict:")
+    for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
+        statistics.add(batch)
+        for row in range(SHOWN_ROWS * (number <= SHOWN_BATCHES)):
+            length, width = int(batch["attention_mask"][row].sum()), batch["attention_mask"].shape[1]
+            ids, labels = (batch[name][row, :length].numpy() for name in ("input_ids", "labels"))
+            order = "swapped" if batch["sentence_order_label"][row] else "in order"
+            size = f"{length} tokens, {width - length} of padding"
+            count = (labels != IGNORED_LABEL).sum()
+            print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {size}, {order}, {count} to be predicted")
+            width = min(120, shutil.get_terminal_size().columns)
+            lines = textwrap.wrap(statistics.show_row(ids, labels), width - 4, break_on_hyphens=False)
+            text = textwrap.indent("\n".join(lines), "    ")
+            if sys.stdout.isatty():
+                text = text.replace("⟦", "\033[33m⟦").replace("⟧", "⟧\033[0m")
+            print(text, flush=True)
+    print(f"\n{statistics.describe()}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -60,9 +60,11 @@ def dataset():
     return Dataset.from_dict(columns)
 
 
-def make_batches(dataset, tokenizer, count, args=DataArguments(), **changes):
+def make_batches(dataset, tokenizer, count, args=None, **changes):
     options = {"batch_size": 8, "seed": 1, **changes}
-    return list(itertools.islice(data.make_train_batches(dataset, tokenizer, args, **options), count))
+    return list(
+        itertools.islice(data.make_train_batches(dataset, tokenizer, args or DataArguments(), **options), count)
+    )
 
 
 def are_equal(one: list[dict], other: list[dict]) -> bool:
