@@ -348,8 +348,8 @@ class DataArguments:
     whole_word_mask: bool = field(
         default=True,
         metadata={
-            "help": "Choose whole words rather than single pieces of them. Without: easier to learn, for tokenizers "
-            "that do not mark words, and text without spaces. All trainers should use the same."
+            "help": "Choose whole words rather than single pieces of them. Without: for tokenizers that do not mark "
+            "words, and for text without spaces. All trainers should use the same."
         },
     )
     max_sequence_length: int | None = field(

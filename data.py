@@ -347,10 +347,14 @@ class DataCollatorForWholeWordMask:
         return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed)))
 
     def collate(
-        self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
+        self,
+        flat: dict[str, np.ndarray],
+        lengths: np.ndarray,
+        generator: np.random.Generator,
+        longest: float = math.inf,
     ) -> dict[str, np.ndarray]:
-        """The batch of rows whose columns are joined end to end."""
-        return self.pad(self.mask_tokens(flat, lengths, generator), lengths)
+        """The batch of rows whose columns are joined end to end; see `mask_tokens` and `pad`."""
+        return self.pad(self.mask_tokens(flat, lengths, generator), lengths, longest)
 
     def mask_tokens(
         self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
@@ -432,8 +436,7 @@ class MaskedBatches:
         rows, mask_seed, sequence_length = key
         longest = min(sequence_length or self.longest, self.longest)
         flat, lengths = self.read_rows(rows, longest)
-        flat = self.collator.mask_tokens(flat, lengths, np.random.default_rng(mask_seed))
-        return self.collator.pad(flat, lengths, longest)
+        return self.collator.collate(flat, lengths, np.random.default_rng(mask_seed), longest)
 
 
 class LengthGroupedOrder:
@@ -575,7 +578,9 @@ class BatchLoader:
         """
         if sequence_length == self.order.sequence_length:
             return
-        logger.info(f"sequences of up to {sequence_length or 'all'} tokens from now on")
+        logger.info(
+            f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
+        )
         self.order.sequence_length = sequence_length
         self.outdated += self.order.recall()
 

@@ -33,7 +33,7 @@ HERE = "--experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0"
 MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2"
 # A group of two is full, and averages, as soon as both are there. An epoch takes about a second: peers must look for
 # each other more often than every 3 s, the default. AdamW at a high rate: the real run's LAMB wants larger batches and
-# thousands of epochs. Single pieces are masked: whole words are harder, and take longer to learn.
+# thousands of epochs.
 SHARED = (
     "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 "
     "--matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 --next_chunk_timeout 5 "
@@ -41,7 +41,7 @@ SHARED = (
 )
 TRAINER = (
     f"run_trainer.py {HERE} {SHARED} --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "
-    "--dataloader_num_workers 0 --do_eval --max_eval_samples 512 --no_whole_word_mask"
+    "--dataloader_num_workers 0 --do_eval --max_eval_samples 512"
 )
 AUX_PEER = f"run_aux_peer.py {HERE} {SHARED} --refresh_period 2 --assist_in_averaging"
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.

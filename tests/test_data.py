@@ -333,6 +333,13 @@ def test_one_word_of_a_batch_is_masked_at_least(piecewise):
     labels = collator([{"input_ids": [2, 100, 101, 3]}], seed=0)["labels"]
     assert labels.tolist() == [[-100, 100, 101, -100]]
     assert not (collator([{"input_ids": [2, 1, 3]}], seed=0)["labels"] != -100).any()
+    # no word reaches over the end of an instance, even where no special token is there
+    for seed in range(10):
+        labels = collator([{"input_ids": [5, 100]}, {"input_ids": [101, 102]}], seed=seed)["labels"]
+        assert labels.tolist() in ([[5, 100], [-100, -100]], [[-100, -100], [101, 102]])
+    # and no special token is chosen where all else is
+    collator = data.DataCollatorForWholeWordMask(tokenizer, mlm_probability=1 - 1e-9)
+    assert collator([{"input_ids": [2, 100, 1, 101, 3]}])["labels"].tolist() == [[-100, 100, -100, 101, -100]]
 
 
 def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer, capsys):
