@@ -222,12 +222,13 @@ def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}{start}".encode()).digest()[:8], "big") >> 1
 
 
-def check_sequence_length(args: DataArguments, corpus: dict, positions: int) -> None:
-    """End the process where instances are longer than the model takes; a line in the log where --max_sequence_length
-    asks for longer ones than there are.
+def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions: float) -> None:
+    """End the process where instances are longer than the model takes, or cannot be masked as asked for; a line in the
+    log where --max_sequence_length asks for longer ones than there are.
 
     :param positions: max_position_embeddings of the model
     """
+    DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
     stored, most = corpus["seq_length"], args.max_sequence_length
     if min(stored, most or stored) > positions:
         stop_for_user(
@@ -723,7 +724,7 @@ def main() -> None:
     found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
     tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
     dataset, corpus = load_tokenized_dataset(found, tokenizer)
-    check_sequence_length(args, corpus, math.inf)
+    check_data_arguments(args, tokenizer, corpus, math.inf)
     batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
     batches.set_sequence_length(sequence_length_at(0, args))
     statistics = MaskStatistics(tokenizer)

@@ -50,7 +50,7 @@ from arguments import (
 from averaging import calm_log, clean_end, raise_file_limit
 from data import (
     MaskedBatches,
-    check_sequence_length,
+    check_data_arguments,
     choose_tokenizer,
     load_tokenized_dataset,
     load_tokenizer,
@@ -384,7 +384,7 @@ def check_all(
         yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {model_args.config_path}")
         if model and dataset:
             positions = model.config.max_position_embeddings
-            _, failure = attempt("length", lambda: check_sequence_length(data_args, corpus, positions))
+            _, failure = attempt("batches", lambda: check_data_arguments(data_args, tokenizer, corpus, positions))
             if failure:
                 yield failure
                 dataset = None
@@ -526,7 +526,7 @@ def main() -> None:
     tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
     dataset, corpus = load_tokenized_dataset(found, tokenizer)
     model = make_model(model_args, len(tokenizer))
-    check_sequence_length(data_args, corpus, model.config.max_position_embeddings)
+    check_data_arguments(data_args, tokenizer, corpus, model.config.max_position_embeddings)
     # the validation split is always there, and its rows are as long as those of training
     sizes = find_batch_size(model, dataset["validation"], tokenizer, data_args, args, averaging.target_batch_size)
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)

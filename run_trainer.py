@@ -49,7 +49,7 @@ from checkpoint import CheckpointError, choose_state, lock_folder, save_model, w
 from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
 from data import (
     ShardedSplit,
-    check_sequence_length,
+    check_data_arguments,
     choose_tokenizer,
     data_seed,
     load_tokenized_dataset,
@@ -103,7 +103,7 @@ def main() -> None:
     tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
     dataset, corpus = load_tokenized_dataset(found, tokenizer)
     model = make_model(model_args, len(tokenizer))
-    check_sequence_length(data_args, corpus, model.config.max_position_embeddings)
+    check_data_arguments(data_args, tokenizer, corpus, model.config.max_position_embeddings)
     for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
         try:
             os.makedirs(folder or ".", exist_ok=True)
