@@ -314,8 +314,8 @@ class AveragingArguments:
 
 
 @dataclass
-class TrainerArguments:
-    """One trainer's own work. Read by run_trainer.py."""
+class DataArguments:
+    """What the model reads, and how. Read by trainers, and by data.py, which shows it."""
 
     dataset_path: str = field(
         default="data/albert_tokenized_wikitext",
@@ -338,6 +338,80 @@ class TrainerArguments:
             "share it. Of data in shards, those that were read longest ago go when the disk is full."
         },
     )
+    mlm_probability: float = field(
+        default=0.15,
+        metadata={
+            "help": "Share of the tokens that are to be predicted: of ten of them, eight become [MASK], one another "
+            "token. All trainers should use the same."
+        },
+    )
+    whole_word_mask: bool = field(
+        default=True,
+        metadata={
+            "help": "Choose whole words rather than single pieces of them. Without: for tokenizers that do not mark "
+            "words, and for text without spaces. All trainers should use the same."
+        },
+    )
+    max_sequence_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of an instance, at most: longer ones are cut, at the end of both segments. Default: as in "
+            "the dataset. All trainers should use the same."
+        },
+    )
+    initial_sequence_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens of an instance at epoch 0, at most; grows to max_sequence_length. Short ones train faster, "
+            "and memory for them is not yet needed. Default: no growth. All trainers should use the same."
+        },
+    )
+    sequence_length_warmup_steps: int = field(
+        default=0,
+        metadata={
+            "help": "With --initial_sequence_length: epochs of the swarm of linear growth to max_sequence_length, in "
+            "steps of pad_to_multiple_of. All trainers should use the same."
+        },
+    )
+    pad_to_multiple_of: int | None = field(
+        default=None,
+        metadata={
+            "help": "Pad batches to widths that are multiples of this, for tensor cores. Default: 8, and 1 where no "
+            "instance has 128 tokens. All trainers should use the same if sequences grow."
+        },
+    )
+
+    def __post_init__(self):
+        if self.dataset_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", self.dataset_sha256):
+            raise ValueError(f"--dataset_sha256 {self.dataset_sha256} is none: it has 64 hexadecimal digits")
+        if not 0 < self.mlm_probability < 1:
+            raise ValueError("--mlm_probability must lie between 0 and 1")
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ValueError("--pad_to_multiple_of must be at least 1")
+        # zero is off, as in other scripts
+        self.max_sequence_length = self.max_sequence_length or None
+        self.initial_sequence_length = self.initial_sequence_length or None
+        for name in ("max_sequence_length", "initial_sequence_length"):
+            if getattr(self, name) is not None and getattr(self, name) < 8:
+                raise ValueError(f"--{name} must be at least 8: a pair of sentences and three special tokens")
+        if self.initial_sequence_length is None:
+            if self.sequence_length_warmup_steps:
+                raise ValueError("--sequence_length_warmup_steps needs --initial_sequence_length: add it")
+        elif self.max_sequence_length is None or self.sequence_length_warmup_steps < 1:
+            raise ValueError(
+                "--initial_sequence_length needs --max_sequence_length and --sequence_length_warmup_steps: add them"
+            )
+        elif self.initial_sequence_length > self.max_sequence_length:
+            raise ValueError(
+                f"--initial_sequence_length {self.initial_sequence_length} must not be greater than "
+                f"--max_sequence_length {self.max_sequence_length}"
+            )
+
+
+@dataclass
+class TrainerArguments:
+    """One trainer's own work. Read by run_trainer.py."""
+
     preflight: bool = field(
         default=False,
         metadata={"help": "Train nothing: check this machine, the data and the way to the others, and print a table."},
@@ -366,7 +440,6 @@ class TrainerArguments:
             "aliases": ["--gradient_checkpoints"],
         },
     )
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens that are masked."})
     dataloader_num_workers: int = field(
         default=4, metadata={"help": "Processes that prepare batches; 0: the training process does it itself."}
     )
@@ -456,10 +529,6 @@ class TrainerArguments:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1")
-        if not 0 < self.mlm_probability < 1:
-            raise ValueError("--mlm_probability must lie between 0 and 1")
-        if self.dataset_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", self.dataset_sha256):
-            raise ValueError(f"--dataset_sha256 {self.dataset_sha256} is none: it has 64 hexadecimal digits")
 
 
 @dataclass

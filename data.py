@@ -2,29 +2,35 @@
 
 text -> documents (lists of paragraphs) -> sentences -> ids -> pairs of segments, half of them swapped: that part is run
 once, by tokenize_wikitext103.py. Dataset -> batches of similar length, masked anew each time: that part is run by every
-trainer. To look at one batch of a dataset:
+trainer. To see what the model will see:
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
-    python -c "from data import *; tokenizer = load_tokenizer('data/tokenizer'); \
-        dataset, corpus = load_tokenized_dataset('data/albert_tokenized_wikitext', tokenizer); \
-        print(corpus, make_eval_batches(dataset['validation'], tokenizer, batch_size=2, max_samples=2)[0])"
+    python data.py
+
+prints some masked batches as text, and how much of them is masked, and how; it takes a trainer's flags that concern
+data, such as --dataset_path, --tokenizer_path, --no_whole_word_mask, --max_sequence_length.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
+import shutil
 import signal
+import sys
+import textwrap
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from arguments import ModelArguments, stop_for_user
-from fetch import Data, FetchError, NoRoomError, fetch, find_parts, hold, make_room
+from arguments import DataArguments, ModelArguments, parse_arguments, stop_for_user
+from fetch import Data, FetchError, NoRoomError, fetch, fetch_data, find_parts, hold, make_room
 
 logger = logging.getLogger("data")
 
@@ -216,41 +222,153 @@ def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}{start}".encode()).digest()[:8], "big") >> 1
 
 
-class MaskedBatches:
-    """Random access to batches of a split: (row numbers, seed of the masks) -> batch. State: the open Arrow table."""
+def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions: float) -> None:
+    """End the process where instances are longer than the model takes, or cannot be masked as asked for; a line in the
+    log where --max_sequence_length asks for longer ones than there are.
 
-    def __init__(self, dataset, tokenizer, mlm_probability: float):
-        import pyarrow.compute
-
-        self.dataset = dataset.select_columns(COLUMNS).with_format("arrow")
-        self.lengths = np.concatenate(
-            [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
+    :param positions: max_position_embeddings of the model
+    """
+    DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
+    stored, most = corpus["seq_length"], args.max_sequence_length
+    if min(stored, most or stored) > positions:
+        stop_for_user(
+            f"--dataset_path {args.dataset_path} has instances of {stored} tokens, the model takes {positions}: give "
+            f"--max_sequence_length {positions}, or tokenize with a smaller --seq_length"
         )
-        # tensor cores like widths that are multiples of 8, but on short rows that would be up to a seventh of padding
-        self.multiple = 8 if self.lengths.max() >= 128 else 1
-        # batches are grouped by these: more rows to choose from for a batch, and no more padding
-        self.padded_lengths = -(-self.lengths // self.multiple)
-        self.mlm_probability = mlm_probability
+    if most and most > stored:
+        logger.warning(f"no instance has the {most} tokens of --max_sequence_length: the longest ones have {stored}")
+
+
+def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
+    """Tokens of an instance, at most, at this epoch of the swarm; the same on every peer. None: as in the dataset.
+
+    Linear from initial_sequence_length to max_sequence_length, rounded down to what tensor cores like.
+    """
+    if args.initial_sequence_length is None or epoch >= args.sequence_length_warmup_steps:
+        return args.max_sequence_length
+    grown = (args.max_sequence_length - args.initial_sequence_length) * epoch // args.sequence_length_warmup_steps
+    multiple = args.pad_to_multiple_of or 8
+    return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // multiple * multiple)
+
+
+def cut_rows(
+    flat: dict[str, np.ndarray], lengths: np.ndarray, sequence_length: int
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Columns and lengths of rows, joined end to end, with no row longer than sequence_length.
+
+    [CLS] A [SEP] B [SEP] stays that: each segment keeps its first tokens and its [SEP], and the longer one gives first.
+    With the end of A kept, text would go on from A to B in unswapped pairs alone, which would tell them apart.
+    """
+    if lengths.max() <= sequence_length:
+        return flat, lengths
+    second = np.add.reduceat(flat["token_type_ids"], np.cumsum(lengths) - lengths)
+    first = lengths - second
+    kept_second = np.minimum(second, np.maximum(sequence_length // 2, sequence_length - first))
+    kept_first = np.minimum(first, sequence_length - kept_second)
+    sizes = np.stack([first, second], axis=1).ravel()
+    kept_sizes = np.stack([kept_first, kept_second], axis=1).ravel()
+    positions = np.arange(len(flat["input_ids"])) - (np.cumsum(sizes) - sizes).repeat(sizes)
+    is_kept = (positions < (kept_sizes - 1).repeat(sizes)) | (positions == (sizes - 1).repeat(sizes))
+    flat = {name: values if name == "sentence_order_label" else values[is_kept] for name, values in flat.items()}
+    return flat, kept_first + kept_second
+
+
+def find_word_beginnings(tokenizer) -> np.ndarray | None:
+    """Which ids begin a word, bool [vocabulary]: in SentencePiece those that begin with "▁", in WordPiece those that do
+    not begin with "##". None where the tokenizer's pieces do not tell, as those of byte-level BPE."""
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if prefix := getattr(getattr(backend, "model", None), "continuing_subword_prefix", None):
+        return np.array([not piece.startswith(prefix) for piece in pieces])
+    begins_word = np.array([piece.startswith("▁") for piece in pieces])
+    # a vocabulary may hold the sign itself, or marks in a language without spaces: that is no way to find words
+    return begins_word if begins_word.mean() > 0.01 else None
+
+
+def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, int]:
+    """(number of each token's word, from 1 on, or 0 for special tokens; number of words), of rows joined end to end.
+
+    :param begins_word: what find_word_beginnings says of each token; what follows a special token begins one as well
+    """
+    begins_word = begins_word.copy()
+    begins_word[1:] |= ~is_ordinary[:-1]
+    begins_word[np.cumsum(lengths) - lengths] = True
+    words = np.cumsum(begins_word & is_ordinary)
+    return words * is_ordinary, int(words[-1])
+
+
+class DataCollatorForWholeWordMask:
+    """From instances to a masked and padded batch: the one place where that is done, for every kind of data.
+
+    BERT's masking (arxiv.org/abs/1810.04805, section 3.1), of whole words as in its later models: each word is chosen
+    with mlm_probability, whatever its length, so that each token is, too. What becomes of the chosen tokens is drawn
+    for each by itself, as in BERT's code: 80 % become [MASK], 10 % a random token, 10 % stay. Special tokens are never
+    chosen, and end a word. At least one word of a batch is chosen, or its loss had no value.
+
+    :param pad_to_multiple_of: round the width of batches up to a multiple of this
+    :param whole_word_mask: False chooses tokens, each by itself
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        mlm_probability: float = 0.15,
+        pad_to_multiple_of: int | None = None,
+        whole_word_mask: bool = True,
+    ):
+        self.mlm_probability, self.pad_to_multiple_of = mlm_probability, pad_to_multiple_of or 1
         self.pad_id, self.mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
-        self.ordinary_ids = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        self.ordinary_ids = np.flatnonzero(~self.is_special)
+        self.begins_word = find_word_beginnings(tokenizer) if whole_word_mask else np.ones(len(tokenizer), dtype=bool)
+        if self.begins_word is None:
+            stop_for_user(
+                f"where words begin cannot be told from the pieces of the tokenizer {tokenizer.name_or_path}: add "
+                "--no_whole_word_mask, or take one of ALBERT or BERT"
+            )
 
-    def read_rows(self, rows: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Columns of the rows, joined end to end as int64, and the rows' lengths."""
-        table = self.dataset[rows.tolist()]
-        columns = {name: table[name].combine_chunks() for name in COLUMNS}
+    def __call__(self, instances: list[dict], seed: int | list[int] | None = None) -> dict:
+        """The batch, as tensors (see make_train_batches), of instances with input_ids and, if they have them,
+        token_type_ids, special_tokens_mask and sentence_order_label: lists, arrays or tensors.
+
+        :param seed: of the masks; without, they come from torch's own generator
+        """
+        import torch
+
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, ()))
+        lengths = np.array([len(instance["input_ids"]) for instance in instances])
         flat = {
-            name: (column.flatten() if name != "sentence_order_label" else column).to_numpy().astype(np.int64)
-            for name, column in columns.items()
+            name: join_lists([instance[name] for instance in instances], are_bytes=name != "input_ids")
+            for name in ("input_ids", "token_type_ids", "special_tokens_mask")
+            if name in instances[0]
         }
-        return flat, self.lengths[rows]
+        if "sentence_order_label" in instances[0]:
+            flat["sentence_order_label"] = np.array([int(instance["sentence_order_label"]) for instance in instances])
+        return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed)))
 
-    def mask_tokens(self, flat: dict[str, np.ndarray], generator: np.random.Generator) -> dict[str, np.ndarray]:
-        """BERT's masking (arxiv.org/abs/1810.04805, section 3.1): of the chosen tokens 80 % become [MASK], 10 % a
-        random token, 10 % stay; special tokens are never chosen. At least one token is, or the loss had no value."""
-        input_ids, maskable = flat["input_ids"].copy(), flat["special_tokens_mask"] == 0
-        is_chosen = (generator.random(len(input_ids)) < self.mlm_probability) & maskable
-        if not is_chosen.any() and maskable.any():
-            is_chosen[generator.choice(np.flatnonzero(maskable))] = True
+    def collate(
+        self,
+        flat: dict[str, np.ndarray],
+        lengths: np.ndarray,
+        generator: np.random.Generator,
+        longest: float = math.inf,
+    ) -> dict[str, np.ndarray]:
+        """The batch of rows whose columns are joined end to end; see `mask_tokens` and `pad`."""
+        return self.pad(self.mask_tokens(flat, lengths, generator), lengths, longest)
+
+    def mask_tokens(
+        self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
+    ) -> dict[str, np.ndarray]:
+        """Rows joined end to end with masked input_ids, and the labels: IGNORED_LABEL where nothing was chosen."""
+        input_ids = flat["input_ids"].copy()
+        special = flat["special_tokens_mask"] if "special_tokens_mask" in flat else self.is_special[input_ids]
+        words, count = number_words(self.begins_word[input_ids], special == 0, lengths)
+        is_chosen_word = generator.random(count + 1) < self.mlm_probability
+        is_chosen_word[0] = False
+        if count and not is_chosen_word.any():
+            is_chosen_word[generator.integers(1, count + 1)] = True
+        is_chosen = is_chosen_word[words]
         labels = np.where(is_chosen, input_ids, IGNORED_LABEL)
         chosen = np.flatnonzero(is_chosen)
         fate = generator.random(len(chosen))
@@ -259,26 +377,73 @@ class MaskedBatches:
         input_ids[replaced] = generator.choice(self.ordinary_ids, len(replaced))
         return {**flat, "input_ids": input_ids, "labels": labels}
 
-    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray) -> dict[str, np.ndarray]:
-        """Arrays [rows, width] of int64; width is the longest row's length, rounded up to self.multiple, but never
-        beyond the longest row of the split: a model may have no position for it."""
-        width = min(-(-lengths.max() // self.multiple) * self.multiple, self.lengths.max())
+    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray, longest: float = math.inf) -> dict[str, np.ndarray]:
+        """Arrays [rows, width] of int64; width is the longest row's length, rounded up to pad_to_multiple_of.
+
+        :param longest: but no more than this: a model may have no position for it
+        """
+        width = int(min(-(-lengths.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of, longest))
         is_filled = np.arange(width) < lengths[:, None]
-        batch = {"attention_mask": is_filled.astype(np.int64), "sentence_order_label": flat["sentence_order_label"]}
+        batch = {"attention_mask": is_filled.astype(np.int64)}
+        if "sentence_order_label" in flat:
+            batch["sentence_order_label"] = flat["sentence_order_label"]
         for name, value in (("input_ids", self.pad_id), ("token_type_ids", 0), ("labels", IGNORED_LABEL)):
             batch[name] = np.full(is_filled.shape, value, dtype=np.int64)
-            batch[name][is_filled] = flat[name]
+            batch[name][is_filled] = flat.get(name, value)
         return batch
 
-    def __getitem__(self, key: tuple[np.ndarray, list[int]]) -> dict[str, np.ndarray]:
-        rows, mask_seed = key
-        flat, lengths = self.read_rows(rows)
-        return self.pad(self.mask_tokens(flat, np.random.default_rng(mask_seed)), lengths)
+
+def join_lists(lists: list, are_bytes: bool) -> np.ndarray:
+    """The elements of lists, or of arrays or tensors, end to end as int64.
+
+    :param are_bytes: all lie between 0 and 255, which is read several times as fast
+    """
+    if not isinstance(lists[0], list):
+        return np.concatenate([np.asarray(values) for values in lists]).astype(np.int64)
+    if are_bytes:
+        return np.frombuffer(b"".join(map(bytes, lists)), dtype=np.uint8).astype(np.int64)
+    return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int64)
+
+
+class MaskedBatches:
+    """Random access to batches of a split: (row numbers, seed of the masks, sequence length or None) -> batch. State:
+    the open Arrow table."""
+
+    def __init__(self, dataset, tokenizer, args: DataArguments):
+        import pyarrow.compute
+
+        self.dataset = dataset.select_columns(COLUMNS).with_format("arrow")
+        self.lengths = np.concatenate(
+            [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
+        )
+        self.longest = int(min(self.lengths.max(), args.max_sequence_length or math.inf))
+        # tensor cores like widths that are multiples of 8, but on short rows that would be up to a seventh of padding
+        multiple = args.pad_to_multiple_of or (8 if self.longest >= 128 else 1)
+        # batches are grouped by these: more rows to choose from for a batch, and no more padding
+        self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
+        self.collator = DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
+
+    def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Columns of the rows, joined end to end as int64, and the rows' lengths."""
+        table = self.dataset[rows.tolist()]
+        columns = {name: table[name].combine_chunks() for name in COLUMNS}
+        flat = {
+            name: (column.flatten() if name != "sentence_order_label" else column).to_numpy().astype(np.int64)
+            for name, column in columns.items()
+        }
+        return cut_rows(flat, self.lengths[rows], sequence_length)
+
+    def __getitem__(self, key: tuple[np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
+        rows, mask_seed, sequence_length = key
+        longest = min(sequence_length or self.longest, self.longest)
+        flat, lengths = self.read_rows(rows, longest)
+        return self.collator.collate(flat, lengths, np.random.default_rng(mask_seed), longest)
 
 
 class LengthGroupedOrder:
-    """Endless row numbers of batches, pass after pass: in each, rows are shuffled, grouped by length, and the groups
-    shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than one batch repeats."""
+    """Endless keys of MaskedBatches, but the sequence length, pass after pass: in each, rows are shuffled, grouped by
+    length, and the groups shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than
+    one batch repeats."""
 
     def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
         self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
@@ -300,11 +465,11 @@ class LengthGroupedOrder:
 
 
 class ShardedBatches:
-    """MaskedBatches of a ShardedSplit: (folder of the shard, row numbers, seed of the masks) -> batch. State: the shard
-    that is open; each process opens it for itself."""
+    """MaskedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
+    open; each process opens it for itself."""
 
-    def __init__(self, split: ShardedSplit, tokenizer, mlm_probability: float):
-        self.split, self.options = split, (tokenizer, mlm_probability)
+    def __init__(self, split: ShardedSplit, tokenizer, args: DataArguments):
+        self.split, self.options = split, (tokenizer, args)
         self.folder: Path | None = None
 
     def open(self, folder: Path) -> MaskedBatches:
@@ -312,13 +477,14 @@ class ShardedBatches:
             self.folder, self.batches = folder, MaskedBatches(self.split.load(folder), *self.options)
         return self.batches
 
-    def __getitem__(self, key: tuple[Path, np.ndarray, list[int]]) -> dict[str, np.ndarray]:
-        folder, rows, mask_seed = key
-        return self.open(folder)[rows, mask_seed]
+    def __getitem__(self, key: tuple[Path, np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
+        folder, *rest = key
+        return self.open(folder)[tuple(rest)]
 
 
 class ShardedOrder:
-    """Endless keys of ShardedBatches: a LengthGroupedOrder's pass over one shard, then the next."""
+    """Endless keys of ShardedBatches, but the sequence length: a LengthGroupedOrder's pass over one shard, then the
+    next."""
 
     def __init__(self, batches: ShardedBatches, batch_size: int, seed: int, stop: threading.Event):
         self.batches, self.batch_size, self.seed, self.stop = batches, batch_size, seed, stop
@@ -366,72 +532,116 @@ def keep_arrays(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return batch
 
 
-class UninterruptedLoader:
-    """A DataLoader of arrays, as tensors, whose workers never see Ctrl-C: the trainer still needs batches, or a quiet
-    end of the workers, while it shuts down."""
+class LengthedOrder:
+    """The keys of an order, each with the sequence length that holds when it is given. State: the keys whose batches
+    nobody has taken yet, and those to give once more."""
 
-    def __init__(self, loader):
-        self.loader = loader
+    def __init__(self, order):
+        self.order, self.sequence_length = order, None
+        self.under_way, self.again = deque(), deque()
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple]:
+        keys = iter(self.order)
+        self.under_way, self.again = deque(), deque()
+        while (key := self.again.popleft() if self.again else next(keys, None)) is not None:
+            self.under_way.append(key)
+            yield *key, self.sequence_length
+
+    def recall(self) -> int:
+        """Give the keys under way once more, before all others; the number of their batches, which nobody wants now."""
+        count = len(self.under_way)
+        self.again.extendleft(reversed(self.under_way))
+        self.under_way.clear()
+        return count
+
+
+class BatchLoader:
+    """Batches as tensors, prepared by num_workers processes, or by this one. Workers never see Ctrl-C: the trainer
+    still needs batches, or a quiet end of the workers, while it shuts down."""
+
+    def __init__(self, batches, order, num_workers: int):
+        from torch.utils.data import DataLoader
+
+        self.order, self.outdated = LengthedOrder(order), 0
+        self.loader = DataLoader(
+            batches,
+            sampler=self.order,
+            batch_size=None,  # an item of the "dataset" is a whole batch
+            collate_fn=keep_arrays,
+            num_workers=num_workers,
+            multiprocessing_context="fork" if num_workers else None,
+        )
+
+    def set_sequence_length(self, sequence_length: int | None) -> None:
+        """From the next batch on, cut instances to so many tokens (None: to none).
+
+        What workers have prepared is thrown away and made anew: the batches are the same with any number of workers.
+        """
+        if sequence_length == self.order.sequence_length:
+            return
+        logger.info(
+            f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
+        )
+        self.order.sequence_length = sequence_length
+        self.outdated += self.order.recall()
+
+    def __iter__(self) -> Iterator[dict]:
+        self.outdated = 0
         # not SIGTERM: by it Python ends workers that are left at exit, and then waits for them
         with hold_signals(signal.SIGINT):
             batches = iter(self.loader)
-        return map(to_tensors, batches)
+        for batch in batches:
+            if self.outdated:
+                self.outdated -= 1
+                continue
+            self.order.under_way.popleft()
+            yield to_tensors(batch)
 
 
 def make_train_batches(
     dataset,
     tokenizer,
+    args: DataArguments,
     *,
     batch_size: int,
     seed: int,
-    mlm_probability: float = 0.15,
     num_workers: int = 0,
     stop: threading.Event | None = None,
-):
+) -> BatchLoader:
     """Endless iterable of training batches from one split; the same for the same seed, whatever num_workers.
 
     Each is a dictionary of int64 tensors: input_ids, attention_mask, token_type_ids, labels (-100 where nothing is to
-    be predicted), all [batch_size, longest row], and sentence_order_label [batch_size] (1: swapped).
+    be predicted), all [batch_size, longest row], and sentence_order_label [batch_size] (1: swapped). Sequences grow
+    when its set_sequence_length(sequence_length_at(epoch, args)) is called.
 
     :param dataset: a Dataset, or a ShardedSplit; that one's order of shards is begun with this seed unless it has begun
     :param stop: ends the iteration when it is set while a shard is waited for
     """
-    from torch.utils.data import DataLoader
-
     if isinstance(dataset, ShardedSplit):
         if dataset.seed is None:
             dataset.begin(seed)
-        batches = ShardedBatches(dataset, tokenizer, mlm_probability)
+        batches = ShardedBatches(dataset, tokenizer, args)
         order = ShardedOrder(batches, batch_size, seed, stop or threading.Event())
     else:
-        batches = MaskedBatches(dataset, tokenizer, mlm_probability)
+        batches = MaskedBatches(dataset, tokenizer, args)
         order = LengthGroupedOrder(batches.padded_lengths, batch_size, seed)
-    loader = DataLoader(
-        batches,
-        sampler=order,
-        batch_size=None,  # an item of the "dataset" is a whole batch
-        collate_fn=keep_arrays,
-        num_workers=num_workers,
-        multiprocessing_context="fork" if num_workers else None,
-    )
-    return UninterruptedLoader(loader)
+    return BatchLoader(batches, order, num_workers)
 
 
 def make_eval_batches(
-    dataset, tokenizer, *, batch_size: int, mlm_probability: float = 0.15, max_samples: int | None = None
+    dataset, tokenizer, args: DataArguments, *, batch_size: int, max_samples: int | None = None
 ) -> list[dict]:
-    """The batches (see make_train_batches) of one split, or of max_samples random rows of it, in order of length.
+    """The batches (see make_train_batches) of one split, or of max_samples random rows of it, in order of length; rows
+    are as long as at the end of training.
 
     Rows and masks are the same at each call and on each peer, whatever the batch size: losses can be compared.
     """
-    batches = MaskedBatches(dataset, tokenizer, mlm_probability)
+    batches = MaskedBatches(dataset, tokenizer, args)
     generator = np.random.default_rng(0)
     rows = generator.permutation(len(batches.lengths))[:max_samples]
     rows = rows[np.argsort(batches.lengths[rows], kind="stable")]
-    flat, lengths = batches.read_rows(rows)
-    flat = batches.mask_tokens(flat, generator)
+    flat, lengths = batches.read_rows(rows, batches.longest)
+    flat = batches.collator.mask_tokens(flat, lengths, generator)
     ends = np.cumsum(lengths)
     result = []
     for start in range(0, len(rows), batch_size):
@@ -439,5 +649,108 @@ def make_eval_batches(
         tokens = slice(ends[start] - lengths[start], ends[stop - 1])
         part = {name: values[tokens] for name, values in flat.items() if name != "sentence_order_label"}
         part["sentence_order_label"] = flat["sentence_order_label"][start:stop]
-        result.append(to_tensors(batches.pad(part, lengths[start:stop])))
+        result.append(to_tensors(batches.collator.pad(part, lengths[start:stop], batches.longest)))
     return result
+
+
+# ---------------------------------------------------------------- a look at batches
+
+BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES, MEASURED_BATCHES = 4, 2, 3, 250
+
+
+class MaskStatistics:
+    """What masking has done to batches, in numbers and as text. State: counts."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.counts = tokenizer, Counter()
+        self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        begins_word = find_word_beginnings(tokenizer)
+        self.begins_word = np.ones(len(tokenizer), dtype=bool) if begins_word is None else begins_word
+
+    def add(self, batch: dict) -> None:
+        is_filled = batch["attention_mask"].numpy() == 1
+        ids, labels = (batch[name].numpy()[is_filled] for name in ("input_ids", "labels"))
+        is_chosen = labels != IGNORED_LABEL
+        true = np.where(is_chosen, labels, ids)
+        words, count = number_words(self.begins_word[true], ~self.is_special[true], is_filled.sum(axis=1))
+        sizes, chosen = np.bincount(words, minlength=count + 1), np.bincount(words[is_chosen], minlength=count + 1)
+        is_mask = ids == self.tokenizer.mask_token_id
+        self.counts.update(
+            rows=len(is_filled),
+            swapped=int(batch["sentence_order_label"].sum()),
+            places=is_filled.size,
+            padding=int((~is_filled).sum()),
+            tokens=int((words > 0).sum()),
+            chosen=int(is_chosen.sum()),
+            masked=int((is_chosen & is_mask).sum()),
+            kept=int((is_chosen & (ids == true)).sum()),
+            words=count,
+            chosen_words=int((chosen == sizes)[1:].sum()),
+            divided_words=int(((chosen > 0) & (chosen < sizes))[1:].sum()),
+        )
+
+    def describe(self) -> str:
+        c = self.counts
+        other = c["chosen"] - c["masked"] - c["kept"]
+        fates = [count / max(1, c["chosen"]) for count in (c["masked"], other, c["kept"])]
+        return (
+            f"{c['rows']:,} instances: mask rate {c['chosen'] / max(1, c['tokens']):.1%} of the tokens; of these "
+            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} as they were\n"
+            f"{c['words']:,} words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted wholly, "
+            f"{c['divided_words'] / max(1, c['words']):.1%} in part\n"
+            f"{c['padding'] / c['places']:.1%} of the batches is padding, {c['swapped'] / c['rows']:.1%} of the pairs "
+            "are swapped"
+        )
+
+    def show_row(self, ids: np.ndarray, labels: np.ndarray) -> str:
+        """A row without padding as text: what the model sees, and in brackets behind it what it is to predict."""
+        is_chosen = labels != IGNORED_LABEL
+        true = np.where(is_chosen, labels, ids)
+        words, _ = number_words(self.begins_word[true], ~self.is_special[true], np.array([len(ids)]))
+        begins = (words == 0) | (np.diff(words, prepend=0) != 0)
+        begins_part = begins | (np.diff(is_chosen, prepend=False))
+        text = ""
+        for part in np.split(np.arange(len(ids)), np.flatnonzero(begins_part)[1:]):
+            seen, expected = (
+                "".join(piece.removeprefix("▁").removeprefix("##") for piece in pieces)
+                for pieces in (self.tokenizer.convert_ids_to_tokens(values[part].tolist()) for values in (ids, true))
+            )
+            text += " " * bool(begins[part[0]]) + seen + (f"⟦{expected}⟧" if is_chosen[part[0]] else "")
+        return text.strip()
+
+
+def main() -> None:
+    model_args, args = parse_arguments(ModelArguments, DataArguments, description=__doc__)
+    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
+    dataset, corpus = load_tokenized_dataset(found, tokenizer)
+    check_data_arguments(args, tokenizer, corpus, math.inf)
+    batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
+    batches.set_sequence_length(sequence_length_at(0, args))
+    statistics = MaskStatistics(tokenizer)
+    print(f"{args.dataset_path}: {len(dataset['train']):,} instances for training, {len(tokenizer):,} pieces")
+    print("As the model sees them; in brackets what it is to predict:")
+    for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
+        statistics.add(batch)
+        for row in range(SHOWN_ROWS * (number <= SHOWN_BATCHES)):
+            length, width = int(batch["attention_mask"][row].sum()), batch["attention_mask"].shape[1]
+            ids, labels = (batch[name][row, :length].numpy() for name in ("input_ids", "labels"))
+            order = "swapped" if batch["sentence_order_label"][row] else "in order"
+            size = f"{length} tokens, {width - length} of padding"
+            count = (labels != IGNORED_LABEL).sum()
+            print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {size}, {order}, {count} to be predicted")
+            width = min(120, shutil.get_terminal_size().columns)
+            lines = textwrap.wrap(statistics.show_row(ids, labels), width - 4, break_on_hyphens=False)
+            text = textwrap.indent("\n".join(lines), "    ")
+            if sys.stdout.isatty():
+                text = text.replace("⟦", "\033[33m⟦").replace("⟧", "⟧\033[0m")
+            print(text, flush=True)
+    print(f"\n{statistics.describe()}")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -38,6 +38,7 @@ from hivemind.utils import get_dht_time
 from addresses import get_peer_id, is_public, is_relayed, select_for_others
 from arguments import (
     AveragingArguments,
+    DataArguments,
     ModelArguments,
     OptimizerArguments,
     SwarmArguments,
@@ -49,6 +50,7 @@ from arguments import (
 from averaging import calm_log, clean_end, raise_file_limit
 from data import (
     MaskedBatches,
+    check_data_arguments,
     choose_tokenizer,
     load_tokenized_dataset,
     load_tokenizer,
@@ -67,7 +69,7 @@ from joining import (
     measure_bandwidth,
     start_dht,
 )
-from model import make_trained_model, move_batch
+from model import find_longest_sequence, make_trained_model, move_batch
 from optimizer import describe_contract
 from utils import RunContract, fetch_progress, make_validators, setup_logging
 
@@ -250,14 +252,18 @@ def prepare(model: torch.nn.Module, args: TrainerArguments) -> tuple[torch.devic
 
 
 def measure_step(
-    model: torch.nn.Module, dataset, tokenizer, model_args: ModelArguments, args: TrainerArguments
+    model: torch.nn.Module,
+    dataset,
+    tokenizer,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: TrainerArguments,
 ) -> float:
-    """Seconds of one step of this peer: forward and backward passes of real batches, without averaging."""
+    """Seconds of one step of this peer: forward and backward passes of real batches, without averaging; with the
+    longest sequences where these grow."""
     device, autocast = prepare(model, args)
     batch_size = args.per_device_train_batch_size
-    batches = make_train_batches(
-        dataset["train"], tokenizer, batch_size=batch_size, seed=model_args.seed, mlm_probability=args.mlm_probability
-    )
+    batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=batch_size, seed=model_args.seed)
     times = []
     began = time.monotonic()
     # the first is slower, and the last of a long series changes nothing
@@ -273,7 +279,12 @@ def measure_step(
 
 
 def find_batch_size(
-    model: torch.nn.Module, dataset, tokenizer, args: TrainerArguments, target_batch_size: int
+    model: torch.nn.Module,
+    dataset,
+    tokenizer,
+    data_args: DataArguments,
+    args: TrainerArguments,
+    target_batch_size: int,
 ) -> tuple[int, int]:
     """(samples per forward pass, batches per step of this peer) that suit this machine, measured on the longest rows.
 
@@ -282,12 +293,12 @@ def find_batch_size(
     until a step takes a second. A step is an eighth of the swarm's batch at most. Prints what it measures.
     """
     device, autocast = prepare(model, args)
-    batches = MaskedBatches(dataset, tokenizer, args.mlm_probability)
+    batches = MaskedBatches(dataset, tokenizer, data_args)
     longest = batches.lengths.argsort()[::-1]
     largest_step = max(1, target_batch_size // 8)
     best, best_seconds, size = 0, math.inf, 1
     while size <= largest_step:
-        batch = move_batch(to_tensors(batches[np.resize(longest, size), [0]]), device)
+        batch = move_batch(to_tensors(batches[np.resize(longest, size), [0], None]), device)
         try:
             seconds = [time_pass(model, batch, autocast) for _ in range(3)][1:]
         except torch.cuda.OutOfMemoryError:
@@ -344,6 +355,7 @@ def check_all(
     model_args: ModelArguments,
     optimizer_args: OptimizerArguments,
     averaging: AveragingArguments,
+    data_args: DataArguments,
     args: TrainerArguments,
 ) -> Iterator[Check]:
     """Every check, in the order in which they make sense; a later one is left out when an earlier one forbids it."""
@@ -352,7 +364,7 @@ def check_all(
     model = dataset = None
     tokenizer = None
     found, failure = attempt(
-        "dataset", lambda: fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+        "dataset", lambda: fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
     )
     if failure:
         yield failure
@@ -365,11 +377,17 @@ def check_all(
         if loaded:
             dataset, corpus = loaded
             count = len(dataset["train"])
-            yield Check("dataset", "ok", f"{count:,} instances in {args.dataset_path}, made by this tokenizer")
+            yield Check("dataset", "ok", f"{count:,} instances in {data_args.dataset_path}, made by this tokenizer")
         else:
             yield failure
         model, failure = attempt("model", lambda: make_trained_model(model_args, args, len(tokenizer)))
         yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {model_args.config_path}")
+        if model and dataset:
+            positions = find_longest_sequence(model)
+            _, failure = attempt("batches", lambda: check_data_arguments(data_args, tokenizer, corpus, positions))
+            if failure:
+                yield failure
+                dataset = None
     if model:
         parameters = model.num_parameters()
         yield check_memory(parameters)
@@ -407,7 +425,7 @@ def check_all(
                 dht.shutdown()
 
     if model and dataset:
-        seconds, peers = measure_step(model, dataset, tokenizer, model_args, args), len(reports) + 1
+        seconds, peers = measure_step(model, dataset, tokenizer, model_args, data_args, args), len(reports) + 1
         batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         yield check_step_time(seconds, batch_size)
         speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
@@ -501,15 +519,16 @@ def warn_of_speed(
 
 def main() -> None:
     """Measure the batch size that suits this machine."""
-    groups = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, TrainerArguments)
-    _, model_args, _, averaging, args = parse_arguments(*groups, description=__doc__)
+    groups = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
+    _, model_args, _, averaging, data_args, args = parse_arguments(*groups, description=__doc__)
     setup_logging("preflight")
-    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    found = fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
     tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
-    dataset, _ = load_tokenized_dataset(found, tokenizer)
+    dataset, corpus = load_tokenized_dataset(found, tokenizer)
     model = make_trained_model(model_args, args, len(tokenizer))
+    check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     # the validation split is always there, and its rows are as long as those of training
-    sizes = find_batch_size(model, dataset["validation"], tokenizer, args, averaging.target_batch_size)
+    sizes = find_batch_size(model, dataset["validation"], tokenizer, data_args, args, averaging.target_batch_size)
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
 
 

@@ -35,6 +35,7 @@ import transformers
 from addresses import select_for_others
 from arguments import (
     AveragingArguments,
+    DataArguments,
     ModelArguments,
     OptimizerArguments,
     SwarmArguments,
@@ -48,12 +49,14 @@ from checkpoint import CheckpointError, choose_state, lock_folder, save_model, w
 from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
 from data import (
     ShardedSplit,
+    check_data_arguments,
     choose_tokenizer,
     data_seed,
     load_tokenized_dataset,
     load_tokenizer,
     make_eval_batches,
     make_train_batches,
+    sequence_length_at,
 )
 from fetch import fetch_data
 from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
@@ -68,15 +71,21 @@ logger = logging.getLogger("trainer")
 
 def main() -> None:
     groups = parse_arguments(
-        SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, TrainerArguments, description=__doc__
+        SwarmArguments,
+        ModelArguments,
+        OptimizerArguments,
+        AveragingArguments,
+        DataArguments,
+        TrainerArguments,
+        description=__doc__,
     )
-    swarm, model_args, optimizer_args, averaging_args, args = groups
+    swarm, model_args, optimizer_args, averaging_args, data_args, args = groups
     setup_logging("trainer")
     if args.logging_dir:
         log_to_folder("trainer", args.logging_dir)
     require_wandb(args)
     if args.preflight:
-        raise SystemExit(run_preflight(swarm, model_args, optimizer_args, averaging_args, args))
+        raise SystemExit(run_preflight(*groups))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
         stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
@@ -90,15 +99,11 @@ def main() -> None:
         f"python {platform.python_version()}, {device}"
     )
 
-    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    found = fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
     tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
     dataset, corpus = load_tokenized_dataset(found, tokenizer)
     model = make_trained_model(model_args, args, len(tokenizer))
-    if corpus["seq_length"] > find_longest_sequence(model):
-        stop_for_user(
-            f"--dataset_path {args.dataset_path} has instances of {corpus['seq_length']} tokens, the model takes "
-            f"{find_longest_sequence(model)}: tokenize with a smaller --seq_length"
-        )
+    check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
         try:
             os.makedirs(folder or ".", exist_ok=True)
@@ -152,14 +157,10 @@ def main() -> None:
     if page:
         page.serve(dht, callback.read_progress)
 
-    eval_options = dict(
-        batch_size=args.per_device_eval_batch_size,
-        mlm_probability=args.mlm_probability,
-        max_samples=args.max_eval_samples,
-    )
+    eval_options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
     summary = {"unigram_entropy": corpus["unigram_entropy"], "peer_id": str(dht.peer_id)}
     if args.do_eval:
-        batches = make_eval_batches(dataset["validation"], tokenizer, **eval_options)
+        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **eval_options)
         summary["start_loss"] = evaluate(model, batches, device)
         logger.info(
             f"validation loss {summary['start_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
@@ -171,12 +172,13 @@ def main() -> None:
     batches = make_train_batches(
         dataset["train"],
         tokenizer,
+        data_args,
         batch_size=args.per_device_train_batch_size,
         seed=data_seed(str(dht.peer_id), model_args.seed, optimizer.local_epoch),
-        mlm_probability=args.mlm_probability,
         num_workers=args.dataloader_num_workers,
         stop=stop,
     )
+    batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
 
     for number, batch in enumerate(batches, start=1):
         if stop.is_set() or optimizer.local_epoch >= max_epoch:
@@ -198,6 +200,7 @@ def main() -> None:
         scaler.update()
         optimizer.zero_grad()
         callback.on_step_end(samples=batch_size_per_step * is_finite)
+        batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
 
     # rounds that run in the background still change the parameters
     optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
@@ -214,7 +217,7 @@ def main() -> None:
     shut_down(dht, optimizer)
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
     if args.do_eval:
-        batches = make_eval_batches(dataset["validation"], tokenizer, **eval_options)
+        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **eval_options)
         summary["final_loss"] = evaluate(model, batches, device)
         logger.info(
             f"validation loss {summary['final_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"

@@ -17,14 +17,13 @@ import run_trainer
 
 def main() -> None:
     seconds = float(sys.argv.pop(1))
-    make_train_batches = run_trainer.make_train_batches
+    move_batch = run_trainer.move_batch
 
-    def make_paced_batches(*args, **options):
-        for batch in make_train_batches(*args, **options):
-            time.sleep(seconds)
-            yield batch
+    def move_batch_slowly(batch, device):
+        time.sleep(seconds)
+        return move_batch(batch, device)
 
-    run_trainer.make_train_batches = make_paced_batches
+    run_trainer.move_batch = move_batch_slowly
     run_trainer.main()
 
 

@@ -36,7 +36,7 @@ def run_plain_loop(args: argparse.Namespace) -> None:
     """The same model, batches and optimizer without hivemind; prints samples per second."""
     import torch
 
-    from arguments import ModelArguments, OptimizerArguments
+    from arguments import DataArguments, ModelArguments, OptimizerArguments
     from data import load_tokenized_dataset, load_tokenizer, make_train_batches
     from model import make_model, move_batch
     from optimizer import make_local_optimizer, make_param_groups, make_scheduler
@@ -47,9 +47,7 @@ def run_plain_loop(args: argparse.Namespace) -> None:
     options = OptimizerArguments(optim="adamw", learning_rate=3e-3, warmup_steps=15)
     optimizer = make_local_optimizer(options, make_param_groups(model))
     scheduler = make_scheduler(options, optimizer)
-    batches = make_train_batches(
-        dataset["train"], tokenizer, batch_size=BATCH_SIZE, seed=1, mlm_probability=0.15, num_workers=0
-    )
+    batches = make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=BATCH_SIZE, seed=1)
     samples = start = 0
     for number, batch in enumerate(batches, start=1):
         (model(**move_batch(batch, torch.device("cpu")))["loss"] * BATCH_SIZE / args.target_batch_size).backward()

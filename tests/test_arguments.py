@@ -24,8 +24,8 @@ def test_flag_has_help_and_is_read(group, field):
 
 
 def test_flags_of_one_script_do_not_collide():
-    trainer = ["SwarmArguments", "ModelArguments", "OptimizerArguments", "AveragingArguments", "TrainerArguments"]
-    for groups in (trainer, [*trainer[:-1], "MonitorArguments"]):
+    shared = ["SwarmArguments", "ModelArguments", "OptimizerArguments", "AveragingArguments"]
+    for groups in ([*shared, "DataArguments", "TrainerArguments"], [*shared, "MonitorArguments"]):
         names = [f.name for group, f in FIELDS if group.__name__ in groups]
         assert len(names) == len(set(names))
 
@@ -53,6 +53,13 @@ def test_steps_count_epochs_and_say_so():
         (["--run_id", "a", "--use_auto_relay", "--no_use_relay"], ["--use_auto_relay", "--no_use_relay"]),
         (["--run_id", "a", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
         (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
+        (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "0 and 1"]),
+        (["--run_id", "a", "--max_sequence_length", "7"], ["--max_sequence_length", "8"]),
+        (
+            ["--run_id", "a", "--initial_sequence_length", "128"],
+            ["--max_sequence_length", "--sequence_length_warmup_steps"],
+        ),
+        (["--run_id", "a", "--sequence_length_warmup_steps", "9"], ["--initial_sequence_length"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -64,6 +71,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, words, monkeypatch, cap
             arguments.ModelArguments,
             arguments.OptimizerArguments,
             arguments.AveragingArguments,
+            arguments.DataArguments,
             arguments.TrainerArguments,
         )
     assert error.value.code == 2

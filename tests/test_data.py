@@ -6,6 +6,7 @@ import itertools
 import lzma
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AlbertTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
 import data
+from arguments import DataArguments
 from documents import (
     SAMPLE_CHAPTER,
     SAMPLE_TITLE,
@@ -59,9 +63,11 @@ def dataset():
     return Dataset.from_dict(columns)
 
 
-def make_batches(dataset, tokenizer, count, **changes):
-    options = {"batch_size": 8, "seed": 1, "mlm_probability": 0.15, "num_workers": 0, **changes}
-    return list(itertools.islice(data.make_train_batches(dataset, tokenizer, **options), count))
+def make_batches(dataset, tokenizer, count, args=None, **changes):
+    options = {"batch_size": 8, "seed": 1, **changes}
+    return list(
+        itertools.islice(data.make_train_batches(dataset, tokenizer, args or DataArguments(), **options), count)
+    )
 
 
 def are_equal(one: list[dict], other: list[dict]) -> bool:
@@ -184,9 +190,9 @@ def test_pairs_of_tiny_documents(sentences, count):
 
 
 def test_masking_rates(dataset, tokenizer):
-    batches = data.MaskedBatches(dataset, tokenizer, 0.15)
-    flat, _ = batches.read_rows(np.arange(1000).repeat(10))
-    masked = batches.mask_tokens(flat, np.random.default_rng(0))
+    batches = data.MaskedBatches(dataset, tokenizer, DataArguments())
+    flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
+    masked = batches.collator.mask_tokens(flat, lengths, np.random.default_rng(0))
     before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
     chosen = labels != -100
     ordinary = before >= 5
@@ -199,6 +205,281 @@ def test_masking_rates(dataset, tokenizer):
     assert (after[chosen] == before[chosen]).mean() == pytest.approx(0.1 + 0.1 / 195, abs=0.007)
     replaced = after[chosen & (after != before) & (after != 4)]
     assert set(replaced) == set(range(5, 200)), "random tokens are ordinary ones, and all of them"
+
+
+WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+# pieces, and whether each begins a word; the marks of the other kind are ordinary characters
+PIECES = {
+    "sentencepiece": [(f"▁w{n}", True) for n in range(60)] + [(f"p{n}", False) for n in range(90)] + [("##p", False)],
+    "wordpiece": [(f"w{n}", True) for n in range(60)] + [(f"##p{n}", False) for n in range(90)] + [("▁", True)],
+}
+
+
+@pytest.fixture(scope="module", params=PIECES)
+def piecewise(request, tmp_path_factory):
+    """A tokenizer whose words have several pieces, saved and loaded as users do, and which of its ids begin a word."""
+    pieces = [piece for piece, _ in PIECES[request.param]]
+    if request.param == "sentencepiece":
+        tokenizer = AlbertTokenizer(vocab=[(piece, -1.0) for piece in SPECIAL + pieces])
+    else:
+        tokenizer = BertTokenizer(vocab={piece: number for number, piece in enumerate(WORDPIECE + pieces)})
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer.save_pretrained(folder)
+    return data.load_tokenizer(folder), [False] * 5 + [begins for _, begins in PIECES[request.param]]
+
+
+def words_of(ids: list[int], begins_word: list[bool]) -> list[list[int]]:
+    """Positions of each word, by a plain loop: the definition."""
+    words, is_open = [], False
+    for position, token in enumerate(ids):
+        if token < 5:
+            is_open = False
+        elif begins_word[token] or not is_open:
+            words.append([position])
+            is_open = True
+        else:
+            words[-1].append(position)
+    return words
+
+
+def make_rows(count: int, vocabulary: int, length: int = 128) -> list[dict]:
+    """[CLS] A [SEP] B [SEP] with an <unk> here and there, as lists."""
+    generator = np.random.default_rng(5)
+    rows = []
+    for number in range(count):
+        ids = generator.integers(5, vocabulary, int(generator.integers(20, length + 1)) if number else length)
+        ids[generator.random(len(ids)) < 0.02] = 1
+        cut = int(generator.integers(2, len(ids) - 2))
+        ids[[0, cut, -1]] = (2, 3, 3)
+        values = (ids.tolist(), (np.arange(len(ids)) > cut).astype(int).tolist(), (ids < 5).astype(int).tolist())
+        rows.append(dict(zip(data.COLUMNS, (*values, number % 2), strict=True)))
+    return rows
+
+
+def test_words_are_masked_wholly_or_not_at_all_and_none_more_than_others(piecewise):
+    tokenizer, begins_word = piecewise
+    rows = make_rows(3000, len(tokenizer))
+    batch = data.DataCollatorForWholeWordMask(tokenizer)(rows, seed=1)
+    counts = {}  # pieces of a word -> [words, chosen ones]
+    tokens, before, after = [], [], []
+    for row, ids, labels in zip(rows, batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        words = words_of(row["input_ids"], begins_word)
+        for word in words:
+            is_chosen = {labels[position] != -100 for position in word}
+            assert len(is_chosen) == 1, "a word is masked in part"
+            for key in (min(len(word), 6), "words"):
+                count = counts.setdefault(key, [0, 0])
+                count[0] += 1
+                count[1] += is_chosen.pop() if key != "words" else labels[word[0]] != -100
+        ordinary = set(itertools.chain(*words))
+        for position, token in enumerate(row["input_ids"]):
+            if position not in ordinary:
+                assert labels[position] == -100 and ids[position] == token, "a special token is to be predicted"
+            elif labels[position] == -100:
+                assert ids[position] == token
+            else:
+                assert labels[position] == token
+                before.append(token)
+                after.append(ids[position])
+        tokens += [labels[position] != -100 for position in ordinary]
+        assert set(labels[len(row["input_ids"]) :]) <= {-100}
+    # 207,000 tokens in 88,000 words: five standard deviations, as below for the words of each size
+    assert np.mean(tokens) == pytest.approx(0.15, abs=0.0075)
+    for size, (count, chosen) in counts.items():
+        assert count > 3000 and chosen / count == pytest.approx(0.15, abs=5 * (0.15 * 0.85 / count) ** 0.5), size
+    before, after = np.array(before), np.array(after)
+    assert (after == 4).mean() == pytest.approx(0.8, abs=0.012)
+    assert (after == before).mean() == pytest.approx(0.1 + 0.1 / 151, abs=0.009)
+    assert set(after[(after != before) & (after != 4)]) == set(range(5, len(tokenizer)))
+
+
+def test_masks_depend_on_the_seed_alone(piecewise):
+    tokenizer, _ = piecewise
+    rows = make_rows(20, len(tokenizer))
+    collator, another = data.DataCollatorForWholeWordMask(tokenizer), data.DataCollatorForWholeWordMask(tokenizer)
+    one = collator(rows, seed=[3, 4])
+    assert are_equal([one], [another(rows, seed=[3, 4])]) and not are_equal([one], [collator(rows, seed=[3, 5])])
+    # without a seed: torch's, as transformers' collators
+    torch.manual_seed(1)
+    one, two = collator(rows), collator(rows)
+    torch.manual_seed(1)
+    assert are_equal([one], [collator(rows)]) and not are_equal([one], [two])
+
+
+@pytest.mark.parametrize("whole_word_mask", [True, False])
+def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
+    tokenizer, _ = piecewise
+    rows = make_rows(50, len(tokenizer))
+    numbers = np.arange(7, 39)
+    args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3, pad_to_multiple_of=16)
+    stored = data.to_tensors(data.MaskedBatches(Dataset.from_list(rows), tokenizer, args)[numbers, [1, 2], None])
+    collator = data.DataCollatorForWholeWordMask(tokenizer, 0.3, 16, whole_word_mask)
+    assert stored["input_ids"].shape[1] % 16 == 0
+    assert are_equal([stored], [collator([rows[number] for number in numbers], seed=[1, 2])])
+    # arrays and tensors are as good as lists, and special tokens are known without being told
+    arrays = [{name: np.array(value) for name, value in row.items() if name != "special_tokens_mask"} for row in rows]
+    tensors = [{name: torch.tensor(value) for name, value in row.items()} for row in rows]
+    for instances in (arrays, tensors):
+        assert are_equal([stored], [collator([instances[number] for number in numbers], seed=[1, 2])])
+    bare = collator([{"input_ids": rows[number]["input_ids"]} for number in numbers], seed=[1, 2])
+    assert set(bare) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
+    assert torch.equal(bare["labels"], stored["labels"]) and not bare["token_type_ids"].any()
+
+
+def test_one_word_of_a_batch_is_masked_at_least(piecewise):
+    tokenizer, _ = piecewise
+    collator = data.DataCollatorForWholeWordMask(tokenizer, mlm_probability=1e-9)
+    # two pieces that make one word, between special tokens, whatever they begin with
+    labels = collator([{"input_ids": [2, 100, 101, 3]}], seed=0)["labels"]
+    assert labels.tolist() == [[-100, 100, 101, -100]]
+    assert not (collator([{"input_ids": [2, 1, 3]}], seed=0)["labels"] != -100).any()
+    # no word reaches over the end of an instance, even where no special token is there
+    for seed in range(10):
+        labels = collator([{"input_ids": [5, 100]}, {"input_ids": [101, 102]}], seed=seed)["labels"]
+        assert labels.tolist() in ([[5, 100], [-100, -100]], [[-100, -100], [101, 102]])
+    # and no special token is chosen where all else is
+    collator = data.DataCollatorForWholeWordMask(tokenizer, mlm_probability=1 - 1e-9)
+    assert collator([{"input_ids": [2, 100, 1, 101, 3]}])["labels"].tolist() == [[-100, 100, -100, 101, -100]]
+
+
+def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer, capsys):
+    pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("Ġ", "")), "▁", "##"]
+    backend = Tokenizer(BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), WORDPIECE, strict=True))
+    unmarked = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    with pytest.raises(SystemExit) as stop:
+        data.check_data_arguments(DataArguments(), unmarked, {"seq_length": 64}, 64)
+    assert stop.value.code == 2 and "--no_whole_word_mask" in capsys.readouterr().err
+    data.check_data_arguments(DataArguments(whole_word_mask=False), unmarked, {"seq_length": 64}, 64)
+    rows = make_rows(20, len(pieces))
+    labels = data.DataCollatorForWholeWordMask(unmarked, whole_word_mask=False)(rows, seed=1)["labels"]
+    assert (labels != -100).sum() > 100
+
+
+# ---------------------------------------------------------------- sequences that grow
+
+GROWING = dict(initial_sequence_length=24, max_sequence_length=60, sequence_length_warmup_steps=10)
+
+
+def test_sequence_length_grows_with_the_epoch():
+    args = DataArguments(**GROWING)
+    # 24 + 3.6 an epoch, rounded down to multiples of 8; the end is what was asked for
+    assert [data.sequence_length_at(epoch, args) for epoch in range(12)] == [
+        *(24, 24, 24, 32, 32, 40, 40, 48, 48, 56),
+        *(60, 60),
+    ]
+    args = DataArguments(**GROWING, pad_to_multiple_of=1)
+    assert [data.sequence_length_at(epoch, args) for epoch in range(3)] == [24, 27, 31]
+    # one that is no multiple itself is where it begins
+    args = DataArguments(initial_sequence_length=30, max_sequence_length=512, sequence_length_warmup_steps=1000)
+    assert [data.sequence_length_at(epoch, args) for epoch in (0, 1, 10, 999, 10**9)] == [30, 30, 32, 504, 512]
+    assert data.sequence_length_at(5, DataArguments()) is None
+    assert data.sequence_length_at(5, DataArguments(max_sequence_length=64)) == 64
+    assert data.sequence_length_at(5, DataArguments(initial_sequence_length=0, max_sequence_length=0)) is None
+
+
+@pytest.mark.parametrize("limit", [8, 9, 21, 64, 127, 128])
+def test_cut_instances_keep_their_form(limit):
+    rows = make_rows(300, 200)
+    flat = {name: data.join_lists([row[name] for row in rows], False) for name in data.COLUMNS[:3]}
+    flat["sentence_order_label"] = np.array([row["sentence_order_label"] for row in rows])
+    cut, lengths = data.cut_rows(flat, np.array([len(row["input_ids"]) for row in rows]), limit)
+    assert (cut["sentence_order_label"] == flat["sentence_order_label"]).all()
+    parts = {name: np.split(cut[name], np.cumsum(lengths)[:-1]) for name in data.COLUMNS[:3]}
+    for number, row in enumerate(rows):
+        ids, types, special = (parts[name][number].tolist() for name in data.COLUMNS[:3])
+        assert len(ids) == lengths[number] == min(limit, len(row["input_ids"]))
+        assert special == [int(token < 5) for token in ids]
+        end, whole_end = types.index(1), row["token_type_ids"].index(1)
+        assert types == [0] * end + [1] * (len(ids) - end)
+        first, second = row["input_ids"][:whole_end], row["input_ids"][whole_end:]
+        assert ids[:end] == [*first[: end - 1], 3] and ids[end:] == [*second[: len(ids) - end - 1], 3]
+        # the longer segment gives first
+        kept, given = (end, len(ids) - end), (len(first) - end, len(second) - len(ids) + end)
+        assert abs(kept[0] - kept[1]) <= 1 or given[kept.index(min(kept))] == 0
+
+
+def take_while_growing(batches, lengths: dict[int, int | None], count: int) -> list[dict]:
+    """The first batches, and the lengths that are set before some of them."""
+    taken, iterator = [], None
+    for number in range(count):
+        if number in lengths:
+            batches.set_sequence_length(lengths[number])
+        iterator = iterator or iter(batches)
+        taken.append(next(iterator))
+    return taken
+
+
+def test_the_next_batch_has_the_new_length_whatever_the_workers(dataset, tokenizer):
+    lengths = {0: 24, 5: 32, 6: 40, 12: 40, 15: 24, 16: None}
+
+    def take(num_workers):
+        options = dict(batch_size=8, seed=1, num_workers=num_workers)
+        return take_while_growing(data.make_train_batches(dataset, tokenizer, DataArguments(), **options), lengths, 40)
+
+    batches = take(0)
+    widths = [batch["input_ids"].shape[1] for batch in batches]
+    for start, end, longest in ((0, 5, 24), (5, 6, 32), (6, 15, 40), (15, 16, 24)):
+        assert max(widths[start:end]) <= longest
+    assert max(widths[:5]) == 24 and max(widths[6:15]) == 40 and 50 < max(widths[16:]) <= 64
+    assert are_equal(batches, take(1)) and are_equal(batches, take(2))
+    # no instance is lost when the length changes: the rows are those of an order without change
+    rows = [batch["sentence_order_label"].tolist() for batch in make_batches(dataset, tokenizer, 40)]
+    assert rows == [batch["sentence_order_label"].tolist() for batch in batches]
+    assert widths[16:] == [batch["input_ids"].shape[1] for batch in make_batches(dataset, tokenizer, 40)][16:]
+
+
+def test_a_length_for_good(dataset, tokenizer):
+    """max_sequence_length alone cuts as well, and sets what is padded to."""
+    batches = make_batches(dataset, tokenizer, 30, DataArguments(max_sequence_length=37, pad_to_multiple_of=8))
+    assert {batch["input_ids"].shape[1] for batch in batches} == {24, 32, 37}
+    whole = {tuple(row["input_ids"]) for row in dataset}
+    for ids, labels, mask in ((b["input_ids"], b["labels"], b["attention_mask"].bool()) for b in batches):
+        for row, kept in zip(torch.where(labels == -100, ids, labels), mask, strict=True):
+            row = row[kept].tolist()
+            assert (row[0], row.count(3), row[-1]) == (2, 2, 3)
+            assert len(row) == 37 or tuple(row) in whole
+
+
+def test_lengths_beyond_the_model_or_the_dataset_are_one_line(tokenizer, capsys, caplog):
+    corpus = {"seq_length": 128}
+    data.check_data_arguments(DataArguments(), tokenizer, corpus, 128)
+    data.check_data_arguments(DataArguments(max_sequence_length=64), tokenizer, corpus, 64)
+    assert not caplog.text
+    for args in (DataArguments(), DataArguments(max_sequence_length=100)):
+        with pytest.raises(SystemExit) as stop:
+            data.check_data_arguments(args, tokenizer, corpus, 64)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count("\n") == 1 and "--max_sequence_length 64" in error
+    data.check_data_arguments(DataArguments(max_sequence_length=512), tokenizer, corpus, 512)
+    assert "longest ones have 128" in caplog.text
+
+
+def test_a_look_at_the_batches(start, tiny_data):
+    shown = {}
+    for name, more in {
+        "words": [],
+        "pieces": ["--no_whole_word_mask", "--mlm_probability", 0.3],
+        "short": ["--initial_sequence_length", 16, "--max_sequence_length", 32, "--sequence_length_warmup_steps", 9],
+    }.items():
+        shown[name] = start(name, "data.py", *itertools.chain(*tiny_data.items()), *more)
+    assert [script.wait(60) for script in shown.values()] == [0, 0, 0]
+    shown = {name: script.text for name, script in shown.items()}
+    for name, text in shown.items():
+        row = r"row \d of 4: (\d+) tokens, (\d+) of padding, .*, (\d+) to be predicted\n((?: {4}.*\n)+)"
+        rows = re.findall(row, text)
+        assert len(rows) == 6
+        assert all(row.startswith("    [CLS] ") and row.endswith(" [SEP]\n") for *_, row in rows), rows
+        assert all(int(length) <= (16 if name == "short" else 32) for length, *_ in rows)
+        # what is shown as masked is about as much as is said to be: a word stands in one pair of brackets
+        assert 0 < sum(row.count("⟦") for *_, row in rows) <= sum(int(count) for _, _, count, _ in rows)
+    percents = {name: [float(p) for p in re.findall(r"([\d.]+)%", text)] for name, text in shown.items()}
+    for name, rate in (("words", 15), ("pieces", 30), ("short", 15)):
+        expected = (rate, 80, 10, 10)
+        assert all(abs(p - e) < 3 for p, e in zip(percents[name], expected, strict=False)), percents[name]
+        assert percents[name][1] + percents[name][2] + percents[name][3] == pytest.approx(100, abs=0.2)
+    assert percents["words"][5] == 0 and percents["pieces"][5] > 5, "words are masked in part or not"
+    assert len(percents["words"]) == 8
 
 
 def test_batches_show_the_instances(dataset, tokenizer):
@@ -266,18 +547,19 @@ def test_evaluation_is_the_same_at_every_call_and_batch_size(dataset, tokenizer)
             for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
         )
 
-    options = {"mlm_probability": 0.15, "max_samples": None}
-    batches = data.make_eval_batches(dataset, tokenizer, batch_size=64, **options)
-    assert are_equal(batches, data.make_eval_batches(dataset, tokenizer, batch_size=64, **options))
-    assert sum(len(batch["input_ids"]) for batch in batches) == 1000
-    assert rows_of(batches) == rows_of(data.make_eval_batches(dataset, tokenizer, batch_size=7, **options))
-    few = data.make_eval_batches(dataset, tokenizer, batch_size=64, max_samples=100)
+    for args in (DataArguments(), DataArguments(whole_word_mask=False, max_sequence_length=40)):
+        batches = data.make_eval_batches(dataset, tokenizer, args, batch_size=64)
+        assert are_equal(batches, data.make_eval_batches(dataset, tokenizer, args, batch_size=64))
+        assert sum(len(batch["input_ids"]) for batch in batches) == 1000
+        assert max(batch["input_ids"].shape[1] for batch in batches) == (args.max_sequence_length or 64)
+        assert rows_of(batches) == rows_of(data.make_eval_batches(dataset, tokenizer, args, batch_size=7))
+    few = data.make_eval_batches(dataset, tokenizer, args, batch_size=64, max_samples=100)
     assert [len(batch["input_ids"]) for batch in few] == [64, 36]
 
 
 def test_selected_rows_are_read_not_the_file_behind(dataset, tokenizer):
     part = dataset.select(range(500, 510))
-    [batch] = data.make_eval_batches(part, tokenizer, batch_size=64)
+    [batch] = data.make_eval_batches(part, tokenizer, DataArguments(), batch_size=64)
     original = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
     assert sorted(int(m.sum()) for m in batch["attention_mask"]) == sorted(len(ids) for ids in part["input_ids"])
     assert {tuple(ids) for ids in part["input_ids"]} == {
@@ -301,14 +583,16 @@ def test_data_seed_is_the_same_in_every_process():
 
 INTERRUPTED = """
 import signal, sys, data
+from arguments import DataArguments
 from datasets import load_from_disk
 from transformers import AlbertTokenizer
-tokenizer = AlbertTokenizer(vocab=[(t, 0.0) for t in ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]])
+special = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
+tokenizer = AlbertTokenizer(vocab=[(t, 0.0) for t in [*special, *(f"▁word{number}" for number in range(195))]])
 signals = []
 if sys.argv[2] == "finish":  # a trainer that notes the signal and finishes its step
     signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
-options = dict(batch_size=8, seed=1, mlm_probability=0.15, num_workers=2)
-batches = iter(data.make_train_batches(load_from_disk(sys.argv[1]), tokenizer, **options))
+options = dict(batch_size=8, seed=1, num_workers=2)
+batches = iter(data.make_train_batches(load_from_disk(sys.argv[1]), tokenizer, DataArguments(), **options))
 next(batches)
 try:
     print("ready", flush=True)

@@ -11,7 +11,7 @@ import arguments
 
 SHARED = ("ModelArguments", "OptimizerArguments", "AveragingArguments")
 GROUPS = {
-    "run_trainer.py": ("SwarmArguments", *SHARED, "TrainerArguments"),
+    "run_trainer.py": ("SwarmArguments", *SHARED, "DataArguments", "TrainerArguments"),
     "run_training_monitor.py": ("SwarmArguments", "MonitorArguments", "ArchiveArguments", *SHARED),
     "run_aux_peer.py": ("SwarmArguments", "AuxPeerArguments", "ArchiveArguments", *SHARED),
 }

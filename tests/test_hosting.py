@@ -23,7 +23,7 @@ from processes import LOOPBACK, ROOT, make_prefix, wait_until
 import data
 import fetch
 import tokenize_wikitext103
-from arguments import ModelArguments, TokenizeArguments
+from arguments import DataArguments, ModelArguments, TokenizeArguments
 
 SHARDS = 3
 
@@ -330,7 +330,9 @@ def take(dataset, tokenizer, count: int, seed: int = 1, **options) -> list[dict]
     stop = threading.Event()
     timer = threading.Timer(60, stop.set)
     timer.start()
-    batches = data.make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=seed, stop=stop, **options)
+    batches = data.make_train_batches(
+        dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=seed, stop=stop, **options
+    )
     taken = list(itertools.islice(batches, count))
     timer.cancel()
     stop.set()
@@ -397,6 +399,33 @@ def test_batches_of_shards_depend_on_the_seed_alone(server, hosted, tmp_path, ca
     assert server.count(name.format(third)[1:]) == (hosted / name.format(third)[1:]).stat().st_size
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_sequences_of_shards_grow(hosted, tmp_path, num_workers):
+    """The next batch has the new length, and no batch is lost, wherever in a shard the length changes."""
+
+    def take_changing(change: bool, num_workers: int) -> list[dict]:
+        dataset, tokenizer = open_local(hosted, tmp_path)
+        stop = threading.Event()
+        options = dict(batch_size=16, seed=1, stop=stop, num_workers=num_workers)
+        batches = data.make_train_batches(dataset["train"], tokenizer, DataArguments(), **options)
+        taken = []
+        for batch in itertools.islice(batches, 300):
+            taken.append(batch)
+            if change and len(taken) % 7 == 0:
+                batches.set_sequence_length(lengths[len(taken) // 7 % 3])
+        stop.set()
+        return taken
+
+    lengths = (None, 16, 24)
+    changing, constant = take_changing(True, num_workers), take_changing(False, 0)
+    for number, (batch, whole) in enumerate(zip(changing, constant, strict=True)):
+        length = lengths[number // 7 % 3] or 32
+        assert batch["input_ids"].shape[1] == min(length, whole["input_ids"].shape[1])
+        assert torch.equal(batch["sentence_order_label"], whole["sentence_order_label"])
+        if length == 32:
+            assert are_equal([batch], [whole])
+
+
 def test_shards_that_were_read_go_when_the_disk_is_full(server, hosted, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(data, "RETRY_SECONDS", 0.3)
     expected = take(*open_local(hosted, tmp_path), 600)
@@ -448,7 +477,9 @@ def test_the_end_need_not_wait_for_a_shard(server, cache, caplog):
     dataset["train"].seed = None
     server.answers[f"/tiny-{second:05d}-of-00003.tar.gz"] = [503]
     stop = threading.Event()
-    batches = iter(data.make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=1, stop=stop))
+    batches = iter(
+        data.make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1, stop=stop)
+    )
     threading.Timer(1.0, stop.set).start()
     assert 0 < len(list(batches)) < 100  # what the first shard has, then the end
 

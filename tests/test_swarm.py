@@ -9,7 +9,7 @@ import torch
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from safetensors.torch import load_file
 
-from arguments import ModelArguments, OptimizerArguments
+from arguments import DataArguments, ModelArguments, OptimizerArguments
 from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
 from model import evaluate, make_model, move_batch
 from optimizer import make_local_optimizer, make_param_groups, make_scheduler
@@ -161,18 +161,14 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     model, device = make_model(ModelArguments(config_path="configs/demo.json"), len(tokenizer)), torch.device("cpu")
     optimizer = make_local_optimizer(options, make_param_groups(model))
     scheduler = make_scheduler(options, optimizer)
-    batches = iter(
-        make_train_batches(dataset["train"], tokenizer, batch_size=16, seed=1, mlm_probability=0.15, num_workers=0)
-    )
+    batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1))
     for _ in range(epochs):
         optimizer.zero_grad()
         for _ in range(batch_size // 16):
             (model(**move_batch(next(batches), device))["loss"] * 16 / batch_size).backward()
         optimizer.step()
         scheduler.step()
-    validation = make_eval_batches(
-        dataset["validation"], tokenizer, batch_size=32, mlm_probability=0.15, max_samples=None
-    )
+    validation = make_eval_batches(dataset["validation"], tokenizer, DataArguments(), batch_size=32)
     alone = evaluate(model, validation, device)
     assert alone < summaries[0]["start_loss"] - 0.3  # the curve has moved by far more than the tolerance
     for summary in summaries:

@@ -9,6 +9,9 @@ import torch
 from processes import LOOPBACK, ROOT, make_prefix
 from safetensors.torch import load_file
 
+from arguments import DataArguments
+from data import sequence_length_at
+
 TINY = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
     *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
@@ -34,6 +37,27 @@ def make_faulty_model(*args):
     return model
 
 run_trainer.make_trained_model = make_faulty_model
+with run_trainer.clean_end():
+    run_trainer.main()
+"""
+
+# Runs run_trainer.py and prints the width of each batch that it trains on, with the epoch.
+MEASURED_TRAINER = """
+import json
+import run_trainer
+
+make_optimizer, move_batch = run_trainer.make_optimizer, run_trainer.move_batch
+
+def keep_optimizer(*args, **options):
+    global optimizer
+    optimizer = make_optimizer(*args, **options)
+    return optimizer
+
+def measure_batch(batch, device):
+    print(json.dumps([optimizer.local_epoch, batch["input_ids"].shape[1]]), flush=True)
+    return move_batch(batch, device)
+
+run_trainer.make_optimizer, run_trainer.move_batch = keep_optimizer, measure_batch
 with run_trainer.clean_end():
     run_trainer.main()
 """
@@ -125,6 +149,28 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_never_contributed(tmp
     assert all(line["loss"] == pytest.approx(line["loss"], nan_ok=False) for line in history)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_sequences_grow_with_the_epoch_and_the_model_learns(tmp_path, tiny_data):
+    growing = dict(initial_sequence_length=16, max_sequence_length=32, sequence_length_warmup_steps=4)
+    where = [*sum(tiny_data.items(), ()), "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
+    more = ["--dataloader_num_workers", 2, "--max_steps", 8, *(w for n, v in growing.items() for w in (f"--{n}", v))]
+    result = run(MEASURED_TRAINER, *TINY, *LOOPBACK, *where, *more)
+    widths = {}
+    for line in result.stdout.splitlines():
+        epoch, width = json.loads(line)
+        widths.setdefault(epoch, []).append(width)
+    # 16 + 4 an epoch, in multiples of 8, from the first batch of an epoch on; four batches make an epoch
+    expected = [sequence_length_at(epoch, DataArguments(**growing)) for epoch in range(8)]
+    assert expected == [16, 16, 24, 24, 32, 32, 32, 32]
+    assert list(widths) == list(range(8)) and all(len(widths[epoch]) == 4 for epoch in widths)
+    assert all(max(widths[epoch]) <= expected[epoch] for epoch in range(8)), widths
+    longest = [max(widths[epoch] + widths[epoch + 1]) for epoch in (0, 2, 4)]
+    assert longest[:2] == [16, 24] and longest[2] > 24, widths
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in history] == list(range(1, 9))
+    assert history[-1]["loss"] < history[0]["loss"] and summary["final_loss"] < summary["start_loss"] - 0.3
 
 
 @pytest.fixture(scope="module")
