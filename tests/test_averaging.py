@@ -208,6 +208,7 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
 
 
 # LAMB's state has numbers that are tensors after some steps and none before: what one peer gives, another must accept.
+# That of 8-bit LAMB has tensors of bytes, which neither torch's load_state_dict nor Float16 leaves as they are.
 LAMB = """
 import json, sys
 import torch
@@ -224,7 +225,8 @@ with clean_end():
         maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
         torch.manual_seed(steps)
         model = torch.nn.Sequential(torch.nn.Linear(50, 20), torch.nn.LayerNorm(20))
-        optimizer = make_optimizer(model, dht, swarm, OptimizerArguments(optim="lamb"), AveragingArguments())
+        options = OptimizerArguments(optim=sys.argv[2], min_8bit_size=1000)
+        optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(state_compression=sys.argv[3]))
         for _ in range(steps):
             for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
                 param.grad.normal_()
@@ -234,18 +236,43 @@ with clean_end():
     giver.state_averager.state_sharing_priority = 3
     loaded = taker.load_state_from_peers()
     given, taken = (optimizer.training_state()["optimizer"]["state"].values() for optimizer in (giver, taker))
-    same = all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for a, b in zip(given, taken) for k in a)
-    weights = all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
-    print(json.dumps(dict(loaded=loaded, epoch=taker.local_epoch, same=same, weights=weights)), flush=True)
+    pairs = [[torch.as_tensor(state[name]) for state in (a, b)] for a, b in zip(given, taken) for name in a]
+    facts = dict(
+        loaded=loaded,
+        epoch=taker.local_epoch,
+        same=all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs),
+        bytes=sum(b.numel() for _, b in pairs if b.dtype == torch.uint8),
+        weights=max((a - b).abs().max().item() for a, b in zip(model.parameters(), copy.parameters())),
+    )
+    # what was taken over is what a step takes
+    for optimizer in (giver, taker):
+        for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
+            param.grad.fill_(0.1)
+        optimizer.opt.step()
+    masters = [optimizer.training_state()["parameters"] for optimizer in (giver, taker)]
+    facts["weights_after"] = max((a - b).abs().max().item() for a, b in zip(*masters))
+    print(json.dumps(facts), flush=True)
     for dht, _, optimizer in reversed(states):
         shut_down(dht, optimizer)
 """
 
 
-def test_the_state_of_lamb_is_taken_over(start):
-    taker = start("taker", "-c", LAMB, make_prefix(), env={"PYTHONPATH": str(ROOT)})
+@pytest.mark.parametrize("optim, compression", [("lamb", "none"), ("lamb_8bit", "float16")])
+def test_the_state_of_lamb_is_taken_over(start, optim, compression):
+    """Moments come bit for bit, also where parameters come in 16 bits."""
+    taker = start("taker", "-c", LAMB, make_prefix(), optim, compression, env={"PYTHONPATH": str(ROOT)})
     taker.assert_clean_end(90)
-    assert taker.json_lines() == [{"loaded": True, "epoch": 3, "same": True, "weights": True}]
+    [facts] = taker.json_lines()
+    # two moments of the 50 x 20 matrix
+    assert facts | {"weights": 0, "weights_after": 0} == {
+        "loaded": True,
+        "epoch": 3,
+        "same": True,
+        "bytes": 2000 * (optim == "lamb_8bit"),
+        "weights": 0,
+        "weights_after": 0,
+    }
+    assert max(facts["weights"], facts["weights_after"]) <= (1e-3 if compression == "float16" else 0)
 
 
 # A peer that averages its parameters with others who are not there.
