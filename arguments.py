@@ -266,7 +266,10 @@ class AveragingArguments:
     )
     min_vector_size: int = field(
         default=0,
-        metadata={"help": "Numbers that one peer averages at least; raise it in large groups. ALL PEERS."},
+        metadata={
+            "help": "Numbers that one peer averages at least; the slowest of a group average none where there are not "
+            "enough. Raise it in large groups, where each would send many small messages. ALL PEERS."
+        },
     )
     compression: Literal["none", "float16", "8bit"] = field(
         default="float16",

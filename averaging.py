@@ -235,6 +235,22 @@ class PromptMatchmaking(Matchmaking):
                 await self.leader_assemble_group()
 
 
+def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
+    """What each peer of a group averages, in proportion to the others: nothing where it would be fewer numbers than
+    min_vector_size.
+
+    :param shares: numbers that each would average
+
+    hivemind drops nobody when all shares are small, as those of equals in a large group are.
+    """
+    total = sum(shares)
+    # all peers see the same shares in the same order, and drop the same ones
+    working = sorted(range(len(shares)), key=lambda index: -shares[index])
+    while len(working) > 1 and shares[working[-1]] * total < min_vector_size * sum(shares[i] for i in working):
+        working.pop()
+    return tuple(share * (index in working) for index, share in enumerate(shares))
+
+
 async def count_bytes(messages, direction: int):
     """Pass messages on, and add their sizes to TRAFFIC.
 
@@ -330,6 +346,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 matchmaking.assembled_group.set_exception(AllreduceException("no group has formed"))
 
     async def _run_allreduce_inplace_(self, tensors, group_info, *args, peer_fractions, **kwargs) -> None:
+        peer_fractions = drop_small_shares(peer_fractions, self.allreduce_kwargs["min_vector_size"])
         # hivemind forgets to say who is auxiliary: such a peer would send all of its tensors, with a weight of zero
         modes = tuple(
             mode if (mode := read_gathered(data)[0]) == AveragingMode.AUX or fraction else AveragingMode.CLIENT
