@@ -441,7 +441,10 @@ class TrainerArguments:
         default=500, metadata={"help": "Save a checkpoint every so many epochs (and at a normal end)."}
     )
     save_total_limit: int = field(
-        default=2, metadata={"help": "Keep so many checkpoints; each is three times as large as the weights."}
+        default=2,
+        metadata={
+            "help": "Keep so many checkpoints; each is three times as large as the weights, with lamb_8bit half of that."
+        },
     )
     do_eval: bool = field(
         default=False,
@@ -587,7 +590,7 @@ class ArchiveArguments:
         default=2,
         metadata={
             "help": "With --store_checkpoints: keep so many newest checkpoints; each is three times as large as the "
-            "weights."
+            "weights, with lamb_8bit half of that."
         },
     )
     keep_one_in: int = field(
