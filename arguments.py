@@ -165,7 +165,7 @@ class OptimizerArguments:
         metadata={
             "help": "LAMB (arxiv.org/abs/1904.00962) suits the real run's large batches, AdamW small ones. lamb_8bit "
             "keeps its moments in 2 bytes per parameter instead of 8: choose it where memory, disk, or the download of "
-            "the state is short; its step takes two to three times as long. ALL PEERS."
+            "the state is short; its step takes twice as long. ALL PEERS."
         },
     )
     min_8bit_size: int = field(
@@ -443,7 +443,7 @@ class TrainerArguments:
     save_total_limit: int = field(
         default=2,
         metadata={
-            "help": "Keep so many checkpoints; each is three times as large as the weights, with lamb_8bit half of that."
+            "help": "Keep so many checkpoints; each is three times as large as the weights, with lamb_8bit half of it."
         },
     )
     do_eval: bool = field(
