@@ -9,6 +9,8 @@ import torch
 from bad_donor import KINDS
 from processes import ROOT, make_prefix, wait_until
 
+from averaging import drop_small_shares
+
 # A peer that takes over the swarm's state again and again, each time from a parameter of its own.
 TAKER = """
 import json, sys
@@ -175,6 +177,21 @@ def test_parameters_are_averaged_every_so_many_epochs(start):
     after = [apart[epoch] for epoch in apart if epoch > mended + 1]
     assert before == pytest.approx([1.0] * len(before), abs=1e-3) and before, apart
     assert after == pytest.approx([0.0] * len(after), abs=1e-3), apart
+
+
+@pytest.mark.parametrize(
+    "min_vector_size, expected",
+    [
+        (0, (300, 100, 0, 400, 200)),
+        (150, (300, 0, 0, 400, 200)),
+        # without the smallest, the next one averages 222 of 1,000: too few again
+        (250, (300, 0, 0, 400, 0)),
+        (10**9, (0, 0, 0, 400, 0)),
+    ],
+)
+def test_shares_that_are_too_small_go_to_the_others(min_vector_size, expected):
+    """Of 1,000 numbers; the third peer is a client, which averages none anyway."""
+    assert drop_small_shares((300, 100, 0, 400, 200), min_vector_size) == expected
 
 
 # Two peers average once; in a second round one of them is in the group, and sends nothing.
