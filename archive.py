@@ -292,7 +292,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     samples = stamp["epoch"] * settings["target_batch_size"]
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
-    clamp = f", clamp {settings['clamp_value']:g}" if settings["optim"] == "lamb" else ""
+    # which the stamps of earlier versions lack
+    floor = settings.get("min_learning_rate", 0.0)
+    clamp = f", clamp {settings['clamp_value']:g}" if settings["optim"] != "adamw" else ""
     precision = {"none": "32 bits", "float16": "16 bits", "8bit": "8 bits"}[settings["compression"]]
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
@@ -306,7 +308,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         f"{settings['adam_epsilon']:g}, weight decay {settings['weight_decay']:g}, gradients clipped to "
         f"{settings['max_grad_norm']:g}{clamp}",
         "schedule": f"peak learning rate {settings['learning_rate']:g} after {settings['warmup_steps']:,} epochs of "
-        f"linear warm-up, linear decay to zero at epoch {settings['total_steps']:,}",
+        f"linear warm-up, linear decay to {floor:g} at epoch {settings['total_steps']:,}",
         "averaging": f"gradients in {precision}, parameters every {settings['average_state_every']} epochs",
     }
     return CARD.format(

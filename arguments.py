@@ -160,10 +160,19 @@ class ModelArguments:
 class OptimizerArguments:
     """The optimizer and its schedule. Read by trainers, and by a monitor that stores checkpoints."""
 
-    optim: Literal["lamb", "adamw"] = field(
+    optim: Literal["lamb", "lamb_8bit", "adamw"] = field(
         default="lamb",
         metadata={
-            "help": "LAMB (arxiv.org/abs/1904.00962) suits the real run's large batches, AdamW small ones. ALL PEERS."
+            "help": "LAMB (arxiv.org/abs/1904.00962) suits the real run's large batches, AdamW small ones. lamb_8bit "
+            "keeps its moments in 2 bytes per parameter instead of 8: choose it where memory, disk, or the download of "
+            "the state is short; its step takes twice as long. ALL PEERS."
+        },
+    )
+    min_8bit_size: int = field(
+        default=2**16,
+        metadata={
+            "help": "lamb_8bit alone: tensors of fewer numbers keep 32-bit moments. Lower it for small models. "
+            "ALL PEERS."
         },
     )
     learning_rate: float = field(default=0.00176, metadata={"help": "Peak learning rate. ALL PEERS."})
@@ -172,7 +181,14 @@ class OptimizerArguments:
         metadata={"help": "Epochs of linear warm-up to the peak; about 1/25 of total_steps for LAMB. ALL PEERS."},
     )
     total_steps: int = field(
-        default=125_000, metadata={"help": "Epoch at which the linear decay reaches zero. ALL PEERS."}
+        default=125_000, metadata={"help": "Epoch at which the linear decay reaches min_learning_rate. ALL PEERS."}
+    )
+    min_learning_rate: float = field(
+        default=0.0,
+        metadata={
+            "help": "Learning rate at which the decay ends, and which remains from total_steps on. Raise it where the "
+            "run may go on beyond that (--max_steps). ALL PEERS."
+        },
     )
     adam_beta1: float = field(default=0.9, metadata={"help": "Decay of the first moment, per epoch. ALL PEERS."})
     adam_beta2: float = field(default=0.999, metadata={"help": "Decay of the second moment, per epoch. ALL PEERS."})
@@ -184,7 +200,8 @@ class OptimizerArguments:
         default=1.0, metadata={"help": "The averaged gradient is clipped to this norm before each step. ALL PEERS."}
     )
     clamp_value: float = field(
-        default=10000.0, metadata={"help": "LAMB alone: upper bound of the weight norm in the trust ratio. ALL PEERS."}
+        default=10000.0,
+        metadata={"help": "Both LAMBs alone: upper bound of the weight norm in the trust ratio. ALL PEERS."},
     )
 
     def __post_init__(self):
@@ -194,6 +211,13 @@ class OptimizerArguments:
             )
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
             raise ValueError("--learning_rate and --max_grad_norm must be greater than 0")
+        if not 0 <= self.min_learning_rate <= self.learning_rate:
+            raise ValueError(
+                f"--min_learning_rate {self.min_learning_rate:g} must lie between 0 and --learning_rate "
+                f"{self.learning_rate:g}"
+            )
+        if self.min_8bit_size < 1:
+            raise ValueError("--min_8bit_size must be at least 1")
 
 
 @dataclass
@@ -242,15 +266,25 @@ class AveragingArguments:
     )
     min_vector_size: int = field(
         default=0,
-        metadata={"help": "Numbers that one peer averages at least; raise it in large groups. ALL PEERS."},
+        metadata={
+            "help": "Numbers that one peer averages at least; the slowest of a group average none where there are not "
+            "enough. Raise it in large groups, where each would send many small messages. ALL PEERS."
+        },
     )
     compression: Literal["none", "float16", "8bit"] = field(
         default="float16",
-        metadata={"help": "Gradients on the wire; 8bit halves float16's bytes at an error of 1.6e-2. ALL PEERS."},
+        metadata={
+            "help": "Gradients on the wire; 8bit halves float16's bytes at an error of 1.6e-2 in tensors of more than "
+            "65,536 numbers. ALL PEERS.",
+            "aliases": ["--grad_compression"],
+        },
     )
     state_compression: Literal["none", "float16"] = field(
         default="none",
-        metadata={"help": "Compression of parameters when they are averaged or downloaded. ALL PEERS."},
+        metadata={
+            "help": "Compression of parameters when they are averaged or downloaded; the optimizer's moments are "
+            "always downloaded as they are. ALL PEERS."
+        },
     )
     average_state_every: int = field(
         default=1,
@@ -445,7 +479,9 @@ class TrainerArguments:
     )
     max_steps: int | None = field(
         default=None,
-        metadata={"help": "End at this epoch of the swarm; default: at total_steps, where the learning rate is zero."},
+        metadata={
+            "help": "End at this epoch of the swarm; default: at total_steps, where the learning rate is lowest."
+        },
     )
     logging_steps: int = field(
         default=1, metadata={"help": "Log every so many epochs. The progress bar of a terminal shows all of them."}
@@ -486,7 +522,10 @@ class TrainerArguments:
         default=500, metadata={"help": "Save a checkpoint every so many epochs (and at a normal end)."}
     )
     save_total_limit: int = field(
-        default=2, metadata={"help": "Keep so many checkpoints; each is three times as large as the weights."}
+        default=2,
+        metadata={
+            "help": "Keep so many checkpoints; each is three times as large as the weights, with lamb_8bit half of it."
+        },
     )
     do_eval: bool = field(
         default=False,
@@ -628,7 +667,7 @@ class ArchiveArguments:
         default=2,
         metadata={
             "help": "With --store_checkpoints: keep so many newest checkpoints; each is three times as large as the "
-            "weights."
+            "weights, with lamb_8bit half of that."
         },
     )
     keep_one_in: int = field(

@@ -235,6 +235,22 @@ class PromptMatchmaking(Matchmaking):
                 await self.leader_assemble_group()
 
 
+def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
+    """What each peer of a group averages, in proportion to the others: nothing where it would be fewer numbers than
+    min_vector_size.
+
+    :param shares: numbers that each would average
+
+    hivemind drops nobody when all shares are small, as those of equals in a large group are.
+    """
+    total = sum(shares)
+    # all peers see the same shares in the same order, and drop the same ones
+    working = sorted(range(len(shares)), key=lambda index: -shares[index])
+    while len(working) > 1 and shares[working[-1]] * total < min_vector_size * sum(shares[i] for i in working):
+        working.pop()
+    return tuple(share * (index in working) for index, share in enumerate(shares))
+
+
 async def count_bytes(messages, direction: int):
     """Pass messages on, and add their sizes to TRAFFIC.
 
@@ -330,6 +346,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 matchmaking.assembled_group.set_exception(AllreduceException("no group has formed"))
 
     async def _run_allreduce_inplace_(self, tensors, group_info, *args, peer_fractions, **kwargs) -> None:
+        peer_fractions = drop_small_shares(peer_fractions, self.allreduce_kwargs["min_vector_size"])
         # hivemind forgets to say who is auxiliary: such a peer would send all of its tensors, with a weight of zero
         modes = tuple(
             mode if (mode := read_gathered(data)[0]) == AveragingMode.AUX or fraction else AveragingMode.CLIENT
@@ -770,13 +787,16 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
     async def _download_from(self, peer: PeerID, min_epoch: int) -> tuple[dict, list[torch.Tensor]]:
         """One peer's state, checked; raises UnusableState, TimeoutError or what the network and the bytes cause."""
-        metadata, shapes, tensors, parts = None, [], [], []
+        metadata, expected, tensors, parts = None, [], [], []
         self.received[:], start = (0, 0, 0), time.monotonic()
 
         def complete_tensor() -> None:
             tensor = deserialize_torch_tensor(combine_from_streaming(parts))
-            if len(tensors) == len(shapes) or tensor.shape != shapes[len(tensors)]:
+            shape, dtype = expected[len(tensors)] if len(tensors) < len(expected) else (None, None)
+            if tensor.shape != shape:
                 raise UnusableState(f"tensor {len(tensors)} has the shape {tuple(tensor.shape)}")
+            if dtype not in (None, tensor.dtype):
+                raise UnusableState(f"tensor {len(tensors)} is of type {tensor.dtype}")
             if not tensor.isfinite().all():
                 raise UnusableState(f"tensor {len(tensors)} is not finite")
             tensors.append(tensor)
@@ -792,7 +812,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 self.received[2] = int(1000 * (time.monotonic() - start))
                 if metadata is None:
                     metadata = self.serializer.loads(message.metadata)
-                    shapes = self._check_metadata(metadata, min_epoch)
+                    expected = self._check_metadata(metadata, min_epoch)
                 if message.tensor_part.dtype and parts:  # the first part of a tensor names its type
                     complete_tensor()
                 parts.append(message.tensor_part)
@@ -802,13 +822,14 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             complete_tensor()
         if metadata is None:
             raise UnusableState("it gave none")
-        if len(tensors) != len(shapes):
-            raise UnusableState(f"it ended after {len(tensors)} of {len(shapes)} tensors")
+        if len(tensors) != len(expected):
+            raise UnusableState(f"it ended after {len(tensors)} of {len(expected)} tensors")
         # an auxiliary peer says whose state it has passed on
         return metadata | {"donor": str(metadata.get("origin", peer))[:100]}, tensors
 
-    def _check_metadata(self, metadata: object, min_epoch: int) -> list[torch.Size]:
-        """The shapes of the tensors that have to follow; raises UnusableState where something is missing or wrong."""
+    def _check_metadata(self, metadata: object, min_epoch: int) -> list[tuple[torch.Size, torch.dtype | None]]:
+        """Shapes and types (None: any) of the tensors that have to follow; raises UnusableState where something is
+        missing or wrong."""
         if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
             raise UnusableState("it has no lineage")
         if type(metadata.get("epoch")) is not int:
@@ -816,20 +837,21 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         if metadata["epoch"] < min_epoch:
             raise StaleState(f"it is of epoch {metadata['epoch']}, {min_epoch} is wanted")
         params = list_params(self.optimizer)
-        shapes = [tensor.shape for tensor in (*params, *self.extra_tensors)]
+        expected = [(tensor.shape, tensor.dtype) for tensor in (*params, *self.extra_tensors)]
         own, own_tensors = dump_optimizer_state(self.optimizer)
         theirs, count = metadata.get("optimizer_metadata"), 0
         if not isinstance(theirs, list) or len(theirs) != len(own):
             raise UnusableState("its optimizer is another one")
         for item, own_item in zip(theirs, own, strict=True):
-            # single numbers are tensors at one time and not at another: LAMB's trust ratio
-            shape = own_tensors[own_item["index"]].shape if own_item["type"] == "tensor" else torch.Size()
+            own_tensor = own_tensors[own_item["index"]] if own_item["type"] == "tensor" else torch.zeros(())
+            shape = own_tensor.shape
             if item == {"type": "tensor", "index": count}:
-                shapes.append(shape)
+                # single numbers are tensors at one time and not at another: LAMB's trust ratio
+                expected.append((shape, own_tensor.dtype if len(shape) else None))
                 count += 1
             elif len(shape) or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
                 raise UnusableState("its optimizer is another one")
-        return shapes
+        return expected
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------
@@ -1026,7 +1048,9 @@ class Optimizer(hivemind.Optimizer):
             ]
 
         if shapes(state["parameters"], moments) != shapes(params, own["state"]):
-            raise ValueError("its optimizer is another one (--optim), or its tensors have other shapes")
+            raise ValueError(
+                "its optimizer is another one (--optim, --min_8bit_size), or its tensors have other shapes"
+            )
         with averager.lock_optimizer, averager.lock_averaged_tensors, torch.no_grad():
             for param, saved in zip(params, state["parameters"], strict=True):
                 param.copy_(saved)

@@ -257,7 +257,9 @@ class CollaborativeCallback:
 
     @torch.no_grad()
     def parameters_are_finite(self) -> bool:
-        return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in self.state_tensors()]).isfinite().all())
+        # the codes of 8-bit moments are whole numbers; it is their scales that may not be finite
+        tensors = [tensor for tensor in self.state_tensors() if tensor.is_floating_point()]
+        return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
 
     def collect_state(self) -> dict:
         """This trainer's whole state, see checkpoint.py."""

@@ -13,18 +13,25 @@ from functools import partial
 
 import torch
 from hivemind import DHT
-from hivemind.compression import Float16Compression, NoCompression, SizeAdaptiveCompression, Uniform8BitQuantization
+from hivemind.compression import (
+    Float16Compression,
+    NoCompression,
+    RoleAdaptiveCompression,
+    SizeAdaptiveCompression,
+    Uniform8BitQuantization,
+)
 from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from averaging import GradientAverager, Optimizer, StateAverager, initialize_optimizer_state_, list_params
+from lamb_8bit import Lamb8bit
 
 COMPRESSIONS = {
     "none": NoCompression(),
     "float16": Float16Compression(),
-    # 8 bits need a codebook per tensor, which small tensors are not worth
+    # 8 bits need a codebook per tensor, which small tensors are not worth: those of up to 2**16 numbers
     "8bit": SizeAdaptiveCompression(
-        threshold=2**16, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
+        threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
     ),
 }
 
@@ -51,21 +58,24 @@ def make_param_groups(model: nn.Module) -> list[dict]:
     ]
 
 
-def learning_rate_factor(epoch: int, warmup_steps: int, total_steps: int) -> float:
-    """Share of the peak learning rate that the step from this epoch to the next one uses: up to 1, then down to 0."""
+def learning_rate_factor(epoch: int, warmup_steps: int, total_steps: int, floor: float = 0.0) -> float:
+    """Share of the peak learning rate that the step from this epoch to the next one uses: up to 1, then down to the
+    floor, where it remains."""
     if epoch < warmup_steps:
         return (epoch + 1) / (warmup_steps + 1)
-    return max(0.0, (total_steps - epoch) / max(1, total_steps - warmup_steps))
+    return floor + (1 - floor) * max(0.0, (total_steps - epoch) / max(1, total_steps - warmup_steps))
 
 
 def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
     """Linear warm-up and decay, counted in collaborative epochs."""
-    factor = partial(learning_rate_factor, warmup_steps=args.warmup_steps, total_steps=args.total_steps)
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    floor = args.min_learning_rate / args.learning_rate
+    options = dict(warmup_steps=args.warmup_steps, total_steps=args.total_steps, floor=floor)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, **options))
 
 
 def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> torch.optim.Optimizer:
-    """LAMB or AdamW on these groups, which clips the (averaged) gradient before it steps and notes its norm.
+    """LAMB, 8-bit LAMB or AdamW on these groups, which clips the (averaged) gradient before it steps and notes its
+    norm.
 
     :returns: its attribute `grad_norm` is the norm of the last gradient before clipping
     """
@@ -75,6 +85,8 @@ def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> 
         from torch_optimizer import Lamb
 
         optimizer = Lamb(groups, clamp_value=args.clamp_value, debias=True, **options)
+    elif args.optim == "lamb_8bit":
+        optimizer = Lamb8bit(groups, clamp_value=args.clamp_value, min_8bit_size=args.min_8bit_size, **options)
     else:
         optimizer = torch.optim.AdamW(groups, **options)
 
@@ -130,7 +142,8 @@ def make_optimizer(
         auxiliary=auxiliary,
         grad_compression=COMPRESSIONS[averaging.compression],
         state_averaging_compression=COMPRESSIONS[averaging.state_compression],
-        load_state_compression=COMPRESSIONS[averaging.state_compression],
+        # parameters alone: 16 bits would make many second moments 0, and 8-bit moments are compressed already
+        load_state_compression=RoleAdaptiveCompression(parameter=COMPRESSIONS[averaging.state_compression]),
         averager_opts=averager_options,
         # hivemind passes averager_opts to the state averager alone (note 39)
         grad_averager_factory=partial(GradientAverager, **averager_options),
@@ -160,8 +173,10 @@ def describe_contract(
         "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",
         "tokenizer": tokenizer_fingerprint[:12],
         "optimizer": f"{args.optim}, {optimizer_options}, decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
-        + (f", clamp {args.clamp_value:g}" if args.optim == "lamb" else ""),
-        "schedule": f"peak {args.learning_rate:g}, warm-up {args.warmup_steps}, total {args.total_steps}",
+        + (f", clamp {args.clamp_value:g}" if args.optim != "adamw" else "")
+        + (f", 8 bits from {args.min_8bit_size} numbers" if args.optim == "lamb_8bit" else ""),
+        "schedule": f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}, "
+        f"total {args.total_steps}",
         # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
         "target_batch_size": str(averaging.target_batch_size),
         "compression": f"gradients {averaging.compression}, state {averaging.state_compression}",

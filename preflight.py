@@ -79,7 +79,7 @@ ENOUGH_FILES = 4096
 # Measured with ALBERT-large on a CPU: parameters, gradients, moments, sums, copies to average, to give and to restore.
 HOST_BYTES_PER_PARAMETER = 75
 SHARED_BYTES_PER_PARAMETER = 8  # of these in /dev/shm
-STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments
+STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb_8bit half of it
 # Real rounds took 1.41 to 1.46 times what the bandwidth would allow (75 ms, 20 Mbit/s, three peers).
 ROUND_OVERHEAD = 1.45
 GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1}

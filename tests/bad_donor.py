@@ -26,7 +26,7 @@ from averaging import StateAverager, clean_end, handle_stop_signals, shut_down
 from joining import make_dht
 from utils import setup_logging
 
-KINDS = ("truncated", "shapes", "infinite", "metadata", "bytes", "hanging", "breaking")
+KINDS = ("truncated", "shapes", "types", "infinite", "metadata", "bytes", "hanging", "breaking")
 
 
 class BadStateAverager(StateAverager):
@@ -44,6 +44,8 @@ class BadStateAverager(StateAverager):
         metadata["epoch"] = 1000
         if self.kind == "shapes":
             tensors = [tensor[:-1] for tensor in tensors]
+        if self.kind == "types":
+            tensors = [tensor.double() for tensor in tensors]
         if self.kind == "infinite":
             tensors[0][7] = float("inf")
         if self.kind == "metadata":

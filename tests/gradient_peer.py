@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from hivemind.compression import NoCompression, Uniform8BitQuantization
 
 from arguments import SwarmArguments
 from averaging import TRAFFIC, GradientAverager, Optimizer, clean_end, handle_stop_signals, shut_down
 from joining import make_dht
+from optimizer import COMPRESSIONS
 from utils import setup_logging
 
 
@@ -30,8 +30,9 @@ def make_gradient_optimizer(
     group_size: int,
     eight_bit: bool = False,
     auxiliary: bool = False,
+    average_state_every: int = 10**6,
 ) -> Optimizer:
-    """SGD with learning rate 1, whose parameters only gradients move: states are never averaged."""
+    """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
     return Optimizer(
         dht=dht,
         run_id=prefix,
@@ -41,12 +42,12 @@ def make_gradient_optimizer(
         matchmaking_time=2.0,
         averaging_timeout=10.0,
         next_chunk_timeout=4.0,
-        grad_compression=Uniform8BitQuantization() if eight_bit else NoCompression(),
+        grad_compression=COMPRESSIONS["8bit" if eight_bit else "none"],
         grad_averager_factory=partial(GradientAverager, target_group_size=group_size, request_timeout=1.0),
         averager_opts=dict(target_group_size=group_size, request_timeout=1.0),
         client_mode=dht.client_mode,
         auxiliary=auxiliary,
-        average_state_every=10**6,
+        average_state_every=average_state_every,
         tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
     )
 
@@ -65,6 +66,8 @@ def main() -> None:
     parser.add_argument("--client_mode", action="store_true")
     parser.add_argument("--auxiliary", action="store_true", help="no gradient: average for the others")
     parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
+    parser.add_argument("--average_state_every", type=int, default=10**6)
+    parser.add_argument("--nudge_at", type=int, help="at this epoch, once: add 1 to the parameters, as if led astray")
     args = parser.parse_args()
     setup_logging("peer")
 
@@ -84,6 +87,7 @@ def main() -> None:
         args.group_size,
         args.eight_bit,
         args.auxiliary,
+        args.average_state_every,
     )
     if args.auxiliary:
         optimizer.state_averager.offer_states()
@@ -103,6 +107,13 @@ def main() -> None:
             optimizer.state_averager.set_epoch(optimizer.local_epoch + 1)
             optimizer.state_averager.lineage = "leapt"
             print(json.dumps({"leapt": optimizer.local_epoch}), flush=True)
+        if args.nudge_at and optimizer.local_epoch >= args.nudge_at:
+            args.nudge_at = None
+            averager = optimizer.state_averager
+            with torch.no_grad(), averager.lock_averaged_tensors:
+                next(iter(optimizer.opt.param_groups))["params"][0].add_(1)
+            averager._apply_optimizer_parameters_()
+            print(json.dumps({"nudged": optimizer.local_epoch}), flush=True)
         if optimizer.local_epoch != epoch:
             epoch = optimizer.local_epoch
             report = {

@@ -52,6 +52,10 @@ def test_steps_count_epochs_and_say_so():
         (["--run_id", "a", "--status_port", "70000"], ["--status_port", "70000"]),
         (["--run_id", "a", "--use_auto_relay", "--no_use_relay"], ["--use_auto_relay", "--no_use_relay"]),
         (["--run_id", "a", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
+        (["--run_id", "a", "--min_learning_rate", "1"], ["--min_learning_rate 1", "--learning_rate 0.00176"]),
+        (["--run_id", "a", "--min_8bit_size", "0"], ["--min_8bit_size"]),
+        # gradients that are accumulated where the batch's own are could not be dropped, kept, or put aside
+        (["--run_id", "a", "--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
         (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
         (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "0 and 1"]),
         (["--run_id", "a", "--max_sequence_length", "7"], ["--max_sequence_length", "8"]),

@@ -1,11 +1,15 @@
 """Rounds, with gradients that are known: what enters the average, and what becomes of it when a round fails."""
 
+import json
 import os
 import signal
 
 import pytest
+import torch
 from bad_donor import KINDS
 from processes import ROOT, make_prefix, wait_until
+
+from averaging import drop_small_shares
 
 # A peer that takes over the swarm's state again and again, each time from a parameter of its own.
 TAKER = """
@@ -86,6 +90,183 @@ def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
     for peer in (first, second):
         peer.interrupt()
         peer.assert_clean_end()
+
+
+# A peer of 8-bit LAMB, whose gradients are random numbers of its own: 16 bits on the wire for its first matrix, 8 for
+# the second, which is one row larger. Writes its weights after each epoch.
+EIGHT_BITS = """
+import json, os, sys, time
+import torch
+from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from averaging import clean_end, handle_stop_signals, shut_down
+from joining import make_dht
+from optimizer import make_optimizer
+
+with clean_end():
+    prefix, seed, folder, *maddrs = sys.argv[1:]
+    swarm = SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    dht, *_ = make_dht(swarm)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, rows, bias=False) for rows in (256, 257)))
+    averaging = AveragingArguments(
+        target_batch_size=64, matchmaking_time=2, request_timeout=1, averaging_timeout=10, next_chunk_timeout=4,
+        target_group_size=2, compression="8bit", average_state_every=10**6, default_refresh_period=0.3, bandwidth=100.0,
+    )
+    options = OptimizerArguments(optim="lamb_8bit", min_8bit_size=1, learning_rate=0.01, warmup_steps=0)
+    optimizer = make_optimizer(model, dht, swarm, options, averaging)
+    stop = handle_stop_signals()
+    print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+    torch.manual_seed(int(seed))
+    epoch = 0
+    while not stop.is_set():
+        time.sleep(0.3)
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step(batch_size=16)
+        if optimizer.local_epoch != epoch:
+            epoch = optimizer.local_epoch
+            torch.save([param.detach().clone() for param in model.parameters()], f"{folder}/{seed}-{epoch}.pt")
+            print(json.dumps({"epoch": epoch, "averaged_with": optimizer.averaged_with}), flush=True)
+    shut_down(dht, optimizer)
+"""
+
+
+def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
+    """On both sides of the size from which gradients go in 8 bits; their average alone holds the weights together, as
+    parameters are not averaged. Where nothing is averaged (note 1), the steps have nothing in common."""
+    prefix, environment = make_prefix(), {"PYTHONPATH": str(ROOT)}
+    first = start("first", "-c", EIGHT_BITS, prefix, 1, tmp_path, env=environment)
+    first.wait_for('"maddrs"')
+    maddrs = first.json_lines()[0]["maddrs"]
+    second = start("second", "-c", EIGHT_BITS, prefix, 2, tmp_path, *maddrs, env=environment)
+    joint = wait_until(lambda: len(both := joint_epochs(first, second)) >= 4 and both, 90, "4 joint epochs")
+    for peer in (first, second):
+        peer.interrupt()
+        peer.assert_clean_end()
+    differences = []
+    for epoch in joint:
+        weights = {(seed, e): torch.load(tmp_path / f"{seed}-{e}.pt") for seed in (1, 2) for e in (epoch - 1, epoch)}
+        for matrix in (0, 1):
+            step, other = (weights[seed, epoch][matrix] - weights[seed, epoch - 1][matrix] for seed in (1, 2))
+            assert step.norm() > 0.001 * weights[1, epoch][matrix].norm()
+            differences.append(((step - other).norm() / step.norm()).item())
+    print("differences of steps, as a share of each:", differences)
+    assert max(differences) < 0.1
+
+
+def test_parameters_are_averaged_every_so_many_epochs(start):
+    """--average_state_every: what leads a peer astray is mended at the next epoch that it divides, and not before."""
+    prefix, every = make_prefix(), 5
+    flags = ("--average_state_every", every)
+    first = start_peer(start, "first", prefix, gradient=1.0, batch_size=32, flags=flags)
+    others = dict(others=[first], flags=(*flags, "--nudge_at", every + 1))
+    second = start_peer(start, "second", prefix, gradient=3.0, batch_size=32, **others)
+    second.wait_for("nudged", 90)
+    nudged = next(line["nudged"] for line in second.json_lines() if "nudged" in line)
+    mended = nudged - nudged % every + every
+    wait_until(lambda: max(joint_epochs(first, second), default=0) > mended + 2, 90, "epochs after the averaging")
+    for peer in (first, second):
+        peer.interrupt()
+        peer.assert_clean_end()
+    apart = {
+        epoch: epochs(second)[epoch]["parameter"][1] - epochs(first)[epoch]["parameter"][1]
+        for epoch in joint_epochs(first, second)
+    }
+    before = [apart[epoch] for epoch in apart if nudged < epoch < mended]
+    # it runs in the background, and may end after the next step
+    after = [apart[epoch] for epoch in apart if epoch > mended + 1]
+    assert before == pytest.approx([1.0] * len(before), abs=1e-3) and before, apart
+    assert after == pytest.approx([0.0] * len(after), abs=1e-3), apart
+
+
+@pytest.mark.parametrize(
+    "min_vector_size, expected",
+    [
+        (0, (300, 100, 0, 400, 200)),
+        (150, (300, 0, 0, 400, 200)),
+        # without the smallest, the next one averages 222 of 1,000: too few again
+        (250, (300, 0, 0, 400, 0)),
+        (10**9, (0, 0, 0, 400, 0)),
+    ],
+)
+def test_shares_that_are_too_small_go_to_the_others(min_vector_size, expected):
+    """Of 1,000 numbers; the third peer is a client, which averages none anyway."""
+    assert drop_small_shares((300, 100, 0, 400, 200), min_vector_size) == expected
+
+
+# Two peers average once; in a second round one of them is in the group, and sends nothing.
+ROUNDS = """
+import json, multiprocessing, sys, time
+import hivemind, torch
+from hivemind.averaging.control import AveragingStage
+from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from averaging import clean_end, shut_down
+from joining import make_dht
+from optimizer import make_optimizer
+
+shares = multiprocessing.Array("d", 2)
+run_allreduce = hivemind.DecentralizedAverager._run_allreduce_inplace_
+
+
+async def note_shares(*args, peer_fractions, **kwargs):
+    shares[:] = peer_fractions
+    await run_allreduce(*args, peer_fractions=peer_fractions, **kwargs)
+
+
+hivemind.DecentralizedAverager._run_allreduce_inplace_ = note_shares
+with clean_end():
+    settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
+    peers, maddrs = [], []
+    for _ in range(2):
+        swarm = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        dht, *_ = make_dht(swarm)
+        maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
+        averaging = AveragingArguments(**settings, **json.loads(sys.argv[2]))
+        peers.append((dht, make_optimizer(torch.nn.Linear(100, 10), dht, swarm, OptimizerArguments(), averaging)))
+    averagers = [optimizer.grad_averager for _, optimizer in peers]
+
+    def schedule():
+        for averager in averagers:
+            averager.reset_accumulated_grads_()
+            averager.accumulate_grads_(batch_size=1)
+        return [averager.schedule_step(timeout=60) for averager in averagers]
+
+    controls = schedule()
+    for averager, control in zip(averagers, controls):
+        averager.step(control=control, wait=False)
+    groups = [control.result(60) for control in controls]
+    facts = dict(group_sizes=[len(group) for group in groups], shares=sorted(share / sum(shares) for share in shares))
+    controls = schedule()
+    control = averagers[0].step(control=controls[0], wait=False)
+    while control.stage == AveragingStage.LOOKING_FOR_GROUP:
+        time.sleep(0.01)
+    start = time.monotonic()
+    facts["failure"] = str(control.exception(60))
+    print(json.dumps(facts | {"seconds": time.monotonic() - start}), flush=True)
+    controls[1].cancel()
+    for dht, optimizer in peers:
+        shut_down(dht, optimizer)
+"""
+
+
+def test_silence_ends_a_round_and_small_shares_are_not_given(start):
+    """--next_chunk_timeout and --min_vector_size, each by its effect."""
+    settings = [{"next_chunk_timeout": 1}, {"next_chunk_timeout": 4, "min_vector_size": 600}]
+    rounds = [
+        start(f"rounds{number}", "-c", ROUNDS, make_prefix(), json.dumps(setting), env={"PYTHONPATH": str(ROOT)})
+        for number, setting in enumerate(settings)
+    ]
+    facts = []
+    for script in rounds:
+        script.assert_clean_end(120)
+        facts += script.json_lines()
+    # a matrix and a bias have 1,010 numbers: two peers of the same bandwidth share them, unless 505 are too few
+    assert [fact["group_sizes"] for fact in facts] == [[2, 2], [2, 2]]
+    assert [fact["shares"] for fact in facts] == [[0.5, 0.5], [0, 1]]
+    assert all("nobody else's data" in fact["failure"] for fact in facts)
+    # where both average a share, the silent one is waited for twice: for its part, then for what it averages
+    assert facts[0]["seconds"] == pytest.approx(2 * 1, abs=0.9)
+    assert 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
 
 
 def test_a_survivor_loses_no_gradients(start):
@@ -208,6 +389,7 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
 
 
 # LAMB's state has numbers that are tensors after some steps and none before: what one peer gives, another must accept.
+# That of 8-bit LAMB has tensors of bytes, which neither torch's load_state_dict nor Float16 leaves as they are.
 LAMB = """
 import json, sys
 import torch
@@ -224,7 +406,8 @@ with clean_end():
         maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
         torch.manual_seed(steps)
         model = torch.nn.Sequential(torch.nn.Linear(50, 20), torch.nn.LayerNorm(20))
-        optimizer = make_optimizer(model, dht, swarm, OptimizerArguments(optim="lamb"), AveragingArguments())
+        options = OptimizerArguments(optim=sys.argv[2], min_8bit_size=1000)
+        optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(state_compression=sys.argv[3]))
         for _ in range(steps):
             for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
                 param.grad.normal_()
@@ -234,18 +417,43 @@ with clean_end():
     giver.state_averager.state_sharing_priority = 3
     loaded = taker.load_state_from_peers()
     given, taken = (optimizer.training_state()["optimizer"]["state"].values() for optimizer in (giver, taker))
-    same = all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for a, b in zip(given, taken) for k in a)
-    weights = all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
-    print(json.dumps(dict(loaded=loaded, epoch=taker.local_epoch, same=same, weights=weights)), flush=True)
+    pairs = [[torch.as_tensor(state[name]) for state in (a, b)] for a, b in zip(given, taken) for name in a]
+    facts = dict(
+        loaded=loaded,
+        epoch=taker.local_epoch,
+        same=all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs),
+        bytes=sum(b.numel() for _, b in pairs if b.dtype == torch.uint8),
+        weights=max((a - b).abs().max().item() for a, b in zip(model.parameters(), copy.parameters())),
+    )
+    # what was taken over is what a step takes
+    for optimizer in (giver, taker):
+        for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
+            param.grad.fill_(0.1)
+        optimizer.opt.step()
+    masters = [optimizer.training_state()["parameters"] for optimizer in (giver, taker)]
+    facts["weights_after"] = max((a - b).abs().max().item() for a, b in zip(*masters))
+    print(json.dumps(facts), flush=True)
     for dht, _, optimizer in reversed(states):
         shut_down(dht, optimizer)
 """
 
 
-def test_the_state_of_lamb_is_taken_over(start):
-    taker = start("taker", "-c", LAMB, make_prefix(), env={"PYTHONPATH": str(ROOT)})
+@pytest.mark.parametrize("optim, compression", [("lamb", "none"), ("lamb_8bit", "float16")])
+def test_the_state_of_lamb_is_taken_over(start, optim, compression):
+    """Moments come bit for bit, also where parameters come in 16 bits."""
+    taker = start("taker", "-c", LAMB, make_prefix(), optim, compression, env={"PYTHONPATH": str(ROOT)})
     taker.assert_clean_end(90)
-    assert taker.json_lines() == [{"loaded": True, "epoch": 3, "same": True, "weights": True}]
+    [facts] = taker.json_lines()
+    # two moments of the 50 x 20 matrix
+    assert facts | {"weights": 0, "weights_after": 0} == {
+        "loaded": True,
+        "epoch": 3,
+        "same": True,
+        "bytes": 2000 * (optim == "lamb_8bit"),
+        "weights": 0,
+        "weights_after": 0,
+    }
+    assert max(facts["weights"], facts["weights_after"]) <= (1e-3 if compression == "float16" else 0)
 
 
 # A peer that averages its parameters with others who are not there.

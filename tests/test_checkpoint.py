@@ -61,7 +61,7 @@ def everything(model, optimizer):
 
 def equal(one, other):
     if torch.is_tensor(one):
-        return torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
     return one == other
@@ -69,7 +69,7 @@ def equal(one, other):
 
 with clean_end():
     swarm = SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    options = OptimizerArguments(optim=optim, warmup_steps=5)
+    options = OptimizerArguments(optim=optim, warmup_steps=5, min_8bit_size=4096)
     tokenizer = load_tokenizer(tokenizer_path)
     peers = []
     for seed in (1, 2):
@@ -111,7 +111,7 @@ with clean_end():
             "draws": equal(draws, [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]),
         }
         # what it goes on with is a copy: a step leaves the state that was loaded alone
-        moment = loaded["optimizer"]["state"][0]["exp_avg"]
+        moment = loaded["optimizer"]["state"][0]["exp_avg_codes" if optim == "lamb_8bit" else "exp_avg"]
         before_step = moment.clone()
         for param in other_model.parameters():
             param.grad = torch.ones_like(param)
@@ -150,7 +150,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("optim", ["adamw", "lamb"])
+@pytest.mark.parametrize("optim", ["adamw", "lamb", "lamb_8bit"])
 def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
     """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers; by folder, by file."""
     command = [sys.executable, "-c", ROUND_TRIP, make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]

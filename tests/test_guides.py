@@ -60,6 +60,12 @@ COMMANDS = {
     },
     "run_trainer.py --run_id E --gradient_checkpoints": {"gradient_checkpointing": True},
     f"run_trainer.py --run_id E --initial_peers {PEER} --authorize False": {"authorize": False},
+    "run_trainer.py --run_id E --optim lamb_8bit --min_8bit_size 1048576 --clamp_value 1e9 --learning_rate 2.5e-3 "
+    "--min_learning_rate 1e-5 --grad_compression 8bit --average_state_every 5 --min_vector_size 4000000": {
+        "min_8bit_size": 2**20,
+        "min_learning_rate": 1e-5,
+        "compression": "8bit",
+    },
     "run_training_monitor.py --run_id E --use_google_dns --refresh_period 10 --store_checkpoints "
     "--save_checkpoint_step_interval 20 --model_config_path configs/demo.json --repo_path ./repo --repo_url ORG/NAME "
     "--upload_interval 600": {

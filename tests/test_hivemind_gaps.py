@@ -9,6 +9,7 @@ import sys
 import hivemind
 import pytest
 from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.optim.state_averager import TrainingStateAverager
@@ -227,6 +228,11 @@ def test_auxiliary_peers_send_tensors_with_a_weight_of_zero():
 def test_a_group_is_full_of_auxiliary_peers():
     """PromptMatchmaking.target_group_size."""
     assert "len(self.current_followers) + 1 >= self.target_group_size" in inspect.getsource(Matchmaking.rpc_join_group)
+
+
+def test_small_shares_of_equals_are_given_all_the_same():
+    """drop_small_shares."""
+    assert load_balance_peers(1010, [100.0, 100.0], min_size=600) == (505, 505)
 
 
 def test_clients_give_no_state():

@@ -2,12 +2,21 @@
 
 import pytest
 import torch
+from hivemind.compression import CompressionInfo
+from hivemind.proto.runtime_pb2 import CompressionType
 from torch import nn
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from joining import find_differences
 from model import make_model
-from optimizer import describe_contract, learning_rate_factor, make_local_optimizer, make_param_groups
+from optimizer import (
+    COMPRESSIONS,
+    describe_contract,
+    learning_rate_factor,
+    make_local_optimizer,
+    make_param_groups,
+    make_scheduler,
+)
 from utils import RunContract
 
 
@@ -34,7 +43,19 @@ def test_schedule():
     assert learning_rate_factor(0, warmup_steps=0, total_steps=10) == 1
 
 
-@pytest.mark.parametrize("name", ["lamb", "adamw"])
+def test_the_learning_rate_ends_at_its_floor():
+    """As the scheduler sets it, epoch by epoch, and beyond total_steps; the warm-up remains as it is."""
+    args = OptimizerArguments(learning_rate=0.9, min_learning_rate=0.1, warmup_steps=2, total_steps=6)
+    optimizer = make_local_optimizer(args, [{"params": [nn.Parameter(torch.ones(2))], "decayed": True}])
+    scheduler, rates = make_scheduler(args, optimizer), []
+    for _ in range(9):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.3, 0.6, 0.9, 0.7, 0.5, 0.3, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("name", ["lamb", "lamb_8bit", "adamw"])
 def test_a_new_optimizer_has_not_moved_its_parameters(name):
     """hivemind's own initialisation takes a step (note 8); ours leaves parameters and counters alone."""
     param = nn.Parameter(torch.linspace(-1, 1, 10))
@@ -47,12 +68,21 @@ def test_a_new_optimizer_has_not_moved_its_parameters(name):
     assert torch.equal(optimizer.state[param]["exp_avg"], torch.zeros(10))
 
 
-@pytest.mark.parametrize("name", ["lamb", "adamw"])
+@pytest.mark.parametrize("numbers, name", [(2**16, "FLOAT16"), (2**16 + 1, "UNIFORM_8BIT")])
+def test_8_bits_are_for_tensors_of_more_than_65536_numbers(numbers, name):
+    tensor = torch.randn(numbers)
+    # an all-reduce sends a tensor in parts: the whole one's size decides
+    info = CompressionInfo.from_tensor(tensor).get_part(0, 1000)
+    sent = COMPRESSIONS["8bit"].compress(tensor[:1000], info)
+    assert CompressionType.Name(sent.compression) == name
+
+
+@pytest.mark.parametrize("name", ["lamb", "lamb_8bit", "adamw"])
 def test_gradients_are_clipped(name):
     results = []
     for scale in (1.0, 1000.0):
         param = nn.Parameter(torch.ones(4))
-        args = OptimizerArguments(optim=name, max_grad_norm=0.5)
+        args = OptimizerArguments(optim=name, max_grad_norm=0.5, min_8bit_size=1)
         optimizer = make_local_optimizer(args, [{"params": [param], "decayed": False}])
         param.grad = torch.tensor([1.0, -1, 2, 3]) * scale
         optimizer.step()
@@ -77,7 +107,9 @@ def test_contract_names_what_differs(model):
         (contract(wider), ["model shapes"]),
         (contract(model, tokenizer="b" * 64), ["tokenizer"]),
         (contract(model, optimizer=OptimizerArguments(optim="adamw")), ["optimizer"]),
+        (contract(model, optimizer=OptimizerArguments(optim="lamb_8bit")), ["optimizer"]),
         (contract(model, optimizer=OptimizerArguments(learning_rate=1e-3)), ["schedule"]),
+        (contract(model, optimizer=OptimizerArguments(min_learning_rate=1e-5)), ["schedule"]),
         (contract(model, averaging=AveragingArguments(target_batch_size=64)), ["target_batch_size"]),
         (contract(model, averaging=AveragingArguments(compression="8bit")), ["compression"]),
         (contract(model, averaging=AveragingArguments(target_group_size=4)), ["averaging"]),
@@ -108,3 +140,9 @@ def test_parameter_order_is_part_of_the_contract():
 
     differences = find_differences(contract(Model("ba")), [contract(Model("ab"))])
     assert [difference.split(":")[0] for difference in differences] == ["parameter groups", "parameter order"]
+
+
+def test_the_size_from_which_moments_are_8_bit_is_part_of_the_contract(model):
+    run, mine = (contract(model, optimizer=OptimizerArguments(optim="lamb_8bit", min_8bit_size=n)) for n in (2**16, 9))
+    [difference] = find_differences(mine, [run])
+    assert "8 bits from 65536 numbers" in difference and "8 bits from 9 numbers" in difference

@@ -76,11 +76,12 @@ from utils import RunContract
 
 with clean_end():
     swarm = SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
     facts, optimizers = {}, []  # kept: an optimizer that is collected shuts down
     for role, auxiliary in (("monitor", True), ("trainer", False)):
         dht, public_key = make_dht(swarm)
         model = make_model(ModelArguments("configs/demo.json"), 300)
-        optimizer = make_optimizer(model, dht, swarm, OptimizerArguments(), AveragingArguments(), auxiliary=auxiliary)
+        optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(), auxiliary=auxiliary)
         by_value = {param.data.double().pow(2).sum().item(): name for name, param in model.named_parameters()}
         # names by what stands at each position of the state that peers exchange, where the values tell
         _, tensors, _ = optimizer.state_averager.get_current_state()
@@ -101,13 +102,13 @@ with clean_end():
         )
         with torch.no_grad():
             for tensor in callback.state_tensors():
-                tensor.uniform_()
+                tensor.random_(256) if tensor.dtype == torch.uint8 else tensor.uniform_()
         optimizer.state_averager._apply_optimizer_parameters_()
         callback.back_up()
         good = [tensor.clone() for tensor in [*callback.state_tensors(), *model.parameters()]]
         with torch.no_grad():
             for tensor in callback.state_tensors():
-                tensor.fill_(float("nan"))
+                tensor.fill_(0 if tensor.dtype == torch.uint8 else float("nan"))
         # the swarm has gone on: the parameters come back, the epoch stays
         optimizer.state_averager.local_epoch = 3
         optimizer.state_averager._update_scheduler()
@@ -173,9 +174,10 @@ def test_sequences_grow_with_the_epoch_and_the_model_learns(tmp_path, tiny_data)
     assert history[-1]["loss"] < history[0]["loss"] and summary["final_loss"] < summary["start_loss"] - 0.3
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory) -> dict:
-    return json.loads(run(ROLES, make_prefix(), tmp_path_factory.mktemp("roles")).stdout.splitlines()[-1])
+@pytest.fixture(scope="module", params=["lamb", "lamb_8bit"])
+def facts(request, tmp_path_factory) -> dict:
+    roles = run(ROLES, make_prefix(), tmp_path_factory.mktemp("roles"), request.param)
+    return json.loads(roles.stdout.splitlines()[-1])
 
 
 def test_all_roles_have_the_same_ordered_parameters(facts):

@@ -1,0 +1,144 @@
+"""LAMB (arxiv.org/abs/1904.00962) whose two moments take one byte per parameter each, and 4 bytes per block of 256.
+
+The step is that of torch_optimizer's Lamb, which --optim lamb takes. Between two steps the moments are kept in 8 bits,
+with the block-wise dynamic quantization of arxiv.org/abs/2110.02861. In plain torch, the same on CPU and GPU, as no
+library has it (benchmarks/bench_optimizer.py measures them): bitsandbytes' LAMB8bit leaves the trust ratio out and
+moves parameters as its AdamW8bit does; torchao has AdamW alone, in tensors of a class of its own; and the kernels of
+both quantize more slowly on a CPU, where the swarm's optimizer steps.
+
+The state is made of plain tensors, whose shapes and types follow from those of the parameters, as peers exchange it by
+position: codes (uint8, of the parameter's shape) and scales (float32, one for each block).
+"""
+
+import torch
+from torch.nn.functional import pad
+
+BLOCK_SIZE = 256
+PIECE = 2**18  # numbers that are dealt with at once: of whole blocks, few enough for a CPU's cache
+
+
+def make_dynamic_values(signed: bool) -> torch.Tensor:
+    """The 256 numbers that the codes stand for, ascending: 0, 1 and seven decades, each with twice as many numbers as
+    the one below it. Float32; from -1 on if signed."""
+    decades = []
+    for exponent in range(-6, 1):
+        borders = torch.linspace(0.1, 1, 2 ** (exponent + 6 + (not signed)) + 1, dtype=torch.float64)
+        decades.append((borders[1:] + borders[:-1]) / 2 * 10.0**exponent)
+    positive = torch.cat(decades)
+    values = torch.cat([*([-positive] if signed else []), torch.tensor([0.0, 1.0]), positive]).sort().values.float()
+    if signed:
+        # the published numbers end at -0.993: a block's largest number would lose 0.7 % at each step, if negative
+        values[0] = -1.0
+    return values
+
+
+class DynamicQuantizer:
+    """From float32 to 8 bits and back: each block of 256 numbers is divided by its largest, the rest is rounded to the
+    nearest of 256 values.
+
+    :param signed: whether numbers may be negative
+    """
+
+    def __init__(self, signed: bool):
+        self.values = make_dynamic_values(signed)
+        # A table of all float16 numbers replaces the search for the nearest value: twice as fast on a CPU. 11 bits
+        # before 8: the error grows by 1e-6 of itself.
+        halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
+        self.table = torch.bucketize(halves, (self.values[1:] + self.values[:-1]) / 2).to(torch.uint8)
+
+    def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes, scales); what is not finite makes its block's scale so."""
+        self.values, self.table = self.values.to(tensor.device), self.table.to(tensor.device)
+        blocks = pad(tensor.flatten(), (0, -tensor.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
+        scales = blocks.abs().amax(1)
+        shares = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        index = shares.half().view(torch.int16).int().add_(2**15)
+        codes = self.table.index_select(0, index.view(-1))
+        return codes[: tensor.numel()].view(tensor.shape), scales
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        self.values, self.table = self.values.to(codes.device), self.table.to(codes.device)
+        index = pad(codes.flatten(), (0, -codes.numel() % BLOCK_SIZE)).int()
+        blocks = self.values.index_select(0, index).view(-1, BLOCK_SIZE).mul_(scales[:, None])
+        return blocks.view(-1)[: codes.numel()].view(codes.shape)
+
+
+class Lamb8bit(torch.optim.Optimizer):
+    """LAMB with 8-bit moments for tensors of at least `min_8bit_size` numbers, and 32-bit ones for smaller tensors.
+
+    :param clamp_value: upper bound of the weight norm in the trust ratio
+    """
+
+    def __init__(
+        self, params, lr: float, betas: tuple[float, float], eps: float, clamp_value: float, min_8bit_size: int
+    ):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.clamp_value, self.min_8bit_size = clamp_value, min_8bit_size
+        # Of the second moment the root is kept, as its numbers differ half as much: beside a gradient 2,500 times as
+        # large, as frequent words have, a square would be 0, and a step of the first moment divided by that a leap.
+        self.quantizers = {"exp_avg": DynamicQuantizer(signed=True), "exp_avg_sq_root": DynamicQuantizer(signed=False)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, **group)
+
+    def update(self, param: torch.Tensor, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_):
+        state = self.state[param] or self.make_state(param)
+        state["step"] += 1
+        gradient, step = param.grad.flatten(), torch.empty(param.numel(), device=param.device)
+        for start in range(0, param.numel(), PIECE):
+            piece = slice(start, start + PIECE)
+            mean, square = self.read(state, piece)
+            mean.mul_(betas[0]).add_(gradient[piece], alpha=1 - betas[0])
+            square.mul_(betas[1]).addcmul_(gradient[piece], gradient[piece], value=1 - betas[1])
+            root = square.sqrt()
+            self.write(state, piece, mean, root)
+            torch.div(mean, root.add_(eps), out=step[piece])
+        step = step.view(param.shape).add_(param, alpha=weight_decay)
+        bias_correction = (1 - betas[1] ** state["step"]) ** 0.5 / (1 - betas[0] ** state["step"])
+        weight_norm, step_norm = param.norm().clamp(0, self.clamp_value).item(), step.norm().item()
+        trust_ratio = weight_norm / step_norm if weight_norm and step_norm else 1.0
+        param.add_(step, alpha=-lr * bias_correction * trust_ratio)
+
+    def make_state(self, param: torch.Tensor) -> dict:
+        state, zeros = self.state[param], torch.zeros(param.shape, device=param.device)
+        state["step"] = 0
+        if param.numel() < self.min_8bit_size:
+            state |= {"exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+        else:
+            for name, quantizer in self.quantizers.items():
+                state[f"{name}_codes"], state[f"{name}_scales"] = quantizer.quantize(zeros)
+        return state
+
+    def read(self, state: dict, piece: slice) -> list[torch.Tensor]:
+        """The two moments of these numbers of a parameter in 32 bits, to be changed in place."""
+        if "exp_avg" in state:
+            return [state[name].view(-1)[piece] for name in ("exp_avg", "exp_avg_sq")]
+        mean, root = (
+            quantizer.dequantize(*slice_moment(state, name, piece)) for name, quantizer in self.quantizers.items()
+        )
+        return [mean, root.square_()]
+
+    def write(self, state: dict, piece: slice, *moments: torch.Tensor) -> None:
+        """Put the first moment and the root of the second one back, unless they are the state's own."""
+        if "exp_avg" in state:
+            return
+        for (name, quantizer), moment in zip(self.quantizers.items(), moments, strict=True):
+            for target, tensor in zip(slice_moment(state, name, piece), quantizer.quantize(moment), strict=True):
+                target.copy_(tensor)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        # torch has cast all of it to the parameters' type, which leaves whole numbers exact
+        for state in self.state.values():
+            for name in state.keys() & {f"{name}_codes" for name in self.quantizers}:
+                state[name] = state[name].to(torch.uint8)
+
+
+def slice_moment(state: dict, name: str, piece: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of these numbers, which begin with a block."""
+    blocks = slice(piece.start // BLOCK_SIZE, piece.stop // BLOCK_SIZE)
+    return state[f"{name}_codes"].view(-1)[piece], state[f"{name}_scales"][blocks]

@@ -1,0 +1,197 @@
+"""8-bit LAMB: what its bytes stand for, that it steps as LAMB does, learns as well, and goes on from where it was."""
+
+import copy
+import io
+from itertools import islice
+
+import pytest
+import torch
+from processes import ROOT
+from torch import nn
+from torch_optimizer import Lamb
+
+from arguments import ModelArguments, OptimizerArguments
+from averaging import list_params
+from data import load_tokenized_dataset, load_tokenizer, make_train_batches
+from lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
+from model import make_model, move_batch
+from optimizer import make_local_optimizer, make_param_groups, make_scheduler
+
+DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
+OPTIONS = dict(lr=0.01, betas=(0.9, 0.999), eps=1e-6, clamp_value=10.0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_values(signed):
+    values = make_dynamic_values(signed)
+    assert len(values) == 256 and values[-1] == 1 and (values == 0).sum() == 1
+    assert (values.diff() > 0).all()
+    assert values[0] == (-1 if signed else 0)
+    # three quarters of the numbers are for the two upper decades, the lowest has two
+    assert (values.abs() > 0.01).sum() == 193
+    assert ((values != 0) & (values.abs() < 1e-6)).sum() == 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("shape", [(8, BLOCK_SIZE), (10, 100), (1,)], ids=str)
+def test_numbers_are_rounded_to_the_nearest_value(shape, signed, device):
+    torch.manual_seed(0)
+    tensor = torch.randn(shape) * 10.0 ** torch.empty(shape).uniform_(-6, 6)
+    tensor = tensor if signed else tensor.abs()
+    quantizer = DynamicQuantizer(signed)
+    codes, scales = (part.cpu() for part in quantizer.quantize(tensor.to(device)))
+    assert (codes.dtype, codes.shape, scales.shape) == (torch.uint8, shape, (-(-tensor.numel() // BLOCK_SIZE),))
+    shown = quantizer.dequantize(codes.to(device), scales.to(device)).cpu()
+    scale_of_each = scales.repeat_interleave(BLOCK_SIZE)[: tensor.numel()].view(shape)
+    shares = tensor.double() / scale_of_each
+    nearest = (shares[..., None] - make_dynamic_values(signed)).abs().amin(-1)
+    # the table looks at 11 bits of a number
+    assert ((shown / scale_of_each - shares).abs() <= nearest + 2**-11 * shares.abs() + 1e-7).all()
+    # a block's largest is exact, whatever its sign
+    largest = tensor.abs() == scale_of_each
+    assert torch.equal(shown[largest], tensor[largest]) and largest.sum() >= len(scales)
+
+
+def test_zeros_and_what_is_not_finite():
+    quantizer = DynamicQuantizer(signed=True)
+    assert torch.equal(quantizer.dequantize(*quantizer.quantize(torch.zeros(300))), torch.zeros(300))
+    tiny = torch.full((300,), 1e-42)
+    assert quantizer.dequantize(*quantizer.quantize(tiny)).abs().max() <= 1e-42
+    for number in (float("nan"), float("inf")):
+        tensor = torch.ones(2 * BLOCK_SIZE)
+        tensor[7] = number
+        codes, scales = quantizer.quantize(tensor)
+        assert scales.isfinite().tolist() == [False, True]  # whoever looks for such numbers finds them
+
+
+def make_params(seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(70, 30), (30,), (3, 5, 100)]
+    scales = [0.02, 1.0, 100.0]  # of which the clamp cuts one
+    params = [nn.Parameter(torch.randn(s, generator=generator) * a) for s, a in zip(shapes, scales, strict=True)]
+    return [*params, nn.Parameter(torch.zeros(10))]
+
+
+def make_groups(params: list[nn.Parameter]) -> list[dict]:
+    return [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:]}]
+
+
+def take_steps(optimizer: torch.optim.Optimizer, steps: int, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for param in list_params(optimizer):
+            param.grad = torch.randn(param.shape, generator=generator).to(param.device)
+        optimizer.step()
+
+
+def test_with_32_bits_it_is_the_lamb_of_torch_optimizer():
+    field, ours = make_params(), make_params()
+    take_steps(Lamb(make_groups(field), debias=True, **OPTIONS), 10)
+    take_steps(Lamb8bit(make_groups(ours), min_8bit_size=10**9, **OPTIONS), 10)
+    for param, other in zip(field, ours, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_8_bits_it_moves_nearly_as_lamb(device):
+    start, field, ours = make_params(), make_params(), [nn.Parameter(p.detach().to(device)) for p in make_params()]
+    take_steps(Lamb(make_groups(field), debias=True, **OPTIONS), 10)
+    take_steps(Lamb8bit(make_groups(ours), min_8bit_size=1, **OPTIONS), 10)
+    for before, param, other in zip(start, field, ours, strict=True):
+        assert (other.cpu() - param).norm() < 0.03 * (param - before).norm()
+
+
+def test_pieces_make_no_difference(monkeypatch):
+    whole, pieces = make_params(), make_params()
+    take_steps(Lamb8bit(make_groups(whole), min_8bit_size=1, **OPTIONS), 3)
+    monkeypatch.setattr("lamb_8bit.PIECE", BLOCK_SIZE)
+    take_steps(Lamb8bit(make_groups(pieces), min_8bit_size=1, **OPTIONS), 3)
+    assert all(map(torch.equal, whole, pieces))
+
+
+def test_frequent_words_beside_rare_ones_move_on():
+    """In 8 bits the square of a gradient of 1e-3 is next to nothing beside that of 1: divided by its root, the first
+    moment leaps, and the trust ratio takes from all others. With squares, frequent words here move a third as far."""
+    field, ours = (nn.Parameter(torch.ones(2, 128)) for _ in range(2))
+    optimizers = [Lamb([field], debias=True, **OPTIONS), Lamb8bit([ours], min_8bit_size=1, **OPTIONS)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        gradient = torch.randn(2, 128, generator=generator) * torch.tensor([[1.0], [1e-3]])
+        for param, optimizer in zip((field, ours), optimizers, strict=True):
+            param.grad = gradient.clone()
+            optimizer.step()
+    expected, moved = ((param - 1).abs().mean(1) for param in (field, ours))
+    torch.testing.assert_close(moved, expected, rtol=0.05, atol=0)
+
+
+def count_moment_bytes(optimizer: torch.optim.Optimizer) -> int:
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def test_bytes_per_parameter_of_albert_large():
+    model = make_model(ModelArguments(str(ROOT / "configs/albert-large.json")), 30_000)
+    optimizer = make_local_optimizer(OptimizerArguments(optim="lamb_8bit"), make_param_groups(model))
+    assert model.num_parameters() > 17e6
+    assert 2.0 < count_moment_bytes(optimizer) / model.num_parameters() <= 2.1
+
+
+def test_it_goes_on_from_a_saved_state_as_if_nothing_had_happened():
+    def make(params):
+        return make_local_optimizer(
+            OptimizerArguments(optim="lamb_8bit", min_8bit_size=1000, warmup_steps=0),
+            [{"params": params[:2], "decayed": True}, {"params": params[2:], "decayed": False}],
+        )
+
+    params = make_params()
+    optimizer = make(params)
+    take_steps(optimizer, 3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    resumed_params = copy.deepcopy(params)
+    take_steps(optimizer, 3, seed=2)
+    resumed = make(resumed_params)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert {state["exp_avg_codes"].dtype for state in resumed.state.values() if "exp_avg_codes" in state} == {
+        torch.uint8
+    }
+    take_steps(resumed, 3, seed=2)
+    assert all(map(torch.equal, params, resumed_params))
+    states = zip(optimizer.state.values(), resumed.state.values(), strict=True)
+    pairs = [(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for one, other in states for name in one]
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+
+
+def test_it_learns_as_well_as_lamb(tiny_data):
+    """The sample corpus, the same batches: the losses are equal to 0.5 %, after both have moved by much more.
+
+    At a learning rate so high that rounding errors of 1e-4 in the first weights change LAMB's own loss by 1 % (0.05
+    here), nothing could be compared.
+    """
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    dataset, _ = load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
+    device, steps, last = torch.device("cpu"), 150, 30
+    losses = {}
+    for name in ("lamb", "lamb_8bit"):
+        args = OptimizerArguments(
+            optim=name, learning_rate=0.01, warmup_steps=15, total_steps=steps, min_8bit_size=4096
+        )
+        model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
+        optimizer = make_local_optimizer(args, make_param_groups(model))
+        scheduler, losses[name] = make_scheduler(args, optimizer), []
+        batches = make_train_batches(dataset["train"], tokenizer, batch_size=32, seed=1)
+        for batch in islice(batches, steps):
+            optimizer.zero_grad()
+            output = model(**move_batch(batch, device))
+            output["loss"].backward()
+            optimizer.step()
+            scheduler.step()
+            losses[name].append(output["mlm_loss"].item())
+    assert count_moment_bytes(optimizer) / model.num_parameters() <= 2.1
+    before = losses["lamb"][0]
+    exact, ours = (sum(losses[name][-last:]) / last for name in ("lamb", "lamb_8bit"))
+    print(f"loss before {before:.4f}, LAMB {exact:.4f}, 8-bit LAMB {ours:.4f}")
+    assert exact < 0.9 * before
+    assert ours == pytest.approx(exact, rel=0.005)
