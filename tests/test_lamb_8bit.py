@@ -10,7 +10,7 @@ from processes import ROOT
 from torch import nn
 from torch_optimizer import Lamb
 
-from arguments import ModelArguments, OptimizerArguments
+from arguments import DataArguments, ModelArguments, OptimizerArguments
 from averaging import list_params
 from data import load_tokenized_dataset, load_tokenizer, make_train_batches
 from lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
@@ -181,7 +181,7 @@ def test_it_learns_as_well_as_lamb(tiny_data):
         model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
         optimizer = make_local_optimizer(args, make_param_groups(model))
         scheduler, losses[name] = make_scheduler(args, optimizer), []
-        batches = make_train_batches(dataset["train"], tokenizer, batch_size=32, seed=1)
+        batches = make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=32, seed=1)
         for batch in islice(batches, steps):
             optimizer.zero_grad()
             output = model(**move_batch(batch, device))
