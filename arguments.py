@@ -23,6 +23,11 @@ LOGGING_DIR_HELP = (
     "environment go before. Default: no log file, and the dashboard's own folder."
 )
 
+SENTENCE_SPLITTER_HELP = (
+    "How the ends of sentences are found: punkt, which has a model of each language, or razdel, which knows Russian "
+    "better. Default: razdel for Russian, else punkt."
+)
+
 
 @dataclass
 class SwarmArguments:
@@ -455,6 +460,41 @@ class TrainerArguments:
 
 
 @dataclass
+class StreamingArguments:
+    """Text that is tokenized while the model trains on it. Read by run_trainer.py."""
+
+    streaming: bool = field(
+        default=False,
+        metadata={
+            "help": "Train on text that is read, tokenized and shuffled on the way, without end, instead of a dataset "
+            "that was tokenized before. Needs --sources and the swarm's tokenizer in --tokenizer_path; --dataset_path "
+            "is then for --do_eval alone."
+        },
+    )
+    sources: str = field(
+        default="configs/sources.json",
+        metadata={
+            "help": "With --streaming: JSON list of what to read and in which proportion: Hub datasets, JSON lines, "
+            "text, parquet, local or http(s). streaming.py explains each field. All trainers should use the same."
+        },
+    )
+    sentence_splitter: Literal["auto", "punkt", "razdel"] = field(
+        default="auto", metadata={"help": f"With --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."}
+    )
+    shuffle_buffer: int = field(
+        default=8192,
+        metadata={
+            "help": "With --streaming: instances that are shuffled together, of about 3 kB each at 512 tokens, twice "
+            "over. Raise it where neighbours in the sources are much alike."
+        },
+    )
+
+    def __post_init__(self):
+        if self.shuffle_buffer < 1:
+            raise ValueError("--shuffle_buffer must be at least 1")
+
+
+@dataclass
 class ReportArguments:
     """How a role that watches the whole swarm reports what it sees. Read by dashboard.py."""
 
@@ -634,6 +674,9 @@ class TokenizeArguments:
     )
     language: str = field(
         default="english", metadata={"help": "Language of the text, for finding the ends of its sentences."}
+    )
+    sentence_splitter: Literal["auto", "punkt", "razdel"] = field(
+        default="auto", metadata={"help": SENTENCE_SPLITTER_HELP}
     )
     seq_length: int = field(default=512, metadata={"help": "Tokens of an instance, at most."})
     validation_fraction: float = field(

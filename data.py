@@ -10,6 +10,7 @@ trainer. To look at one batch of a dataset:
         print(corpus, make_eval_batches(dataset['validation'], tokenizer, batch_size=2, max_samples=2)[0])"
 """
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -389,17 +390,26 @@ def make_train_batches(
     mlm_probability: float = 0.15,
     num_workers: int = 0,
     stop: threading.Event | None = None,
+    state: dict | None = None,
 ):
     """Endless iterable of training batches from one split; the same for the same seed, whatever num_workers.
 
     Each is a dictionary of int64 tensors: input_ids, attention_mask, token_type_ids, labels (-100 where nothing is to
     be predicted), all [batch_size, longest row], and sentence_order_label [batch_size] (1: swapped).
 
-    :param dataset: a Dataset, or a ShardedSplit; that one's order of shards is begun with this seed unless it has begun
-    :param stop: ends the iteration when it is set while a shard is waited for
+    :param dataset: a Dataset; or a ShardedSplit: its order of shards is begun with this seed unless it has begun; or
+        what make_training_dataset has returned
+    :param stop: ends the iteration when it is set while data is waited for
+    :param state: of StreamedBatches: where to go on, and with which seed
     """
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
 
+    if isinstance(dataset, IterableDataset):
+        dataset.seed = state["seed"] if state else seed
+        collator = InstanceCollator(dataset, mlm_probability)
+        return StreamedBatches(
+            dataset, collator, batch_size=batch_size, num_workers=num_workers, stop=stop, state=state
+        )
     if isinstance(dataset, ShardedSplit):
         if dataset.seed is None:
             dataset.begin(seed)
@@ -441,3 +451,168 @@ def make_eval_batches(
         part["sentence_order_label"] = flat["sentence_order_label"][start:stop]
         result.append(to_tensors(batches.pad(part, lengths[start:stop])))
     return result
+
+
+# ---------------------------------------------------------------- text that is tokenized while it is trained on
+
+
+def make_training_dataset(
+    tokenizer,
+    *,
+    sources: str | Path = "configs/sources.json",
+    max_sequence_length: int = 512,
+    seed: int = 0,
+    shuffle_buffer: int = 8192,
+    sentence_splitter: str = "auto",
+):
+    """Endless instances of a mixture of sources (see streaming.py), a torch IterableDataset of dictionaries:
+    input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and sentence_order_label (0 or 1).
+
+    Sources that give nothing at their beginning end the process with one line. Edit me: documents may be chosen or
+    changed in ChunkTokenizer.
+
+    :param max_sequence_length: in tokens, special ones included
+    :param seed: of the order, the mixture, the cuts and the swaps; make_train_batches gives it the peer's own
+    :param shuffle_buffer: instances that are shuffled together
+    :param sentence_splitter: auto, punkt or razdel, for sources that name none
+    """
+    from streaming import TrainingDataset, read_sources
+
+    found = read_sources(sources, sentence_splitter)
+    for source in found:
+        if problem := source.find_problem(seed):
+            stop_for_user(f"--sources {sources}: {source.name} gives no text: {problem}")
+    return TrainingDataset(found, tokenizer, max_sequence_length, seed, shuffle_buffer)
+
+
+class InstanceCollator(MaskedBatches):
+    """A list of instances to a batch, see make_train_batches."""
+
+    def __init__(self, dataset, mlm_probability: float):
+        tokenizer = dataset.tokenizer
+        self.lengths = np.array([dataset.max_sequence_length])
+        self.multiple = 8 if dataset.max_sequence_length >= 128 else 1
+        self.mlm_probability = mlm_probability
+        self.pad_id, self.mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
+        self.ordinary_ids = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        self.generator = np.random.default_rng(dataset.seed)
+
+    def __call__(self, instances: list[dict]) -> dict:
+        flat = {name: np.concatenate([row[name] for row in instances]).astype(np.int64) for name in COLUMNS[:3]}
+        flat["sentence_order_label"] = np.array([row["sentence_order_label"] for row in instances])
+        lengths = np.array([len(row["input_ids"]) for row in instances])
+        return to_tensors(self.pad(self.mask_tokens(flat, self.generator), lengths))
+
+
+class StreamedBatches:
+    """Endless batches of a TrainingDataset. This process reads, its workers tokenize what it hands out, in turn: the
+    same for the same seed, whatever num_workers.
+
+    Instances gather in a pool. When it has `shuffle_buffer` of them (the first pools are smaller, not to keep a start
+    waiting), they are shuffled, grouped by length and the groups shuffled again; those beyond a multiple of batch_size
+    sit out. While its batches are taken the next pool gathers. State: where the documents of the present pool begin,
+    and how many of its batches have been taken: from there the same batches follow, masks apart.
+
+    :param collator: a list of instances -> a batch
+    :param stop: ends the iteration when it is set while data is waited for
+    :param state: where to go on; None: at the beginning
+    """
+
+    def __init__(
+        self,
+        dataset,
+        collator,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        stop: threading.Event | None = None,
+        state: dict | None = None,
+    ):
+        self.dataset, self.collator, self.batch_size, self.num_workers = dataset, collator, batch_size, num_workers
+        self.stop, self.progress = stop, state
+        self.sequence_length = dataset.max_sequence_length
+
+    def set_sequence_length(self, length: int) -> None:
+        """Tokens of an instance at most, from the next batch on. What was prepared for another length is given up."""
+        self.sequence_length = length
+
+    def state(self) -> dict | None:
+        """For JSON: what to begin with to go on behind the batch that was taken last; None before the first."""
+        return self.progress
+
+    def describe(self) -> dict:
+        """What the batches of a pool depend on, beside its documents."""
+        return {
+            "seed": self.dataset.seed,
+            "batch_size": self.batch_size,
+            "sequence_length": self.sequence_length,
+            "shuffle_buffer": self.dataset.shuffle_buffer,
+        }
+
+    def __iter__(self) -> Iterator[dict]:
+        from torch.utils.data import DataLoader
+
+        from streaming import ChunkTokenizer, DocumentStream, list_instances
+
+        dataset, saved = self.dataset, self.progress
+        stream = DocumentStream(dataset.sources, dataset.seed, saved, self.stop)
+        begins: collections.deque = collections.deque()  # the stream's state before each chunk that is on its way
+
+        def hand_out():
+            # DataLoader asks for so many while its workers start: text may be long in coming, and Ctrl-C must wait then
+            for _ in range(2 * self.num_workers):
+                begins.append(None)
+                yield self.sequence_length, []
+            for begin, chunk in stream:
+                begins.append(begin)
+                yield self.sequence_length, chunk
+
+        loader = DataLoader(
+            ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed),
+            sampler=hand_out(),
+            batch_size=None,
+            collate_fn=keep_arrays,
+            num_workers=self.num_workers,
+            multiprocessing_context="fork" if self.num_workers else None,
+        )
+        with hold_signals(signal.SIGINT):  # as UninterruptedLoader
+            chunks = iter(loader)
+
+        def gather(pool: dict, count: int) -> bool:
+            """Whether the pool has so many instances now; False when there are no more."""
+            while len(pool["instances"]) < count and (result := next(chunks, None)):
+                length, columns, lengths = result
+                begin = begins.popleft()
+                if length == self.sequence_length and len(lengths):
+                    pool["begin"] = pool["begin"] or begin
+                    pool["instances"] += list_instances(columns, lengths)
+            return len(pool["instances"]) >= count
+
+        smallest, largest = 4 * self.batch_size, max(dataset.shuffle_buffer, self.batch_size)
+        size, taken = min(smallest, largest), 0
+        if saved:
+            size = saved["pool_size"]
+            taken = saved["taken"] * all(saved[name] == value for name, value in self.describe().items())
+        pool = {"begin": None, "instances": []}
+        while gather(pool, size):
+            description, next_size = self.describe(), min(2 * size, largest)
+            batches = self.group(pool)
+            next_pool = {"begin": None, "instances": []}
+            for number in range(taken, len(batches)):
+                if not gather(next_pool, next_size * (number + 1) // len(batches)):
+                    return
+                batch = self.collator([pool["instances"][row] for row in batches[number]])
+                self.progress = {**description, **pool["begin"], "pool_size": size, "taken": number + 1}
+                yield batch
+                if self.describe() != description:
+                    next_pool, next_size = {"begin": None, "instances": []}, min(smallest, largest)
+                    break
+            pool, size, taken = next_pool, next_size, 0
+
+    def group(self, pool: dict) -> np.ndarray:
+        """Numbers [batches, batch_size] of the pool's instances."""
+        lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
+        generator = np.random.default_rng([self.dataset.seed, pool["begin"]["documents"]])
+        order = generator.permutation(len(lengths))[: len(lengths) // self.batch_size * self.batch_size]
+        order = order[np.argsort(lengths[order] // 8, kind="stable")]
+        return generator.permutation(order.reshape(-1, self.batch_size))
