@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import ModelArguments, stop_for_user
+from arguments import ModelArguments, StreamingArguments, stop_for_user
 from fetch import Data, FetchError, NoRoomError, fetch, find_parts, hold, make_room
 
 logger = logging.getLogger("data")
@@ -483,6 +483,30 @@ def make_training_dataset(
         if problem := source.find_problem(seed):
             stop_for_user(f"--sources {sources}: {source.name} gives no text: {problem}")
     return TrainingDataset(found, tokenizer, max_sequence_length, seed, shuffle_buffer)
+
+
+def make_streamed_split(tokenizer, model, args: StreamingArguments):
+    """The train split of --streaming, its instances as long as the model has positions, or 512 tokens."""
+    return make_training_dataset(
+        tokenizer,
+        sources=args.sources,
+        max_sequence_length=min(512, model.config.max_position_embeddings),
+        shuffle_buffer=args.shuffle_buffer,
+        sentence_splitter=args.sentence_splitter,
+    )
+
+
+def load_stream_state(path: Path) -> dict | None:
+    """What the callback has written: see StreamedBatches. None where there is nothing, or nothing to be read."""
+    if not path.exists():
+        return None
+    try:
+        state = json.loads(path.read_text())
+        logger.info(f"{path}: going on behind document {state['documents']:,}")
+        return state
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        logger.warning(f"{path} is damaged ({type(e).__name__}): the text is read from a new beginning")
+        return None
 
 
 class InstanceCollator(MaskedBatches):

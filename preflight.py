@@ -40,6 +40,7 @@ from arguments import (
     AveragingArguments,
     ModelArguments,
     OptimizerArguments,
+    StreamingArguments,
     SwarmArguments,
     TrainerArguments,
     parse_arguments,
@@ -52,8 +53,10 @@ from data import (
     choose_tokenizer,
     load_tokenized_dataset,
     load_tokenizer,
+    make_streamed_split,
     make_train_batches,
     to_tensors,
+    tokenizer_fingerprint,
 )
 from fetch import fetch_data
 from joining import (
@@ -345,32 +348,39 @@ def check_all(
     optimizer_args: OptimizerArguments,
     averaging: AveragingArguments,
     args: TrainerArguments,
+    streaming: StreamingArguments,
 ) -> Iterator[Check]:
     """Every check, in the order in which they make sense; a later one is left out when an earlier one forbids it."""
     yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
     yield check_file_limit()
     model = dataset = None
-    tokenizer = None
-    found, failure = attempt(
-        "dataset", lambda: fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-    )
+    tokenizer = found = failure = None
+    if not streaming.streaming or args.do_eval:
+        found, failure = attempt(
+            "dataset", lambda: fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+        )
     if failure:
         yield failure
     else:
-        tokenizer_path = choose_tokenizer(found, model_args)
+        tokenizer_path = choose_tokenizer(found, model_args) if found else model_args.tokenizer_path
         tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path))
         yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
     if tokenizer:
-        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer))
-        if loaded:
-            dataset, corpus = loaded
-            count = len(dataset["train"])
-            yield Check("dataset", "ok", f"{count:,} instances in {args.dataset_path}, made by this tokenizer")
-        else:
-            yield failure
+        if found:
+            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer))
+            if loaded:
+                dataset, _ = loaded
+                count = len(dataset["validation" if streaming.streaming else "train"])
+                yield Check("dataset", "ok", f"{count:,} instances in {args.dataset_path}, made by this tokenizer")
+            else:
+                yield failure
         model, failure = attempt("model", lambda: make_model(model_args, len(tokenizer)))
         yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {model_args.config_path}")
     if model:
+        if streaming.streaming:
+            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, model, streaming))
+            yield failure or check_stream(train, tokenizer, args)
+            dataset = train and {"train": train}
         parameters = model.num_parameters()
         yield check_memory(parameters)
         if check := check_shared_memory(parameters):
@@ -402,7 +412,7 @@ def check_all(
                 yield from check_swarm(dht, resolved)
                 reports = list(fetch_progress(dht, swarm.experiment_prefix).values())
                 if model and dataset:
-                    contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging)
+                    contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
                     yield check_contract(dht, swarm.experiment_prefix, contract)
                 dht.shutdown()
 
@@ -415,6 +425,20 @@ def check_all(
         yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time)
         if averaging.bandwidth is not None:  # no peer, no measure
             yield check_bandwidth(parameters, peers, averaging)
+
+
+def check_stream(train, tokenizer, args: TrainerArguments) -> Check:
+    """Makes a first batch as training would, and shows it."""
+    size, start = args.per_device_train_batch_size, time.monotonic()
+    batch = next(iter(make_train_batches(train, tokenizer, batch_size=size, seed=0)))
+    begin = tokenizer.decode(batch["input_ids"][0, :16])
+    return Check(
+        "sources",
+        "ok",
+        f"{', '.join(source.name for source in train.sources)}: a first batch of {size} instances, "
+        f"{batch['attention_mask'].sum(1).float().mean():.0f} tokens on average, in "
+        f"{time.monotonic() - start:.1f} s; it begins: {begin}",
+    )
 
 
 def check_swarm(dht: hivemind.DHT, swarm: SwarmArguments) -> Iterator[Check]:
@@ -501,15 +525,25 @@ def warn_of_speed(
 
 def main() -> None:
     """Measure the batch size that suits this machine."""
-    groups = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, TrainerArguments)
-    _, model_args, _, averaging, args = parse_arguments(*groups, description=__doc__)
+    roles = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments)
+    groups = parse_arguments(*roles, TrainerArguments, StreamingArguments, description=__doc__)
+    _, model_args, _, averaging, args, streaming = groups
     setup_logging("preflight")
-    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
-    dataset, _ = load_tokenized_dataset(found, tokenizer)
-    model = make_model(model_args, len(tokenizer))
-    # the validation split is always there, and its rows are as long as those of training
-    sizes = find_batch_size(model, dataset["validation"], tokenizer, args, averaging.target_batch_size)
+    if streaming.streaming:
+        from datasets import Dataset
+
+        tokenizer = load_tokenizer(model_args.tokenizer_path)
+        model = make_model(model_args, len(tokenizer))
+        train = make_streamed_split(tokenizer, model, streaming)
+        train.shuffle_buffer = 0
+        rows = Dataset.from_list(list(itertools.islice(train, 256)))
+    else:
+        found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+        tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
+        # the validation split is always there, and its rows are as long as those of training
+        rows = load_tokenized_dataset(found, tokenizer)[0]["validation"]
+        model = make_model(model_args, len(tokenizer))
+    sizes = find_batch_size(model, rows, tokenizer, args, averaging.target_batch_size)
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
 
 

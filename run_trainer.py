@@ -13,7 +13,8 @@ The same on a laptop's CPU, alone, on the sample corpus:
 
 The model is the same on every peer; the data order is not: it comes from the peer's id. The same command again goes on
 where the last one ended, however it ended: from the newest whole checkpoint in --output_dir, or from the swarm if that
-is further (--resume_from_checkpoint none starts anew).
+is further (--resume_from_checkpoint none starts anew). With --streaming it reads text on the way (see streaming.py),
+and a restart goes on behind the last batch of the last whole epoch.
 """
 
 import contextlib
@@ -37,6 +38,7 @@ from arguments import (
     AveragingArguments,
     ModelArguments,
     OptimizerArguments,
+    StreamingArguments,
     SwarmArguments,
     TrainerArguments,
     parse_arguments,
@@ -50,10 +52,13 @@ from data import (
     ShardedSplit,
     choose_tokenizer,
     data_seed,
+    load_stream_state,
     load_tokenized_dataset,
     load_tokenizer,
     make_eval_batches,
+    make_streamed_split,
     make_train_batches,
+    tokenizer_fingerprint,
 )
 from fetch import fetch_data
 from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
@@ -68,15 +73,21 @@ logger = logging.getLogger("trainer")
 
 def main() -> None:
     groups = parse_arguments(
-        SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, TrainerArguments, description=__doc__
+        SwarmArguments,
+        ModelArguments,
+        OptimizerArguments,
+        AveragingArguments,
+        TrainerArguments,
+        StreamingArguments,
+        description=__doc__,
     )
-    swarm, model_args, optimizer_args, averaging_args, args = groups
+    swarm, model_args, optimizer_args, averaging_args, args, streaming = groups
     setup_logging("trainer")
     if args.logging_dir:
         log_to_folder("trainer", args.logging_dir)
     require_wandb(args)
     if args.preflight:
-        raise SystemExit(run_preflight(swarm, model_args, optimizer_args, averaging_args, args))
+        raise SystemExit(run_preflight(*groups))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
         stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
@@ -90,15 +101,21 @@ def main() -> None:
         f"python {platform.python_version()}, {device}"
     )
 
-    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
-    dataset, corpus = load_tokenized_dataset(found, tokenizer)
+    dataset, corpus = {}, {}
+    if streaming.streaming and not args.do_eval:
+        tokenizer = load_tokenizer(model_args.tokenizer_path)
+    else:
+        found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+        tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
+        dataset, corpus = load_tokenized_dataset(found, tokenizer)
     model = make_model(model_args, len(tokenizer))
-    if corpus["seq_length"] > model.config.max_position_embeddings:
+    if dataset and corpus["seq_length"] > model.config.max_position_embeddings:
         stop_for_user(
             f"--dataset_path {args.dataset_path} has instances of {corpus['seq_length']} tokens, the model takes "
             f"{model.config.max_position_embeddings}: tokenize with a smaller --seq_length"
         )
+    if streaming.streaming:
+        dataset["train"] = make_streamed_split(tokenizer, model, streaming)
     for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
         try:
             os.makedirs(folder or ".", exist_ok=True)
@@ -107,6 +124,9 @@ def main() -> None:
     lock_folder("--output_dir", args.output_dir)
     keep_signing_key(Path(args.output_dir) / "signing_key")
     saved_state = choose_state(args, model, swarm.experiment_prefix)
+    stream_state = None
+    if streaming.streaming and args.resume_from_checkpoint != "none":
+        stream_state = load_stream_state(Path(args.output_dir) / "stream.json")
 
     warn_at_start(model, args)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
@@ -115,7 +135,7 @@ def main() -> None:
     if isinstance(dataset["train"], ShardedSplit):
         # now: the order comes from the peer's id, and a peer that has joined should not keep others waiting
         dataset["train"].begin(data_seed(str(dht.peer_id), model_args.seed))
-    contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
+    contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
     contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
     averaging_args = measure_bandwidth(dht, averaging_args)
     optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
@@ -157,7 +177,7 @@ def main() -> None:
         mlm_probability=args.mlm_probability,
         max_samples=args.max_eval_samples,
     )
-    summary = {"unigram_entropy": corpus["unigram_entropy"], "peer_id": str(dht.peer_id)}
+    summary = {"unigram_entropy": corpus.get("unigram_entropy"), "peer_id": str(dht.peer_id)}
     if args.do_eval:
         batches = make_eval_batches(dataset["validation"], tokenizer, **eval_options)
         summary["start_loss"] = evaluate(model, batches, device)
@@ -176,7 +196,10 @@ def main() -> None:
         mlm_probability=args.mlm_probability,
         num_workers=args.dataloader_num_workers,
         stop=stop,
+        state=stream_state,
     )
+    if streaming.streaming:
+        callback.stream = batches
 
     for number, batch in enumerate(batches, start=1):
         if stop.is_set() or optimizer.local_epoch >= max_epoch:
@@ -211,6 +234,8 @@ def main() -> None:
         "failed_rounds": optimizer.failed_rounds,
         "skipped_steps": callback.skipped_steps,
     }
+    if streaming.streaming:
+        summary["sources"] = dataset["train"].describe()
     shut_down(dht, optimizer)
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
     if args.do_eval:

@@ -15,7 +15,7 @@ language (default: english) and sentence_splitter (default: --sentence_splitter)
 Hub dataset. A document is a record, or about 10,000 characters of a text file, up to the next blank line.
 
 Each pass over a source has an order of its own, made from the peer's seed, of its files and of their parts: pieces of
-64 MiB of a plain file, row groups of parquet. A packed file can only be read from its beginning: divide large ones.
+16 MiB of a plain file, row groups of parquet. A packed file can only be read from its beginning: divide large ones.
 
 A position of each source is enough to go on from: what happens to a document depends on its number and the seed alone.
 datasets' own mixtures were tried (5.2): a line that is no JSON ends them; a resumed shuffle buffer loses some records
@@ -66,7 +66,7 @@ from documents import (
 logger = logging.getLogger("streaming")
 
 FORMATS = {"jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "txt": "text", "text": "text", "parquet": "parquet"}
-PART_BYTES = 2**26  # of a plain file
+PART_BYTES = 2**24  # of a plain file
 LONGEST_LINE = 2**26  # bytes; a longer one is broken, not a reason to run out of memory
 TEXT_CHARACTERS = 10_000  # of a text file that make a document
 CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # that a worker gets at a time: a tenth of a second
@@ -629,6 +629,10 @@ class TrainingDataset(IterableDataset):
     def __init__(self, sources: list[Source], tokenizer, max_sequence_length: int, seed: int, shuffle_buffer: int):
         self.sources, self.tokenizer, self.max_sequence_length = sources, tokenizer, max_sequence_length
         self.seed, self.shuffle_buffer = seed, shuffle_buffer
+
+    def describe(self) -> dict[str, dict[str, int]]:
+        """How many documents and broken records of each source this process has read."""
+        return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
 
     def __iter__(self) -> Iterator[dict]:
         """In a worker of a DataLoader: its share. Each worker reads all of the text and tokenizes its own."""

@@ -24,8 +24,8 @@ def test_flag_has_help_and_is_read(group, field):
 
 
 def test_flags_of_one_script_do_not_collide():
-    trainer = ["SwarmArguments", "ModelArguments", "OptimizerArguments", "AveragingArguments", "TrainerArguments"]
-    for groups in (trainer, [*trainer[:-1], "MonitorArguments"]):
+    shared = ["SwarmArguments", "ModelArguments", "OptimizerArguments", "AveragingArguments"]
+    for groups in ([*shared, "TrainerArguments", "StreamingArguments"], [*shared, "MonitorArguments"]):
         names = [f.name for group, f in FIELDS if group.__name__ in groups]
         assert len(names) == len(set(names))
 
