@@ -74,7 +74,7 @@ READ_AHEAD = 64  # documents of each source
 LATE_SECONDS = 10.0  # until the others go on without a source
 STALL_SECONDS = 30.0  # without a byte in one connection
 START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a byte, over all tries, before a file is given up
-LONGEST_DELAY = 60.0  # seconds between two tries
+FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two tries
 TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
 BAD_START = 100  # broken records at the begin of a source, after which it is the user's turn
 
@@ -123,7 +123,7 @@ class HttpFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:
             if self.size is None:
-                self.retry(lambda: 1)
+                self.retry(lambda: b" ")
             if self.size is None:
                 raise io.UnsupportedOperation(f"{self.url}: its server does not tell its size")
         self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
@@ -134,10 +134,11 @@ class HttpFile(io.RawIOBase):
             return 0
         if self.arrived != self.position:
             self.disconnect()
-        count = self.retry(lambda: self.response.readinto(buffer))
-        self.position += count
+        piece = self.retry(lambda: self.response.read1(len(buffer)))  # what has arrived: a stall keeps nothing back
+        buffer[: len(piece)] = piece
+        self.position += len(piece)
         self.arrived = self.position
-        return count
+        return len(piece)
 
     def close(self) -> None:
         self.disconnect()
@@ -171,16 +172,16 @@ class HttpFile(io.RawIOBase):
             self.response.close()
         self.response = None
 
-    def retry(self, read) -> int:
-        """The result of `read` over a connection; 0 only at the end of the file."""
-        delay, start = 0.5, time.monotonic()
+    def retry(self, read: Callable[[], bytes]) -> bytes:
+        """The result of `read` over a connection; nothing only at the end of the file."""
+        delay, start = FIRST_DELAY, time.monotonic()
         while True:
             try:
                 if self.response is None:
                     self.connect()
-                count = read()
-                if count or self.size is None or self.position >= self.size:
-                    return count
+                piece = read()
+                if piece or self.size is None or self.position >= self.size:
+                    return piece
                 reason = f"the connection was cut after {self.position:,} of {self.size:,} bytes"
             except urllib.error.HTTPError as e:
                 reason = f"answers {e.code} {e.reason}"
@@ -402,6 +403,8 @@ class Source:
         while not stop.is_set():
             is_empty = position.files == 0
             for text, behind in self.read_pass(seed, position, stop):
+                if stop.is_set():
+                    return
                 if isinstance(text, Broken):
                     self.count_broken(text)
                 elif text and not text.isspace():
