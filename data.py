@@ -502,7 +502,8 @@ def load_stream_state(path: Path) -> dict | None:
         return None
     try:
         state = json.loads(path.read_text())
-        logger.info(f"{path}: going on behind document {state['documents']:,}")
+        count, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
+        logger.info(f"{path}: going on behind document {count:,}")
         return state
     except (OSError, ValueError, KeyError, TypeError) as e:
         logger.warning(f"{path} is damaged ({type(e).__name__}): the text is read from a new beginning")
@@ -535,7 +536,9 @@ class StreamedBatches:
     Instances gather in a pool. When it has `shuffle_buffer` of them (the first pools are smaller, not to keep a start
     waiting), they are shuffled, grouped by length and the groups shuffled again; those beyond a multiple of batch_size
     sit out. While its batches are taken the next pool gathers. State: where the documents of the present pool begin,
-    and how many of its batches have been taken: from there the same batches follow, masks apart.
+    and how many of its batches have been taken. From there the same batches follow, masks apart: nothing is lost,
+    nothing comes twice. Where batch size, sequence length or shuffle_buffer are others, the pool begins anew instead;
+    where a source was late, part of the pool may be lost or come twice.
 
     :param collator: a list of instances -> a batch
     :param stop: ends the iteration when it is set while data is waited for
@@ -615,7 +618,7 @@ class StreamedBatches:
         smallest, largest = 4 * self.batch_size, max(dataset.shuffle_buffer, self.batch_size)
         size, taken = min(smallest, largest), 0
         if saved:
-            size = saved["pool_size"]
+            size = max(saved["pool_size"], self.batch_size)
             taken = saved["taken"] * all(saved[name] == value for name, value in self.describe().items())
         pool = {"begin": None, "instances": []}
         while gather(pool, size):

@@ -235,7 +235,9 @@ def main() -> None:
         "skipped_steps": callback.skipped_steps,
     }
     if streaming.streaming:
-        summary["sources"] = dataset["train"].describe()
+        summary["sources"] = dataset["train"].count_records()
+        for name, counts in summary["sources"].items():
+            logger.info(f"source {name}: {counts['documents']:,} documents read, {counts['broken']:,} broken records")
     shut_down(dht, optimizer)
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
     if args.do_eval:

@@ -300,8 +300,13 @@ def read_parquet(
 
 def read_examples(shard, start: int, column: str) -> Iterator[tuple[str | Broken, int, int]]:
     """As read_jsonl, of a datasets.IterableDataset from record `start` on."""
-    for number, example in enumerate(shard.skip(start), start=start + 1):
-        yield take_text(example, column), number, number
+    from datasets.exceptions import DatasetsError
+
+    try:
+        for number, example in enumerate(shard.skip(start), start=start + 1):
+            yield take_text(example, column), number, number
+    except DatasetsError as e:
+        raise Broken(str(e)) from e
 
 
 def take_text(record, column: str) -> str | Broken:
@@ -389,10 +394,12 @@ class Source:
                     for part in range(position.part, len(parts)):
                         if part != position.part:
                             position = Position(position.number, len(order), place, part)
-                        for text, offset, record in read(parts[int(part_order[part])], position):
+                        which = int(part_order[part])
+                        of_part = f" of part {which + 1} of {len(parts)}" if len(parts) > 1 else ""
+                        for text, offset, record in read(parts[which], position):
                             position = position._replace(offset=offset, record=record)
                             if isinstance(text, Broken):
-                                text = Broken(f"{self.files[index]}, record {record} {text}")
+                                text = Broken(f"{self.files[index]}, record {record}{of_part} {text}")
                             yield text, position
             except READ_ERRORS as e:
                 reason = getattr(e, "strerror", None) or e or type(e).__name__
@@ -633,7 +640,7 @@ class TrainingDataset(IterableDataset):
         self.sources, self.tokenizer, self.max_sequence_length = sources, tokenizer, max_sequence_length
         self.seed, self.shuffle_buffer = seed, shuffle_buffer
 
-    def describe(self) -> dict[str, dict[str, int]]:
+    def count_records(self) -> dict[str, dict[str, int]]:
         """How many documents and broken records of each source this process has read."""
         return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
 
