@@ -2,7 +2,7 @@
 
 text -> documents (lists of paragraphs) -> sentences -> ids -> pairs of segments, half of them swapped: that part is run
 once, by tokenize_wikitext103.py. Dataset -> batches of similar length, masked anew each time: that part is run by every
-trainer. To look at one batch of a dataset:
+trainer. With --streaming a trainer does both at once, see make_training_dataset. To look at one batch of a dataset:
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python -c "from data import *; tokenizer = load_tokenizer('data/tokenizer'); \
