@@ -23,6 +23,11 @@ LOGGING_DIR_HELP = (
     "environment go before. Default: no log file, and the dashboard's own folder."
 )
 
+SENTENCE_SPLITTER_HELP = (
+    "How the ends of sentences are found: punkt, which has a model of each language, or razdel, which knows Russian "
+    "better. Default: razdel for Russian, else punkt."
+)
+
 
 @dataclass
 class SwarmArguments:
@@ -372,6 +377,31 @@ class DataArguments:
             "share it. Of data in shards, those that were read longest ago go when the disk is full."
         },
     )
+    streaming: bool = field(
+        default=False,
+        metadata={
+            "help": "Train on text that is read, tokenized and shuffled on the way, without end, instead of a dataset "
+            "that was tokenized before. Needs --sources and the swarm's tokenizer in --tokenizer_path; --dataset_path "
+            "is then for --do_eval alone."
+        },
+    )
+    sources: str = field(
+        default="configs/sources.json",
+        metadata={
+            "help": "With --streaming: JSON list of what to read and in which proportion: Hub datasets, JSON lines, "
+            "text, parquet, local or http(s). streaming.py explains each field. All trainers should use the same."
+        },
+    )
+    sentence_splitter: Literal["auto", "punkt", "razdel"] = field(
+        default="auto", metadata={"help": f"With --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."}
+    )
+    shuffle_buffer: int = field(
+        default=8192,
+        metadata={
+            "help": "With --streaming: instances that are shuffled together, of about 3 kB each at 512 tokens, twice "
+            "over. Raise it where neighbours in the sources are much alike."
+        },
+    )
     mlm_probability: float = field(
         default=0.15,
         metadata={
@@ -390,7 +420,7 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Tokens of an instance, at most: longer ones are cut, at the end of both segments. Default: as in "
-            "the dataset. All trainers should use the same."
+            "the dataset, 512 with --streaming. All trainers should use the same."
         },
     )
     initial_sequence_length: int | None = field(
@@ -422,8 +452,10 @@ class DataArguments:
             raise ValueError("--mlm_probability must lie between 0 and 1")
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
             raise ValueError("--pad_to_multiple_of must be at least 1")
+        if self.shuffle_buffer < 1:
+            raise ValueError("--shuffle_buffer must be at least 1")
         # zero is off, as in other scripts
-        self.max_sequence_length = self.max_sequence_length or None
+        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming else None)
         self.initial_sequence_length = self.initial_sequence_length or None
         for name in ("max_sequence_length", "initial_sequence_length"):
             if getattr(self, name) is not None and getattr(self, name) < 8:
@@ -750,6 +782,9 @@ class TokenizeArguments:
     )
     language: str = field(
         default="english", metadata={"help": "Language of the text, for finding the ends of its sentences."}
+    )
+    sentence_splitter: Literal["auto", "punkt", "razdel"] = field(
+        default="auto", metadata={"help": SENTENCE_SPLITTER_HELP}
     )
     seq_length: int = field(default=512, metadata={"help": "Tokens of an instance, at most."})
     validation_fraction: float = field(

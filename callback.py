@@ -80,6 +80,8 @@ class CollaborativeCallback:
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_bar_time = 0.0
+        #: data.StreamedBatches, when it is to be known where to read on
+        self.stream = None
         #: wandb, when this trainer reports its own curves
         self.dashboard = None
 
@@ -217,6 +219,7 @@ class CollaborativeCallback:
             self.back_up()
         if epoch // self.args.save_steps != self.last_epoch // self.args.save_steps:
             self.save()
+        self.save_stream()
         self.last_epoch, self.epoch_start = epoch, now
 
     def measure_rounds(self) -> dict:
@@ -278,6 +281,13 @@ class CollaborativeCallback:
         if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, self.args.save_total_limit):
             self.saved_epoch = state["local_epoch"]
 
+    def save_stream(self) -> None:
+        """Note behind which batch a restart reads on, at each epoch: these samples have gone to the swarm, whichever
+        checkpoint the restart finds."""
+        if self.stream and (state := self.stream.state()):
+            text = json.dumps(state) + "\n"
+            write_file(Path(self.args.output_dir) / "stream.json", lambda file: file.write(text.encode()))
+
     def back_up(self) -> None:
         """Copy the state to --state_path, or in memory without one, or when that file cannot be written."""
         state = self.collect_state()
@@ -303,6 +313,7 @@ class CollaborativeCallback:
         self.bar.close()
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
             self.save()
+        self.save_stream()
         expiration = self.optimizer.tracker.metadata_expiration
         publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, None, expiration)
 

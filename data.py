@@ -2,7 +2,7 @@
 
 text -> documents (lists of paragraphs) -> sentences -> ids -> pairs of segments, half of them swapped: that part is run
 once, by tokenize_wikitext103.py. Dataset -> batches of similar length, masked anew each time: that part is run by every
-trainer. To see what the model will see:
+trainer. With --streaming a trainer does both at once, see make_training_dataset. To see what the model will see:
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python data.py
@@ -11,6 +11,7 @@ prints some masked batches as text, and how much of them is masked, and how; it 
 data, such as --dataset_path, --tokenizer_path, --no_whole_word_mask, --max_sequence_length.
 """
 
+import collections
 import contextlib
 import hashlib
 import itertools
@@ -231,9 +232,10 @@ def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions
     DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
     stored, most = corpus["seq_length"], args.max_sequence_length
     if min(stored, most or stored) > positions:
+        source = "--streaming" if args.streaming else f"--dataset_path {args.dataset_path}"
         stop_for_user(
-            f"--dataset_path {args.dataset_path} has instances of {stored} tokens, the model takes {positions}: give "
-            f"--max_sequence_length {positions}, or tokenize with a smaller --seq_length"
+            f"{source} gives instances of {stored} tokens, the model takes {positions}: add --max_sequence_length "
+            f"{positions}"
         )
     if most and most > stored:
         logger.warning(f"no instance has the {most} tokens of --max_sequence_length: the longest ones have {stored}")
@@ -249,6 +251,12 @@ def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
     grown = (args.max_sequence_length - args.initial_sequence_length) * epoch // args.sequence_length_warmup_steps
     multiple = args.pad_to_multiple_of or 8
     return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // multiple * multiple)
+
+
+def choose_multiple(args: DataArguments, longest: int) -> int:
+    """What the width of batches is a multiple of: tensor cores like 8, but on short rows that would be up to a seventh
+    of padding."""
+    return args.pad_to_multiple_of or (8 if longest >= 128 else 1)
 
 
 def cut_rows(
@@ -327,11 +335,12 @@ class DataCollatorForWholeWordMask:
                 "--no_whole_word_mask, or take one of ALBERT or BERT"
             )
 
-    def __call__(self, instances: list[dict], seed: int | list[int] | None = None) -> dict:
+    def __call__(self, instances: list[dict], seed: int | list[int] | None = None, longest: float = math.inf) -> dict:
         """The batch, as tensors (see make_train_batches), of instances with input_ids and, if they have them,
         token_type_ids, special_tokens_mask and sentence_order_label: lists, arrays or tensors.
 
         :param seed: of the masks; without, they come from torch's own generator
+        :param longest: width beyond which nothing is padded: a model may have no position for it
         """
         import torch
 
@@ -345,7 +354,7 @@ class DataCollatorForWholeWordMask:
         }
         if "sentence_order_label" in instances[0]:
             flat["sentence_order_label"] = np.array([int(instance["sentence_order_label"]) for instance in instances])
-        return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed)))
+        return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed), longest))
 
     def collate(
         self,
@@ -417,8 +426,7 @@ class MaskedBatches:
             [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
         )
         self.longest = int(min(self.lengths.max(), args.max_sequence_length or math.inf))
-        # tensor cores like widths that are multiples of 8, but on short rows that would be up to a seventh of padding
-        multiple = args.pad_to_multiple_of or (8 if self.longest >= 128 else 1)
+        multiple = choose_multiple(args, self.longest)
         # batches are grouped by these: more rows to choose from for a batch, and no more padding
         self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
         self.collator = DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
@@ -607,16 +615,28 @@ def make_train_batches(
     seed: int,
     num_workers: int = 0,
     stop: threading.Event | None = None,
-) -> BatchLoader:
+    state: dict | None = None,
+):
     """Endless iterable of training batches from one split; the same for the same seed, whatever num_workers.
 
     Each is a dictionary of int64 tensors: input_ids, attention_mask, token_type_ids, labels (-100 where nothing is to
     be predicted), all [batch_size, longest row], and sentence_order_label [batch_size] (1: swapped). Sequences grow
     when its set_sequence_length(sequence_length_at(epoch, args)) is called.
 
-    :param dataset: a Dataset, or a ShardedSplit; that one's order of shards is begun with this seed unless it has begun
-    :param stop: ends the iteration when it is set while a shard is waited for
+    :param dataset: a Dataset; or a ShardedSplit: its order of shards is begun with this seed unless it has begun; or
+        what make_training_dataset has returned
+    :param stop: ends the iteration when it is set while data is waited for
+    :param state: of StreamedBatches: where to go on, and with which seed
     """
+    from torch.utils.data import IterableDataset
+
+    if isinstance(dataset, IterableDataset):
+        dataset.seed = state["seed"] if state else seed
+        multiple = choose_multiple(args, dataset.max_sequence_length)
+        collator = DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
+        return StreamedBatches(
+            dataset, collator, batch_size=batch_size, num_workers=num_workers, stop=stop, state=state
+        )
     if isinstance(dataset, ShardedSplit):
         if dataset.seed is None:
             dataset.begin(seed)
@@ -651,6 +671,195 @@ def make_eval_batches(
         part["sentence_order_label"] = flat["sentence_order_label"][start:stop]
         result.append(to_tensors(batches.collator.pad(part, lengths[start:stop], batches.longest)))
     return result
+
+
+# ---------------------------------------------------------------- text that is tokenized while it is trained on
+
+
+def make_training_dataset(
+    tokenizer,
+    *,
+    sources: str | Path = "configs/sources.json",
+    max_sequence_length: int = 512,
+    seed: int = 0,
+    shuffle_buffer: int = 8192,
+    sentence_splitter: str = "auto",
+):
+    """Endless instances of a mixture of sources (see streaming.py), a torch IterableDataset of dictionaries:
+    input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and sentence_order_label (0 or 1).
+
+    Sources that give nothing at their beginning end the process with one line. Edit me: documents may be chosen or
+    changed in ChunkTokenizer.
+
+    :param max_sequence_length: in tokens, special ones included
+    :param seed: of the order, the mixture, the cuts and the swaps; make_train_batches gives it the peer's own
+    :param shuffle_buffer: instances that are shuffled together
+    :param sentence_splitter: auto, punkt or razdel, for sources that name none
+    """
+    from streaming import TrainingDataset, read_sources
+
+    found = read_sources(sources, sentence_splitter)
+    for source in found:
+        if problem := source.find_problem(seed):
+            stop_for_user(f"--sources {sources}: {source.name} gives no text: {problem}")
+    return TrainingDataset(found, tokenizer, max_sequence_length, seed, shuffle_buffer)
+
+
+def make_streamed_split(tokenizer, args: DataArguments):
+    """The train split of --streaming."""
+    return make_training_dataset(
+        tokenizer,
+        sources=args.sources,
+        max_sequence_length=args.max_sequence_length,
+        shuffle_buffer=args.shuffle_buffer,
+        sentence_splitter=args.sentence_splitter,
+    )
+
+
+def load_data(model_args: ModelArguments, args: DataArguments, needs_validation: bool) -> tuple:
+    """(the tokenizer, splits by name, what is known of the corpus): a stored dataset, or with --streaming a stream of
+    text for training, beside a stored validation split if that is needed."""
+    if args.streaming and not needs_validation:
+        tokenizer, splits, corpus = load_tokenizer(model_args.tokenizer_path), {}, {"unigram_entropy": None}
+    else:
+        found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+        tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
+        splits, corpus = load_tokenized_dataset(found, tokenizer)
+    if args.streaming:
+        splits["train"], corpus["seq_length"] = make_streamed_split(tokenizer, args), args.max_sequence_length
+    return tokenizer, splits, corpus
+
+
+def load_stream_state(path: Path) -> dict | None:
+    """What the callback has written: see StreamedBatches. None where there is nothing, or nothing to be read."""
+    if not path.exists():
+        return None
+    try:
+        state = json.loads(path.read_text())
+        count, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
+        logger.info(f"{path}: going on behind document {count:,}")
+        return state
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        logger.warning(f"{path} is damaged ({type(e).__name__}): the text is read from a new beginning")
+        return None
+
+
+class StreamedBatches:
+    """Endless batches of a TrainingDataset. This process reads, its workers tokenize what it hands out, in turn: the
+    same for the same seed, whatever num_workers.
+
+    Instances gather in a pool. When it has `shuffle_buffer` of them (the first pools are smaller, not to keep a start
+    waiting), they are shuffled, grouped by length and the groups shuffled again; those beyond a multiple of batch_size
+    sit out. While its batches are taken the next pool gathers. State: where the documents of the present pool begin,
+    and how many of its batches have been taken. From there the same batches follow: nothing is lost,
+    nothing comes twice. Where batch size, sequence length or shuffle_buffer are others, the pool begins anew instead;
+    where a source was late, part of the pool may be lost or come twice.
+
+    :param collator: (instances, seed of the masks, sequence length) -> a batch
+    :param stop: ends the iteration when it is set while data is waited for
+    :param state: where to go on; None: at the beginning
+    """
+
+    def __init__(
+        self,
+        dataset,
+        collator,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        stop: threading.Event | None = None,
+        state: dict | None = None,
+    ):
+        self.dataset, self.collator, self.batch_size, self.num_workers = dataset, collator, batch_size, num_workers
+        self.stop, self.progress = stop, state
+        self.sequence_length = dataset.max_sequence_length
+
+    def set_sequence_length(self, length: int) -> None:
+        """Tokens of an instance at most, from the next batch on. What was prepared for another length is given up."""
+        self.sequence_length = length
+
+    def state(self) -> dict | None:
+        """For JSON: what to begin with to go on behind the batch that was taken last; None before the first."""
+        return self.progress
+
+    def describe(self) -> dict:
+        """What the batches of a pool depend on, beside its documents."""
+        return {
+            "seed": self.dataset.seed,
+            "batch_size": self.batch_size,
+            "sequence_length": self.sequence_length,
+            "shuffle_buffer": self.dataset.shuffle_buffer,
+        }
+
+    def __iter__(self) -> Iterator[dict]:
+        from torch.utils.data import DataLoader
+
+        from streaming import ChunkTokenizer, DocumentStream, list_instances
+
+        dataset, saved = self.dataset, self.progress
+        stream = DocumentStream(dataset.sources, dataset.seed, saved, self.stop)
+        begins: collections.deque = collections.deque()  # the stream's state before each chunk that is on its way
+
+        def hand_out():
+            # DataLoader asks for so many while its workers start: text may be long in coming, and Ctrl-C must wait then
+            for _ in range(2 * self.num_workers):
+                begins.append(None)
+                yield self.sequence_length, []
+            for begin, chunk in stream:
+                begins.append(begin)
+                yield self.sequence_length, chunk
+
+        loader = DataLoader(
+            ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed),
+            sampler=hand_out(),
+            batch_size=None,
+            collate_fn=keep_arrays,
+            num_workers=self.num_workers,
+            multiprocessing_context="fork" if self.num_workers else None,
+        )
+        with hold_signals(signal.SIGINT):  # as BatchLoader
+            chunks = iter(loader)
+
+        def gather(pool: dict, count: int) -> bool:
+            """Whether the pool has so many instances now; False when there are no more."""
+            while len(pool["instances"]) < count and (result := next(chunks, None)):
+                length, columns, lengths = result
+                begin = begins.popleft()
+                if length == self.sequence_length and len(lengths):
+                    pool["begin"] = pool["begin"] or begin
+                    pool["instances"] += list_instances(columns, lengths)
+            return len(pool["instances"]) >= count
+
+        smallest, largest = 4 * self.batch_size, max(dataset.shuffle_buffer, self.batch_size)
+        size, taken = min(smallest, largest), 0
+        if saved:
+            size = max(saved["pool_size"], self.batch_size)
+            taken = saved["taken"] * all(saved[name] == value for name, value in self.describe().items())
+        pool = {"begin": None, "instances": []}
+        while gather(pool, size):
+            description, next_size = self.describe(), min(2 * size, largest)
+            batches = self.group(pool)
+            next_pool = {"begin": None, "instances": []}
+            for number in range(taken, len(batches)):
+                if not gather(next_pool, next_size * (number + 1) // len(batches)):
+                    return
+                instances = [pool["instances"][row] for row in batches[number]]
+                mask_seed = [dataset.seed, pool["begin"]["documents"], number]
+                batch = self.collator(instances, mask_seed, self.sequence_length)
+                self.progress = {**description, **pool["begin"], "pool_size": size, "taken": number + 1}
+                yield batch
+                if self.describe() != description:
+                    next_pool, next_size = {"begin": None, "instances": []}, min(smallest, largest)
+                    break
+            pool, size, taken = next_pool, next_size, 0
+
+    def group(self, pool: dict) -> np.ndarray:
+        """Numbers [batches, batch_size] of the pool's instances."""
+        lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
+        generator = np.random.default_rng([self.dataset.seed, pool["begin"]["documents"]])
+        order = generator.permutation(len(lengths))[: len(lengths) // self.batch_size * self.batch_size]
+        order = order[np.argsort(lengths[order] // 8, kind="stable")]
+        return generator.permutation(order.reshape(-1, self.batch_size))
 
 
 # ---------------------------------------------------------------- a look at batches
@@ -721,14 +930,13 @@ class MaskStatistics:
 
 def main() -> None:
     model_args, args = parse_arguments(ModelArguments, DataArguments, description=__doc__)
-    found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
-    dataset, corpus = load_tokenized_dataset(found, tokenizer)
+    tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)
     batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
     batches.set_sequence_length(sequence_length_at(0, args))
     statistics = MaskStatistics(tokenizer)
-    print(f"{args.dataset_path}: {len(dataset['train']):,} instances for training, {len(tokenizer):,} pieces")
+    stored = "" if args.streaming else f"{len(dataset['train']):,} instances for training, "
+    print(f"{args.sources if args.streaming else args.dataset_path}: {stored}{len(tokenizer):,} pieces")
     print("As the model sees them; in brackets what it is to predict:")
     for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
         statistics.add(batch)

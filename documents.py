@@ -5,16 +5,20 @@ A document is a list of paragraphs. To see a file's sentences:
     python -c "from documents import *; print(split_sentences(read_documents('README.md')[0])[:5])"
 """
 
+import copy
 import functools
 import gzip
 import hashlib
+import itertools
 import json
 import lzma
 import random
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import numpy as np
 
 from arguments import stop_for_user
 
@@ -118,18 +122,27 @@ def read_documents(path: str | Path, text_column: str = "text") -> list[list[str
 
 
 @functools.cache
-def load_sentence_splitter(language: str):
+def load_sentence_splitter(language: str, splitter: str = "auto") -> Callable[[str], list[str]]:
+    """What divides a paragraph into sentences. An unknown language ends the process with a line that names the cure.
+
+    :param splitter: punkt (Kiss and Strunk, 2006), with a model of each language; razdel, which has rules for Russian
+        and leaves its abbreviations whole; or auto: razdel for Russian, else punkt
+    """
+    if splitter == "razdel" or (splitter == "auto" and language == "russian"):
+        import razdel
+
+        return lambda paragraph: [sentence.text for sentence in razdel.sentenize(paragraph)]
     import punkt
 
     if language not in punkt.available_languages():
-        stop_for_user(f"no --language {language}: choose one of {', '.join(punkt.available_languages())}")
-    return punkt.PunktSentenceTokenizer(punkt.load_model(language))
+        stop_for_user(f"no language {language}: choose one of {', '.join(punkt.available_languages())}")
+    return punkt.PunktSentenceTokenizer(punkt.load_model(language)).tokenize
 
 
-def split_sentences(paragraphs: Iterable[str], language: str = "english") -> list[str]:
-    """Sentences of one document, by the Punkt model (Kiss and Strunk, 2006); none crosses a paragraph."""
-    splitter = load_sentence_splitter(language)
-    return [sentence for paragraph in paragraphs for sentence in splitter.tokenize(paragraph)]
+def split_sentences(paragraphs: Iterable[str], language: str = "english", splitter: str = "auto") -> list[str]:
+    """Sentences of one document; none crosses a paragraph."""
+    split = load_sentence_splitter(language, splitter)
+    return [sentence for paragraph in paragraphs for sentence in split(paragraph)]
 
 
 # ---------------------------------------------------------------- sentence-order pairs
@@ -185,3 +198,45 @@ def make_sentence_pairs(
         second = [token for _, ids in chunk[cut:] for token in ids]
         pairs.append((second, first, 1) if generator.random() < 0.5 else (first, second, 0))
     return pairs
+
+
+def make_text_encoder(tokenizer):
+    """The tokenizer's own engine, in a copy that takes text for text: "[SEP]" too, and of any length."""
+    encoder = copy.deepcopy(tokenizer.backend_tokenizer)
+    encoder.no_truncation()
+    encoder.no_padding()
+    encoder.encode_special_tokens = True
+    return encoder
+
+
+def make_instances(
+    documents: list[list[str]], generators: list[random.Random], seq_length: int, tokenizer, encoder
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Instances for the model from sentences: (columns joined end to end, lengths of the instances).
+
+    Every sentence is tokenized once, all of them in one batch; pairs are put together from ids.
+
+    :param documents: each as its sentences
+    :param generators: for each document, of make_document_random
+    :param encoder: of make_text_encoder
+    """
+    sentences = list(itertools.chain.from_iterable(documents))
+    encodings = iter(encoder.encode_batch_fast(sentences, add_special_tokens=False))
+    rows, first_lengths, labels = [], [], []
+    for document, generator in zip(documents, generators, strict=True):
+        ids = [next(encodings).ids for _ in document]
+        for first, second, label in make_sentence_pairs(ids, seq_length, generator):
+            rows.append([tokenizer.cls_token_id, *first, tokenizer.sep_token_id, *second, tokenizer.sep_token_id])
+            first_lengths.append(len(first) + 2)
+            labels.append(label)
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    input_ids = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=lengths.sum())
+    positions = np.arange(len(input_ids)) - (lengths.cumsum() - lengths).repeat(lengths)
+    columns = {
+        "input_ids": input_ids,
+        "token_type_ids": (positions >= np.array(first_lengths, dtype=np.int64).repeat(lengths)).astype(np.int8),
+        # <unk> too: nobody should learn to predict it
+        "special_tokens_mask": np.isin(input_ids, tokenizer.all_special_ids).astype(np.int8),
+        "sentence_order_label": np.array(labels, dtype=np.int8),
+    }
+    return columns, lengths

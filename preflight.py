@@ -52,10 +52,13 @@ from data import (
     MaskedBatches,
     check_data_arguments,
     choose_tokenizer,
+    load_data,
     load_tokenized_dataset,
     load_tokenizer,
+    make_streamed_split,
     make_train_batches,
     to_tensors,
+    tokenizer_fingerprint,
 )
 from fetch import fetch_data
 from joining import (
@@ -362,24 +365,30 @@ def check_all(
     yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
     yield check_file_limit()
     model = dataset = None
-    tokenizer = None
-    found, failure = attempt(
-        "dataset", lambda: fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
-    )
+    tokenizer = found = failure = None
+    if not data_args.streaming or args.do_eval:
+        found, failure = attempt(
+            "dataset", lambda: fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
+        )
     if failure:
         yield failure
     else:
-        tokenizer_path = choose_tokenizer(found, model_args)
+        tokenizer_path = choose_tokenizer(found, model_args) if found else model_args.tokenizer_path
         tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path))
         yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
     if tokenizer:
-        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer))
-        if loaded:
-            dataset, corpus = loaded
-            count = len(dataset["train"])
-            yield Check("dataset", "ok", f"{count:,} instances in {data_args.dataset_path}, made by this tokenizer")
-        else:
-            yield failure
+        if found:
+            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer))
+            if loaded:
+                dataset, corpus = loaded
+                count = len(dataset["validation" if data_args.streaming else "train"])
+                yield Check("dataset", "ok", f"{count:,} instances in {data_args.dataset_path}, made by this tokenizer")
+            else:
+                yield failure
+        if data_args.streaming:
+            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args))
+            yield failure or check_stream(train, tokenizer, data_args, args)
+            dataset, corpus = train and {"train": train}, {"seq_length": data_args.max_sequence_length}
         model, failure = attempt("model", lambda: make_trained_model(model_args, args, len(tokenizer)))
         yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {model_args.config_path}")
         if model and dataset:
@@ -420,7 +429,7 @@ def check_all(
                 yield from check_swarm(dht, resolved)
                 reports = list(fetch_progress(dht, swarm.experiment_prefix).values())
                 if model and dataset:
-                    contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging)
+                    contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
                     yield check_contract(dht, swarm.experiment_prefix, contract)
                 dht.shutdown()
 
@@ -433,6 +442,20 @@ def check_all(
         yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time)
         if averaging.bandwidth is not None:  # no peer, no measure
             yield check_bandwidth(parameters, peers, averaging)
+
+
+def check_stream(train, tokenizer, data_args: DataArguments, args: TrainerArguments) -> Check:
+    """Makes a first batch as training would, and shows it."""
+    size, start = args.per_device_train_batch_size, time.monotonic()
+    batch = next(iter(make_train_batches(train, tokenizer, data_args, batch_size=size, seed=0)))
+    begin = tokenizer.decode(batch["input_ids"][0, :16])
+    return Check(
+        "sources",
+        "ok",
+        f"{', '.join(source.name for source in train.sources)}: a first batch of {size} instances, "
+        f"{batch['attention_mask'].sum(1).float().mean():.0f} tokens on average, in "
+        f"{time.monotonic() - start:.1f} s; it begins: {begin}",
+    )
 
 
 def check_swarm(dht: hivemind.DHT, swarm: SwarmArguments) -> Iterator[Check]:
@@ -522,13 +545,18 @@ def main() -> None:
     groups = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
     _, model_args, _, averaging, data_args, args = parse_arguments(*groups, description=__doc__)
     setup_logging("preflight")
-    found = fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
-    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
-    dataset, corpus = load_tokenized_dataset(found, tokenizer)
+    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
     model = make_trained_model(model_args, args, len(tokenizer))
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-    # the validation split is always there, and its rows are as long as those of training
-    sizes = find_batch_size(model, dataset["validation"], tokenizer, data_args, args, averaging.target_batch_size)
+    if data_args.streaming:
+        from datasets import Dataset
+
+        dataset["train"].shuffle_buffer = 0
+        rows = Dataset.from_list(list(itertools.islice(dataset["train"], 256)))
+    else:
+        # the validation split is always there, and its rows are as long as those of training
+        rows = dataset["validation"]
+    sizes = find_batch_size(model, rows, tokenizer, data_args, args, averaging.target_batch_size)
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
 
 

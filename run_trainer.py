@@ -13,7 +13,8 @@ The same on a laptop's CPU, alone, on the sample corpus:
 
 The model is the same on every peer; the data order is not: it comes from the peer's id. The same command again goes on
 where the last one ended, however it ended: from the newest whole checkpoint in --output_dir, or from the swarm if that
-is further (--resume_from_checkpoint none starts anew).
+is further (--resume_from_checkpoint none starts anew). With --streaming it reads text on the way (see streaming.py),
+and a restart goes on behind the last batch of the last whole epoch.
 """
 
 import contextlib
@@ -50,15 +51,14 @@ from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
 from data import (
     ShardedSplit,
     check_data_arguments,
-    choose_tokenizer,
     data_seed,
-    load_tokenized_dataset,
-    load_tokenizer,
+    load_data,
+    load_stream_state,
     make_eval_batches,
     make_train_batches,
     sequence_length_at,
+    tokenizer_fingerprint,
 )
-from fetch import fetch_data
 from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from model import evaluate, find_longest_sequence, make_trained_model, move_batch
 from optimizer import describe_contract, make_optimizer
@@ -99,9 +99,7 @@ def main() -> None:
         f"python {platform.python_version()}, {device}"
     )
 
-    found = fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
-    tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
-    dataset, corpus = load_tokenized_dataset(found, tokenizer)
+    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
     model = make_trained_model(model_args, args, len(tokenizer))
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
@@ -112,6 +110,9 @@ def main() -> None:
     lock_folder("--output_dir", args.output_dir)
     keep_signing_key(Path(args.output_dir) / "signing_key")
     saved_state = choose_state(args, model, swarm.experiment_prefix)
+    stream_state = None
+    if data_args.streaming and args.resume_from_checkpoint != "none":
+        stream_state = load_stream_state(Path(args.output_dir) / "stream.json")
 
     warn_at_start(model, args)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
@@ -120,7 +121,7 @@ def main() -> None:
     if isinstance(dataset["train"], ShardedSplit):
         # now: the order comes from the peer's id, and a peer that has joined should not keep others waiting
         dataset["train"].begin(data_seed(str(dht.peer_id), model_args.seed))
-    contract = describe_contract(model, corpus["tokenizer_fingerprint"], optimizer_args, averaging_args)
+    contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
     contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
     averaging_args = measure_bandwidth(dht, averaging_args)
     optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
@@ -177,7 +178,9 @@ def main() -> None:
         seed=data_seed(str(dht.peer_id), model_args.seed, optimizer.local_epoch),
         num_workers=args.dataloader_num_workers,
         stop=stop,
+        state=stream_state,
     )
+    callback.stream = batches if data_args.streaming else None
     batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
 
     for number, batch in enumerate(batches, start=1):
@@ -214,6 +217,10 @@ def main() -> None:
         "failed_rounds": optimizer.failed_rounds,
         "skipped_steps": callback.skipped_steps,
     }
+    if data_args.streaming:
+        summary["sources"] = dataset["train"].count_records()
+        for name, counts in summary["sources"].items():
+            logger.info(f"source {name}: {counts['documents']:,} documents read, {counts['broken']:,} broken records")
     shut_down(dht, optimizer)
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
     if args.do_eval:

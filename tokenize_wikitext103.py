@@ -42,7 +42,8 @@ from arguments import TokenizeArguments, parse_arguments, show_bytes, stop_for_u
 from documents import (
     load_sentence_splitter,
     make_document_random,
-    make_sentence_pairs,
+    make_instances,
+    make_text_encoder,
     read_documents,
     read_text,
     split_articles,
@@ -67,7 +68,7 @@ def main():
             print(f"{dataset_path} and {tokenizer_path} are there already, and are packed as they are")
             return make_archive(dataset_path, tokenizer_path, args)
     check_targets(tokenizer_path, dataset_path, is_tokenizer_kept)
-    load_sentence_splitter(args.language)
+    load_sentence_splitter(args.language, args.sentence_splitter)
 
     source, splits = load_splits(args)
     with contextlib.ExitStack() as stack:
@@ -246,7 +247,7 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
     if len(documents) == 1:
         kind, units = "paragraphs", documents[0]
         if len(units) == 1:
-            kind, units = "sentences", split_sentences(units, args.language)
+            kind, units = "sentences", split_sentences(units, args.language, args.sentence_splitter)
         if len(units) == 1:
             stop_for_user("the text is a single sentence: give more")
         cut = min(max(round(len(units) * (1 - fraction)), 1), len(units) - 1)
@@ -341,40 +342,20 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
 @functools.cache
 def load_worker_tokenizer(path: Path):
     tokenizer = data.load_tokenizer(path)
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    tokenizer.backend_tokenizer.encode_special_tokens = True  # "[SEP]" in a text is text
-    return tokenizer
+    return tokenizer, make_text_encoder(tokenizer)
 
 
 def tokenize_chunk(chunk: list[tuple[int, list[str]]], *, split: str, tokenizer_path: Path, args: TokenizeArguments):
-    """Arrow table (columns as data.COLUMNS) with the instances of some documents, given as (index, paragraphs). Every
-    sentence is tokenized once, all of them in one batch; pairs are put together from ids."""
+    """Arrow table (columns as data.COLUMNS) with the instances of some documents, given as (index, paragraphs)."""
     import pyarrow
 
-    tokenizer = load_worker_tokenizer(tokenizer_path)
-    documents = [split_sentences(paragraphs, args.language) for _, paragraphs in chunk]
-    sentences = list(itertools.chain.from_iterable(documents))
-    encodings = iter(tokenizer.backend_tokenizer.encode_batch_fast(sentences, add_special_tokens=False))
-    rows, first_lengths, labels = [], [], []
-    for (index, _), document in zip(chunk, documents, strict=True):
-        ids = [next(encodings).ids for _ in document]
-        generator = make_document_random(args.seed, split, index)
-        for first, second, label in make_sentence_pairs(ids, args.seq_length, generator):
-            rows.append([tokenizer.cls_token_id, *first, tokenizer.sep_token_id, *second, tokenizer.sep_token_id])
-            first_lengths.append(len(first) + 2)
-            labels.append(label)
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    offsets = np.concatenate([[0], lengths.cumsum()])
-    input_ids = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=offsets[-1])
-    positions = np.arange(len(input_ids)) - offsets[:-1].repeat(lengths)
-    token_types = positions >= np.array(first_lengths, dtype=np.int64).repeat(lengths)
-    special = np.isin(input_ids, tokenizer.all_special_ids)  # <unk> too: nobody should learn to predict it
-    columns = [
-        pyarrow.ListArray.from_arrays(pyarrow.array(offsets, pyarrow.int32()), pyarrow.array(values))
-        for values in (input_ids, token_types.astype(np.int8), special.astype(np.int8))
-    ]
-    return pyarrow.table([*columns, pyarrow.array(labels, pyarrow.int8())], names=data.COLUMNS)
+    documents = [split_sentences(paragraphs, args.language, args.sentence_splitter) for _, paragraphs in chunk]
+    generators = [make_document_random(args.seed, split, index) for index, _ in chunk]
+    columns, lengths = make_instances(documents, generators, args.seq_length, *load_worker_tokenizer(tokenizer_path))
+    offsets = pyarrow.array(np.concatenate([[0], lengths.cumsum()]), pyarrow.int32())
+    labels = columns.pop("sentence_order_label")
+    lists = [pyarrow.ListArray.from_arrays(offsets, pyarrow.array(values)) for values in columns.values()]
+    return pyarrow.table([*lists, pyarrow.array(labels)], names=data.COLUMNS)
 
 
 def start_worker():

@@ -1,0 +1,660 @@
+"""Text that is read, tokenized and shuffled while the model trains on it: a mixture of sources without end.
+
+    python run_trainer.py --streaming --sources configs/sources.json --experiment_prefix my_albert
+
+To look at the first documents of a mixture:
+
+    python -c "from streaming import *; stream = DocumentStream(read_sources('configs/sources.json'), seed=0); \
+        [print(text[:70].split()) for _, chunk in itertools.islice(stream, 2) for _, _, text in chunk]; stream.close()"
+
+A file of sources is a JSON list of objects. Fields: path (a file, a pattern such as data/*.jsonl.gz, an http(s) URL, a
+dataset on the Hugging Face Hub or its folder, or a list of these of one format); name (default: the path); format
+(jsonl, text, parquet or hub; default: as the path says; the first two also packed as .gz, .xz or .zst); text_column of
+jsonl, parquet and hub (default: text); weight (default: 1): documents are taken from the sources in this proportion;
+language (default: english) and sentence_splitter (default: --sentence_splitter); config and split (default: train) of a
+Hub dataset. A document is a record, or about 10,000 characters of a text file, up to the next blank line.
+
+Each pass over a source has an order of its own, made from the peer's seed, of its files and of their parts: pieces of
+16 MiB of a plain file, row groups of parquet. A packed file can only be read from its beginning: divide large ones.
+
+A position of each source is enough to go on from: what happens to a document depends on its number and the seed alone.
+datasets' own mixtures were tried (5.2): a line that is no JSON ends them; a resumed shuffle buffer loses some records
+and repeats others; each pass has the order of the one before; and no more workers take part than there are files.
+"""
+
+import codecs
+import contextlib
+import functools
+import glob
+import gzip
+import http.client
+import io
+import itertools
+import json
+import logging
+import lzma
+import math
+import os
+import queue
+import re
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from torch.utils.data import IterableDataset, get_worker_info
+
+from arguments import stop_for_user
+from documents import (
+    load_sentence_splitter,
+    make_document_random,
+    make_instances,
+    make_text_encoder,
+    split_paragraphs,
+    split_sentences,
+)
+
+logger = logging.getLogger("streaming")
+
+FORMATS = {"jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "txt": "text", "text": "text", "parquet": "parquet"}
+PART_BYTES = 2**24  # of a plain file
+LONGEST_LINE = 2**26  # bytes; a longer one is broken, not a reason to run out of memory
+TEXT_CHARACTERS = 10_000  # of a text file that make a document
+CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # that a worker gets at a time: a tenth of a second
+READ_AHEAD = 64  # documents of each source
+LATE_SECONDS = 10.0  # until the others go on without a source
+STALL_SECONDS = 30.0  # without a byte in one connection
+START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a byte, over all tries, before a file is given up
+FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two tries
+TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
+BAD_START = 100  # broken records at the begin of a source, after which it is the user's turn
+
+
+class Broken(Exception):
+    """A record, or the rest of a file, that cannot be used; the text says why."""
+
+
+READ_ERRORS = (
+    *(Broken, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
+    *(pyarrow.ArrowException, http.client.HTTPException),
+)
+
+
+class Position(NamedTuple):
+    """Where a source is to be read on."""
+
+    number: int = 0  # of the pass
+    files: int = 0  # that the source had, 0 where the pass has not begun
+    place: int = 0  # in that pass's order of the files
+    part: int = 0  # in its order of that file's parts
+    offset: int = 0  # in the part: bytes of text from the file's beginning, or records; 0: not begun
+    record: int = 0  # of the part: those behind
+
+
+# ---------------------------------------------------------------- files, local and http
+
+
+class HttpFile(io.RawIOBase):
+    """A file on a web server. A connection that is cut, refused or silent is tried again, from where it was."""
+
+    def __init__(self, url: str, stop: threading.Event, patience: float):
+        self.url, self.stop, self.patience = url, stop, patience
+        self.response, self.arrived = None, 0  # arrived: the response's place in the file
+        self.position = 0
+        self.size = self.identity = None
+
+    def readable(self) -> bool:
+        return True
+
+    seekable = readable
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            if self.size is None:
+                self.retry(lambda: b" ")
+            if self.size is None:
+                raise io.UnsupportedOperation(f"{self.url}: its server does not tell its size")
+        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        return self.position
+
+    def readinto(self, buffer) -> int:
+        if self.size is not None and self.position >= self.size:
+            return 0
+        if self.arrived != self.position:
+            self.disconnect()
+        piece = self.retry(lambda: self.response.read1(len(buffer)))  # what has arrived: a stall keeps nothing back
+        buffer[: len(piece)] = piece
+        self.position += len(piece)
+        self.arrived = self.position
+        return len(piece)
+
+    def close(self) -> None:
+        self.disconnect()
+        super().close()
+
+    def connect(self) -> None:
+        request = urllib.request.Request(self.url, headers={"User-Agent": "collaborative-training"})
+        if self.position:
+            request.add_header("Range", f"bytes={self.position}-")
+        self.response = urllib.request.urlopen(request, timeout=STALL_SECONDS)
+        headers = self.response.headers
+        identity = headers["ETag"] or headers["Last-Modified"]
+        if self.identity not in (None, identity):
+            raise Broken(f"{self.url} has changed under way")
+        self.identity = identity
+        if self.response.status == http.client.PARTIAL_CONTENT:
+            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers["Content-Range"] or "")
+            if not match or int(match[1]) != self.position:
+                raise Broken(f"{self.url} answers with another range than asked for")
+            self.size = int(match[2])
+        else:  # from the beginning: at first, or because the server knows no ranges
+            self.size = int(headers["Content-Length"]) if headers["Content-Length"] else None
+            try:
+                skip_bytes(self.response, self.position)
+            except Broken as e:
+                raise ConnectionError("the connection was cut") from e
+        self.arrived = self.position
+
+    def disconnect(self) -> None:
+        if self.response:
+            self.response.close()
+        self.response = None
+
+    def retry(self, read: Callable[[], bytes]) -> bytes:
+        """The result of `read` over a connection; nothing only at the end of the file."""
+        delay, start = FIRST_DELAY, time.monotonic()
+        while True:
+            try:
+                if self.response is None:
+                    self.connect()
+                piece = read()
+                if piece or self.size is None or self.position >= self.size:
+                    return piece
+                reason = f"the connection was cut after {self.position:,} of {self.size:,} bytes"
+            except urllib.error.HTTPError as e:
+                reason = f"answers {e.code} {e.reason}"
+                if e.code < 500 and e.code not in TEMPORARY_ANSWERS:
+                    raise Broken(reason) from e
+            except (OSError, http.client.HTTPException) as e:
+                reason = str(getattr(e, "reason", e) or type(e).__name__)
+            self.disconnect()
+            if time.monotonic() + delay - start > self.patience or self.stop.is_set():
+                raise Broken(f"{reason}; gave up")
+            logger.warning(f"{self.url}: {reason}; trying again in {delay:g} s")
+            self.stop.wait(delay)
+            delay = min(2 * delay, LONGEST_DELAY)
+
+
+def skip_bytes(file: BinaryIO, count: int) -> None:
+    while count > 0:
+        piece = file.read(min(count, 2**20))
+        if not piece:
+            raise Broken("shorter than it was before")
+        count -= len(piece)
+
+
+def is_packed(path: str) -> bool:
+    return path.endswith((".gz", ".xz", ".zst"))
+
+
+def open_file(path: str, stop: threading.Event, patience: float) -> BinaryIO:
+    """A local file or URL to read bytes from, unpacked; errors are of READ_ERRORS."""
+    file = io.BufferedReader(HttpFile(path, stop, patience), 2**18) if is_url(path) else open(path, "rb")  # noqa: SIM115
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=file)
+    if path.endswith(".xz"):
+        return lzma.LZMAFile(file)
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd")) if path.endswith(".zst") else file
+
+
+def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
+    """The parts of a file of lines as (begin, end), in bytes."""
+    if is_packed(path):
+        return [(0, sys.maxsize)]
+    try:
+        size = file.seek(0, io.SEEK_END)
+    except io.UnsupportedOperation:
+        return [(0, sys.maxsize)]
+    return [(begin, begin + PART_BYTES) for begin in range(0, size, PART_BYTES)]
+
+
+def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> Iterator[tuple[bytes, int]]:
+    """(line, offset behind it) of the lines that begin within the part, from the offset `start` on if it is not 0."""
+    begin, end = part
+    position = start or max(begin - 1, 0)
+    if is_packed(path):
+        skip_bytes(file, position)
+    else:
+        file.seek(position)
+    if begin and not start:
+        position += len(file.readline())  # the line that begins in the part before, or just its end
+    while position < end and (line := file.readline(LONGEST_LINE)):
+        text = line.removeprefix(codecs.BOM_UTF8) if position == 0 else line
+        position += len(line)
+        if len(line) == LONGEST_LINE:
+            text = b""  # not JSON either
+            while not line.endswith(b"\n") and (line := file.readline(LONGEST_LINE)):
+                position += len(line)
+        yield text, position
+
+
+def read_jsonl(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[str | Broken, int, int]]:
+    """(text or why there is none, offset behind it, number of the line) of each line; the first is behind `record`."""
+    for number, (line, offset) in enumerate(lines, start=record + 1):
+        if line.isspace():
+            continue
+        try:
+            value = take_text(json.loads(line), column)
+        except (ValueError, RecursionError):
+            value = Broken("is not JSON: one object on each line is needed")
+        yield value, offset, number
+
+
+def read_text(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[str | Broken, int, int]]:
+    """As read_jsonl, of a text file's paragraphs: TEXT_CHARACTERS and more, to a blank line, or twice as many."""
+    kept, characters, number, offset = [], 0, 0, 0
+    for number, (line, offset) in enumerate(lines, start=record + 1):
+        try:
+            text = line.decode()
+        except UnicodeDecodeError:
+            yield Broken("is not UTF-8: convert it"), offset, number
+            continue
+        kept.append(text.replace("\r\n", "\n"))
+        characters += len(text)
+        if characters >= TEXT_CHARACTERS and (text.isspace() or characters >= 2 * TEXT_CHARACTERS):
+            yield "".join(kept), offset, number
+            kept, characters = [], 0
+    if kept:
+        yield "".join(kept), offset, number
+
+
+def read_parquet(
+    table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int
+) -> Iterator[tuple[str | Broken, int, int]]:
+    """As read_jsonl, of the rows of one group from row `start` on."""
+    if column not in table.schema_arrow.names:
+        raise Broken(f"no {column} (there is {', '.join(table.schema_arrow.names)[:200]}): give another text_column")
+    first = 0
+    for batch in table.iter_batches(batch_size=256, row_groups=[group], columns=[column]):
+        values = batch.column(0)
+        for row in range(max(start - first, 0), len(values)):
+            try:
+                value = take_text({column: values[row].as_py()}, column)
+            except UnicodeDecodeError:
+                value = Broken("is not UTF-8")
+            yield value, first + row + 1, first + row + 1
+        first += len(values)
+
+
+def read_examples(shard, start: int, column: str) -> Iterator[tuple[str | Broken, int, int]]:
+    """As read_jsonl, of a datasets.IterableDataset from record `start` on."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        for number, example in enumerate(shard.skip(start), start=start + 1):
+            yield take_text(example, column), number, number
+    except DatasetsError as e:
+        raise Broken(str(e)) from e
+
+
+def take_text(record, column: str) -> str | Broken:
+    if not isinstance(record, dict) or column not in record:
+        found = ", ".join(map(str, record)) if isinstance(record, dict) else "no field at all"
+        return Broken(f"has no {column} (there is {found[:200]}): give another text_column")
+    if not isinstance(record[column], str):
+        return Broken(f"has a {column} that is no text: give another text_column")
+    # JSON can spell half of a surrogate pair, which no tokenizer takes
+    return record[column].encode("utf-8", "replace").decode()
+
+
+# ---------------------------------------------------------------- sources
+
+
+@dataclass
+class Source:
+    """One entry of a file of sources. State: the Hub's answer, and how many documents and broken records it had."""
+
+    path: str | list[str]
+    name: str = ""
+    format: str = ""
+    text_column: str = "text"
+    weight: float = 1.0
+    language: str = "english"
+    sentence_splitter: str = "auto"
+    config: str | None = None
+    split: str = "train"
+
+    def __post_init__(self):
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        self.name = self.name or paths[0]
+        suffix = re.sub(r"\.(gz|xz|zst)$", "", paths[0].partition("?")[0]).rpartition(".")[2].lower()
+        self.format = self.format or FORMATS.get(suffix, "hub")
+        self.files, self.dataset = [], None
+        for path in paths if self.format != "hub" else []:
+            is_pattern = glob.has_magic(path) and not is_url(path) and not os.path.exists(path)
+            self.files += sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
+        self.documents = self.broken = 0
+
+    def ask_hub(self) -> None:
+        """Have datasets look a Hub dataset up: it reads those files, and what it cannot parse of one is left out."""
+        import datasets
+
+        if self.format == "hub" and not self.dataset:
+            self.dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+            self.files = [f"file {number}" for number in range(self.dataset.num_shards)]
+
+    @contextlib.contextmanager
+    def open(self, index: int, stop: threading.Event, patience: float) -> Iterator[tuple[list, Callable]]:
+        """(the file's parts, how to read one: (part, position in it) -> as read_jsonl)."""
+        if self.format == "hub":
+            shard = self.dataset.shard(num_shards=len(self.files), index=index)
+            yield [0], lambda _, position: read_examples(shard, position.record, self.text_column)
+            return
+        path = self.files[index]
+        with open_file(path, stop, patience) as file:
+            if self.format == "parquet":
+                table = pyarrow.parquet.ParquetFile(file)
+                read = functools.partial(read_parquet, table, self.text_column)
+                yield range(table.num_row_groups), lambda group, position: read(group, position.record)
+                return
+            read = functools.partial(read_jsonl, self.text_column) if self.format == "jsonl" else read_text
+            yield (
+                list_line_parts(file, path),
+                lambda part, position: read(read_lines(file, path, part, position.offset), position.record),
+            )
+
+    def read_pass(
+        self, seed: int, position: Position, stop: threading.Event, patience: float = PATIENCE
+    ) -> Iterator[tuple[str | Broken, Position]]:
+        """(document's text, or what is broken, position behind it) from a position to the end of its pass."""
+        self.ask_hub()
+        key = [seed, zlib.crc32(self.name.encode()), position.number]
+        order = np.random.default_rng(key).permutation(len(self.files))
+        if position.files not in (0, len(order)):
+            return  # files have come or gone: this order is another one
+        position = position._replace(files=len(order))
+        for place in range(position.place, len(order)):
+            position = position if place == position.place else Position(position.number, len(order), place)
+            index = int(order[place])
+            try:
+                with self.open(index, stop, patience) as (parts, read):
+                    part_order = np.random.default_rng([*key, index]).permutation(len(parts))
+                    for part in range(position.part, len(parts)):
+                        if part != position.part:
+                            position = Position(position.number, len(order), place, part)
+                        which = int(part_order[part])
+                        of_part = f" of part {which + 1} of {len(parts)}" if len(parts) > 1 else ""
+                        for text, offset, record in read(parts[which], position):
+                            position = position._replace(offset=offset, record=record)
+                            if isinstance(text, Broken):
+                                text = Broken(f"{self.files[index]}, record {record}{of_part} {text}")
+                            yield text, position
+            except READ_ERRORS as e:
+                reason = getattr(e, "strerror", None) or e or type(e).__name__
+                yield Broken(f"{self.files[index]}: {reason}; the rest of it is left out"), position
+
+    def read(self, seed: int, position: Position, stop: threading.Event) -> Iterator[tuple[str, Position]]:
+        """Endless (document's text, position behind it), pass after pass; what is broken is counted and logged."""
+        while not stop.is_set():
+            is_empty = position.files == 0
+            for text, behind in self.read_pass(seed, position, stop):
+                if stop.is_set():
+                    return
+                if isinstance(text, Broken):
+                    self.count_broken(text)
+                elif text and not text.isspace():
+                    is_empty = False
+                    yield text, behind
+            if is_empty and not stop.is_set():
+                logger.warning(
+                    f"source {self.name}: a whole pass without any text; the next one in {LONGEST_DELAY:g} s"
+                )
+                stop.wait(LONGEST_DELAY)
+            position = Position(position.number + 1)
+
+    def count_broken(self, reason: Broken) -> None:
+        """Log the first one, the tenth, the hundredth, ..."""
+        self.broken += 1
+        if str(self.broken).strip("0") == "1":
+            logger.warning(f"source {self.name}: skipped broken record number {self.broken:,}: {reason}")
+
+    def find_problem(self, seed: int) -> str | None:
+        """Why its beginning gives no text; None where it does."""
+        problems, deadline = [], time.monotonic() + START_PATIENCE
+        try:
+            for text, _ in self.read_pass(seed, Position(), threading.Event(), START_PATIENCE):
+                if not isinstance(text, Broken):
+                    if text and not text.isspace():
+                        return None
+                    text = Broken("its records have no text")
+                problems.append(str(text))
+                if len(problems) == BAD_START or time.monotonic() > deadline:
+                    break
+        except READ_ERRORS as e:  # of the Hub
+            problems.append(str(e).strip().split("\n")[0] or type(e).__name__)
+        return problems[0] if problems else f"there is no text in {self.path}"
+
+
+def is_url(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
+
+
+def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Source]:
+    """The sources of a JSON file; what is wrong with it ends the process with one line.
+
+    :param sentence_splitter: for sources that name none
+    """
+    kinds = {item.name: item.type for item in fields(Source)}
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        stop_for_user(f"--sources {path}: {e.strerror}; configs/sources.json is an example")
+    except ValueError as e:
+        stop_for_user(f"--sources {path} is not JSON ({e}); configs/sources.json is an example")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        stop_for_user(f"--sources {path} is no list of objects; configs/sources.json is an example")
+    sources = []
+    for entry in entries:
+        where = f"--sources {path}, {entry.get('name') or entry.get('path') or entry}"
+        if unknown := entry.keys() - kinds.keys():
+            stop_for_user(f"{where}: unknown field {min(unknown)}; there are {', '.join(kinds)}")
+        paths = entry.get("path")
+        if not paths or not all(isinstance(one, str) for one in (paths if isinstance(paths, list) else [paths])):
+            stop_for_user(f"{where}: path must be a file, pattern, URL or Hub dataset, or a list of these")
+        weight = entry.get("weight", 1)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            stop_for_user(f"{where}: weight must be a number greater than 0; remove the source to leave it out")
+        texts = {name: value for name, value in entry.items() if name not in ("path", "weight")}
+        if wrong := [name for name, value in texts.items() if not isinstance(value, str)]:
+            stop_for_user(f"{where}: {wrong[0]} must be a text")
+        source = Source(**{"sentence_splitter": sentence_splitter, **entry})
+        if source.format not in ("jsonl", "text", "parquet", "hub"):
+            stop_for_user(f"{where}: format must be jsonl, text, parquet or hub, not {source.format}")
+        if source.format == "hub" and (isinstance(paths, list) or is_url(paths)):
+            stop_for_user(f"{where}: give a format, jsonl, text or parquet: the path does not tell it")
+        if source.sentence_splitter not in ("auto", "punkt", "razdel"):
+            stop_for_user(f"{where}: sentence_splitter must be auto, punkt or razdel")
+        load_sentence_splitter(source.language, source.sentence_splitter)
+        if source.name in [other.name for other in sources]:
+            stop_for_user(f"{where}: two sources of this name; give each a name of its own")
+        sources.append(source)
+    return sources
+
+
+# ---------------------------------------------------------------- the mixture
+
+
+class Reader(threading.Thread):
+    """Reads a source ahead, so that one that is slow does not keep the others waiting."""
+
+    def __init__(self, source: Source, seed: int, position: Position, stop: threading.Event):
+        super().__init__(daemon=True)
+        self.source, self.seed, self.position, self.stop = source, seed, position, stop
+        self.ahead = queue.Queue(READ_AHEAD)
+        self.is_late = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for document in self.source.read(self.seed, self.position, self.stop):
+                self.put(document)
+        except Exception as e:  # for whoever takes
+            self.put(e)
+
+    def put(self, document: tuple[str, Position] | Exception) -> None:
+        while not self.stop.is_set():
+            with contextlib.suppress(queue.Full):
+                return self.ahead.put(document, timeout=0.2)
+
+    def take(self, seconds: float) -> str:
+        """The next document; raises queue.Empty when there is none in time."""
+        document = self.ahead.get(timeout=seconds)
+        if isinstance(document, Exception):
+            raise document
+        text, self.position = document
+        self.source.documents += 1
+        return text
+
+
+class DocumentStream:
+    """Endless documents of a mixture in chunks: (state before it, [(number, of which source, text)]).
+
+    From that state another stream of the same seed goes on with the same chunk, unless a source was late: then the
+    others go on, and it may come in later.
+
+    :param interrupted: ends the iteration when it is set
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        seed: int,
+        state: dict | None = None,
+        interrupted: threading.Event | None = None,
+    ):
+        self.sources, self.seed = sources, seed
+        self.interrupted = interrupted or threading.Event()
+        self.stop = threading.Event()
+        self.readers: list[Reader] = []
+        self.count = state["documents"] if state else 0
+        self.positions = {source.name: Position() for source in sources}
+        if state:
+            self.positions |= {name: Position(*position) for name, position in state["positions"].items()}
+
+    def __iter__(self) -> Iterator[tuple[dict, list[tuple[int, int, str]]]]:
+        # here, not before: what is forked should have no threads
+        self.readers = [Reader(source, self.seed, self.positions[source.name], self.stop) for source in self.sources]
+        try:
+            while not self.interrupted.is_set():
+                state = self.state()
+                generator = np.random.default_rng([self.seed, self.count])
+                chunk, characters = [], 0
+                while characters < CHUNK_CHARACTERS and len(chunk) < CHUNK_DOCUMENTS:
+                    if (taken := self.take(generator)) is None:
+                        return
+                    chunk.append((self.count, *taken))
+                    characters += len(taken[1])
+                    self.count += 1
+                yield state, chunk
+        finally:
+            self.close()
+
+    def state(self) -> dict:
+        positions = {reader.source.name: list(reader.position) for reader in self.readers}
+        return {"documents": self.count, "positions": positions}
+
+    def take(self, generator: np.random.Generator) -> tuple[int, str] | None:
+        """(number of a source, its next document); None when the stream is interrupted."""
+        weights = np.array([reader.source.weight for reader in self.readers])
+        while not self.interrupted.is_set():
+            for reader in self.readers:
+                reader.is_late = reader.is_late and reader.ahead.empty()
+            is_ready = np.array([not reader.is_late for reader in self.readers])
+            chances = weights * is_ready if is_ready.any() else weights
+            chosen = int(generator.choice(len(weights), p=chances / chances.sum()))
+            reader, deadline = self.readers[chosen], time.monotonic() + LATE_SECONDS * is_ready.any()
+            while not self.interrupted.is_set():
+                with contextlib.suppress(queue.Empty):
+                    return chosen, reader.take(seconds=0.1)
+                if time.monotonic() > deadline:
+                    break
+            if not reader.is_late:
+                logger.warning(f"source {reader.source.name} is late: going on without it until it gives something")
+            reader.is_late = True
+        return None
+
+    def close(self) -> None:
+        """End the readers; one that waits for a server ends later."""
+        self.stop.set()
+        for reader in self.readers:
+            reader.join(0.5)
+
+
+class ChunkTokenizer:
+    """Chunks of a DocumentStream to instances: (seq_length, chunk) -> (seq_length, columns joined end to end, lengths).
+    For DataLoader's workers. State: the tokenizer's engine, in each process its own."""
+
+    def __init__(self, sources: list[Source], tokenizer, seed: int):
+        self.sources, self.tokenizer, self.seed = sources, tokenizer, seed
+        self.encoder = None
+
+    def __getitem__(self, key: tuple[int, list[tuple[int, int, str]]]) -> tuple[int, dict[str, np.ndarray], np.ndarray]:
+        seq_length, chunk = key
+        self.encoder = self.encoder or make_text_encoder(self.tokenizer)
+        documents = []
+        for _, index, text in chunk:
+            source = self.sources[index]
+            documents.append(split_sentences(split_paragraphs(text), source.language, source.sentence_splitter))
+        generators = [make_document_random(self.seed, "stream", number) for number, _, _ in chunk]
+        return seq_length, *make_instances(documents, generators, seq_length, self.tokenizer, self.encoder)
+
+
+def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict]:
+    """One dictionary of arrays for each instance, from columns joined end to end."""
+    ends = lengths.cumsum()
+    labels = columns["sentence_order_label"].tolist()
+    names = [name for name in columns if name != "sentence_order_label"]
+    return [
+        {**{name: columns[name][start:end] for name in names}, "sentence_order_label": label}
+        for start, end, label in zip(ends - lengths, ends, labels, strict=True)
+    ]
+
+
+class TrainingDataset(IterableDataset):
+    """Endless instances, see data.make_training_dataset. The trainer's own loader, data.StreamedBatches, takes its
+    parts instead: there, one process reads for all workers, and goes on where an earlier one has ended."""
+
+    def __init__(self, sources: list[Source], tokenizer, max_sequence_length: int, seed: int, shuffle_buffer: int):
+        self.sources, self.tokenizer, self.max_sequence_length = sources, tokenizer, max_sequence_length
+        self.seed, self.shuffle_buffer = seed, shuffle_buffer
+
+    def count_records(self) -> dict[str, dict[str, int]]:
+        """How many documents and broken records of each source this process has read."""
+        return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
+
+    def __iter__(self) -> Iterator[dict]:
+        """In a worker of a DataLoader: its share. Each worker reads all of the text and tokenizes its own."""
+        worker = get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed)
+        generator = np.random.default_rng([self.seed, number])
+        pool: list[dict] = []
+        for _, chunk in itertools.islice(DocumentStream(self.sources, self.seed), number, None, count):
+            for instance in list_instances(*tokenize[self.max_sequence_length, chunk][1:]):
+                pool.append(instance)
+                if len(pool) > self.shuffle_buffer:
+                    chosen = int(generator.integers(len(pool)))
+                    pool[chosen], pool[-1] = pool[-1], pool[chosen]
+                    yield pool.pop()

@@ -1,0 +1,496 @@
+"""streaming.py and what data.py makes of it: sources, mixture, broken records, resume, and a trainer that uses it."""
+
+import gzip
+import itertools
+import json
+import logging
+import lzma
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from file_server import FileServer
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
+
+import data
+import streaming
+from arguments import DataArguments
+from documents import split_sentences
+from streaming import Broken, DocumentStream, Position, Source, read_sources
+
+GO_ON = threading.Event()  # never set
+RECORDS = [f"Text number {number}. It has two sentences." for number in range(600)]
+
+
+def write_jsonl(path: Path, texts: list[str], column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({column: text, "id": 1}, ensure_ascii=False) + "\n" for text in texts))
+    return path
+
+
+def write_sources(path: Path, *entries: dict) -> Path:
+    path.write_text(json.dumps([{**entry, "path": str(entry["path"])} for entry in entries]))
+    return path
+
+
+def read_pass(source: Source, position: Position = Position(), seed: int = 1) -> list[str]:  # noqa: B008 (a tuple)
+    return [text for text, _ in source.read_pass(seed, position, GO_ON) if not isinstance(text, Broken)]
+
+
+def take_documents(stream: DocumentStream, count: int) -> list[tuple[int, str]]:
+    """(number of the source, text) of the first documents."""
+    documents = (document[1:] for _, chunk in stream for document in chunk)
+    return list(itertools.islice(documents, count))
+
+
+def write_format(folder: Path, name: str) -> Path:
+    """RECORDS in a file, or in a folder of files, of this kind."""
+    lines = write_jsonl(folder / "lines.jsonl", RECORDS).read_bytes()
+    path = folder / name
+    if name == "hub":
+        path.mkdir()
+        for part in range(3):
+            table = pyarrow.table({"text": RECORDS[part * 200 : part * 200 + 200]})
+            pyarrow.parquet.write_table(table, path / f"train-{part}.parquet")
+    elif name.endswith("parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": RECORDS, "id": range(600)}), path, row_group_size=100)
+    elif name.endswith(".zst"):
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(lines)
+    else:
+        pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+        path.write_bytes(pack(lines))
+    return path
+
+
+# ---------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet", "hub"])
+def test_formats_give_the_same_records_and_go_on_from_any_position(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "PART_BYTES", 5000)
+    source = Source(path=str(write_format(tmp_path, name)), name=name)  # the order comes from the name, too
+    whole = list(source.read_pass(1, Position(), GO_ON))
+    assert sorted(text for text, _ in whole) == sorted(RECORDS)
+    for number in (0, 1, 99, 100, 321, 598, 599):
+        # as it comes out of stream.json
+        position = Position(*json.loads(json.dumps(whole[number][1])))
+        assert read_pass(source, position) == [text for text, _ in whole[number + 1 :]]
+    if not name.startswith("a.jsonl."):
+        # in parts: each pass and each peer has another order; a packed file is read from its beginning
+        assert read_pass(source, Position(1)) != read_pass(source) != read_pass(source, seed=2)
+
+
+def test_files_in_another_order_in_each_pass_and_for_each_peer(tmp_path):
+    for number in range(8):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"{number}a", f"{number}b"])
+    source = Source(path=f"{tmp_path}/*.jsonl", name="files")
+    passes = [read_pass(source, Position(number), seed) for seed in (1, 2) for number in range(3)]
+    assert len({tuple(texts) for texts in passes}) == 6
+    assert len({texts[0] for texts in passes}) > 2
+    assert all(sorted(texts) == sorted(passes[0]) for texts in passes)
+    endless = source.read(1, Position(), GO_ON)
+    assert [text for text, _ in itertools.islice(endless, 48)] == sum(passes[:3], [])
+    # a file more: what was read is of another order, so the next pass begins
+    behind = next(source.read(1, Position(), GO_ON))[1]
+    write_jsonl(tmp_path / "8.jsonl", ["8a"])
+    source = Source(path=f"{tmp_path}/*.jsonl", name="files")
+    assert next(source.read(1, behind, GO_ON))[1].number == 1
+
+
+def test_text_files_are_cut_between_paragraphs(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "PART_BYTES", 50_000)
+    paragraphs = [f"Paragraph {number} begins.\nIt goes on{' and on' * 20}.\n\n" for number in range(1500)]
+    (tmp_path / "a.txt").write_text("".join(paragraphs))
+    source = Source(path=str(tmp_path / "a.txt"))
+    whole = list(source.read_pass(1, Position(), GO_ON))
+    assert Counter("".join(text for text, _ in whole).split()) == Counter("".join(paragraphs).split())
+    assert max(len(text) for text, _ in whole) < 11_000
+    assert read_pass(source, whole[7][1]) == [text for text, _ in whole[8:]]
+    (tmp_path / "b.txt").write_text("No blank line here.\n" * 5000)
+    # two parts of 50,000 bytes
+    lengths = [len(text) for text in read_pass(Source(path=str(tmp_path / "b.txt")))]
+    assert sorted(lengths) == [10_000] * 2 + [20_000] * 4
+
+
+def test_broken_records_are_counted_and_the_others_read(tmp_path, caplog):
+    lines = [json.dumps({"text": text}).encode() for text in RECORDS[:50]]
+    broken = [b'{"text": "cut', b'{"body": "a"}', b'{"text": 3}', b'{"text": "\xff\xfe"}', b"[1]", b"[" * 100_000]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([*broken[:3], *lines[:25], b"", *broken[3:], *lines[25:]]))
+    packed = gzip.compress(b"\n".join(lines * 200), 0)
+    (tmp_path / "b.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    options = {"data_page_size": 1000, "use_dictionary": False, "compression": "none", "write_batch_size": 20}
+    pyarrow.parquet.write_table(pyarrow.table({"text": RECORDS}), tmp_path / "c.parquet", **options)
+    damaged = bytearray((tmp_path / "c.parquet").read_bytes())
+    place = damaged.index(RECORDS[500].encode())
+    damaged[place : place + 3000] = b"\xff" * 3000
+    (tmp_path / "c.parquet").write_bytes(damaged)
+    (tmp_path / "d.txt").write_bytes(b"One line.\nTwo \xff lines.\nThree lines.\n")
+    found = {}
+    with caplog.at_level(logging.WARNING, "streaming"):
+        for path in sorted(tmp_path.iterdir()):
+            source = Source(path=str(path))
+            first_pass = itertools.takewhile(lambda item: item[1].number == 0, source.read(1, Position(), GO_ON))
+            found[path.name[0]] = [text for text, _ in first_pass], source.broken
+    assert found["a"][0] == RECORDS[:50]
+    # the next pass, where it was seen that this one is over, begins with three more
+    assert found["a"][1] == len(broken) + 3
+    assert len(found["b"][0]) > 4000 and set(found["b"][0]) == set(RECORDS[:50])
+    assert found["b"][1] == 1
+    assert 0 < len(found["c"][0]) < 600 and set(found["c"][0]) < set(RECORDS)
+    assert found["c"][1] >= 1
+    assert found["d"][0] == ["One line.\nThree lines.\n"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("a.jsonl, record 1 is not JSON" in message for message in messages)
+    assert any("d.txt, record 2 is not UTF-8" in message for message in messages)
+    assert sum("a.jsonl" in message for message in messages) == 1
+
+
+def test_broken_records_are_logged_at_powers_of_ten(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text("".join('{"text": "A."}\n' if n % 2 else "{\n" for n in range(400)))
+    source = Source(path=str(tmp_path / "a.jsonl"))
+    with caplog.at_level(logging.WARNING, "streaming"):
+        list(itertools.islice(source.read(1, Position(), GO_ON), 200))
+    assert source.broken == 200
+    assert [record.getMessage().split("number ")[1].split(":")[0] for record in caplog.records] == ["1", "10", "100"]
+
+
+# ---------------------------------------------------------------- http
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_cut_connection_is_gone_on_with(name, has_ranges, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "PART_BYTES", 10_000)
+    monkeypatch.setattr(streaming, "FIRST_DELAY", 0.05)
+    size = write_format(tmp_path, name).stat().st_size
+    with FileServer(tmp_path) as server:
+        server.has_ranges = has_ranges
+        server.cuts[f"/{name}"] = [size // 3, size // 3 * 2 if not has_ranges else size // 4]
+        server.answers[f"/{name}"] = [200, 503, 200]
+        source = Source(path=f"{server.url}/{name}")
+        whole = list(source.read_pass(1, Position(), GO_ON))
+        assert sorted(text for text, _ in whole) == sorted(RECORDS)
+        assert not server.cuts[f"/{name}"] and len(server.requests) > 2
+        assert read_pass(source, whole[450][1]) == [text for text, _ in whole[451:]]
+
+
+def test_a_file_that_is_gone_is_left_out_and_a_changed_one_not_mixed(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", RECORDS[:10])
+    write_jsonl(tmp_path / "b.jsonl", RECORDS * 50)
+    with FileServer(tmp_path) as server:
+        source = Source(path=[f"{server.url}/gone.jsonl", f"{server.url}/a.jsonl"])
+        items = [text for text, _ in source.read_pass(1, Position(), GO_ON)]
+        assert [text for text in items if not isinstance(text, Broken)] == RECORDS[:10]
+        [problem] = [str(text) for text in items if isinstance(text, Broken)]
+        assert problem.startswith(f"{server.url}/gone.jsonl: answers 404")
+        server.cuts["/b.jsonl"] = [500_000]
+        reading = Source(path=f"{server.url}/b.jsonl").read_pass(1, Position(), GO_ON)
+        first = next(reading)[0]
+        server.version = "2"
+        *good, problem = [first, *(text for text, _ in reading)]
+        assert "has changed under way" in str(problem)
+        assert 1000 < len(good) < 30_000 and not [text for text in good if isinstance(text, Broken)]
+
+
+def test_the_others_go_on_without_a_source_that_stalls(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(streaming, "LATE_SECONDS", 0.5)
+    write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
+    near = write_jsonl(tmp_path / "near.jsonl", ["Near."] * 100)
+    with FileServer(tmp_path) as server, caplog.at_level(logging.WARNING, "streaming"):
+        server.cuts["/far.jsonl"], server.is_stalling = [500_000], True
+        stream = DocumentStream([Source(path=f"{server.url}/far.jsonl"), Source(path=str(near))], seed=1)
+        documents = take_documents(stream, 20_000)
+    counts = Counter(index for index, _ in documents)
+    # 500,000 bytes of it, but for what is in the buffers
+    assert 7000 < counts[0] < 8500
+    assert counts[0] + counts[1] == 20_000
+    assert len({index for index, _ in documents[-1000:]}) == 1
+    assert sum("is late" in record.getMessage() for record in caplog.records) == 1
+
+
+# ---------------------------------------------------------------- the mixture
+
+
+@pytest.fixture
+def mixture(tmp_path) -> list[Source]:
+    for name, count in (("a", 7), ("b", 400), ("c", 90)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number}" for number in range(count)])
+    entries = [
+        {"path": tmp_path / f"{name}.jsonl", "weight": weight} for name, weight in (("a", 1), ("b", 2), ("c", 5))
+    ]
+    return read_sources(write_sources(tmp_path / "sources.json", *entries))
+
+
+def test_mixture_has_the_weights_and_repeats_what_ends(mixture):
+    documents = take_documents(DocumentStream(mixture, seed=1), 8000)
+    shares = np.bincount([index for index, _ in documents]) / 8000
+    # four standard deviations of a choice
+    assert np.abs(shares - np.array([1, 2, 5]) / 8).max() < 4 * 0.5 / 8000**0.5
+    # every record as often as any other, but for the pass under way
+    for index, count in enumerate((7, 400, 90)):
+        times = Counter(text for number, text in documents if number == index)
+        assert len(times) == count and max(times.values()) - min(times.values()) <= 1
+
+
+def test_mixture_reproduces_from_the_seed_and_goes_on_from_each_state(mixture):
+    chunks = list(itertools.islice(DocumentStream(mixture, seed=1), 20))
+    assert chunks == list(itertools.islice(DocumentStream(mixture, seed=1), 20))
+    assert chunks[0] != next(iter(DocumentStream(mixture, seed=2)))
+    for number in (1, 13):
+        state = json.loads(json.dumps(chunks[number][0]))
+        resumed = itertools.islice(DocumentStream(mixture, seed=1, state=state), 20 - number)
+        assert [chunk for _, chunk in resumed] == [chunk for _, chunk in chunks[number:]]
+
+
+# ---------------------------------------------------------------- batches
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_data):
+    return data.load_tokenizer(tiny_data["--tokenizer_path"])
+
+
+@pytest.fixture
+def austen(tmp_path, monkeypatch) -> Path:
+    """Documents and chunks of them that are small, or a test would not see more than the first pool."""
+    monkeypatch.setattr(streaming, "TEXT_CHARACTERS", 1000)
+    monkeypatch.setattr(streaming, "CHUNK_CHARACTERS", 3000)
+    entries = [
+        {"path": ROOT / "sample_data" / "austen.txt.xz", "weight": 3},
+        {"path": write_jsonl(tmp_path / "own.jsonl", RECORDS)},
+    ]
+    return write_sources(tmp_path / "sources.json", *entries)
+
+
+def make_batches(tokenizer, sources, count, collator=None, **options):
+    """(batches, state behind the last one)"""
+    options = {"seed": 1, "num_workers": 0, "state": None, "length": 64, "buffer": 256} | options
+    dataset = data.make_training_dataset(
+        tokenizer, sources=sources, max_sequence_length=options["length"], shuffle_buffer=options["buffer"]
+    )
+    chosen = {name: options[name] for name in ("num_workers", "state")} | {"batch_size": 16}
+    if collator:
+        dataset.seed = options["state"]["seed"] if options["state"] else options["seed"]
+        batches = data.StreamedBatches(dataset, collator, **chosen)
+    else:
+        batches = data.make_train_batches(dataset, tokenizer, DataArguments(), seed=options["seed"], **chosen)
+    return list(itertools.islice(batches, count)), batches.state()
+
+
+def keep_rows(instances: list[dict], *_) -> list[tuple]:
+    """A collator that shows which instances are in a batch."""
+    return [(*row["input_ids"].tolist(), row["sentence_order_label"]) for row in instances]
+
+
+def test_batches_are_the_same_for_any_number_of_workers(tokenizer, austen):
+    batches, _ = make_batches(tokenizer, austen, 60)
+    for num_workers in (1, 2):
+        others, _ = make_batches(tokenizer, austen, 60, num_workers=num_workers)
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(batches, others, strict=True) for name in a)
+    others, _ = make_batches(tokenizer, austen, 1, seed=2)
+    assert others[0]["input_ids"].tolist() != batches[0]["input_ids"].tolist()
+    assert all(batch["input_ids"].shape[1] <= 64 for batch in batches)
+    padding = 1 - np.mean([batch["attention_mask"].float().mean() for batch in batches])
+    assert padding < 0.12
+
+
+@pytest.mark.parametrize("count", [1, 4, 37, 60])
+def test_a_restart_goes_on_with_the_batch_behind_the_last_one(count, tokenizer, austen):
+    """Nothing is lost and nothing repeated, at the begin, the end and in the midst of a pool, with other workers."""
+    whole, _ = make_batches(tokenizer, austen, 90, keep_rows)
+    before, state = make_batches(tokenizer, austen, count, keep_rows, num_workers=2)
+    state = json.loads(json.dumps(state))
+    after, _ = make_batches(tokenizer, austen, 90 - count, keep_rows, seed=999, state=state)
+    assert before + after == whole
+    # one pass is not over: each instance once
+    instances = Counter(row for batch in whole for row in batch if len(row) > 40)
+    assert max(instances.values()) == 1 and len(instances) > 500
+
+
+def test_a_restart_with_another_batch_size_begins_with_the_pool_under_way(tokenizer, austen):
+    _, state = make_batches(tokenizer, austen, 37, keep_rows)
+    assert state["documents"] > 0 and state["taken"] > 1
+    after, first = make_batches(tokenizer, austen, 1, keep_rows, state=state, length=128)
+    assert max(map(len, after[0])) > 65
+    assert first["positions"] == state["positions"] and first["taken"] == 1
+
+
+def test_tiny_sources_are_endless_and_shuffled_anew(tokenizer, tmp_path):
+    texts = [f"It is {'so ' * number}. It is." for number in range(1, 41)]
+    sources = write_sources(tmp_path / "s.json", {"path": write_jsonl(tmp_path / "a.jsonl", texts)})
+    batches, _ = make_batches(tokenizer, sources, 100, keep_rows, buffer=64)
+    lengths = [len(row) for batch in batches for row in batch]
+    times = Counter(lengths)
+    assert len(times) == 40 and min(times.values()) > 25 and max(times.values()) < 55
+    assert len({tuple(lengths[start : start + 40]) for start in range(0, 1600, 40)}) == 40
+
+
+def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
+    dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=128, shuffle_buffer=256)
+    batches = data.StreamedBatches(dataset, keep_rows, batch_size=16, num_workers=2)
+    batches.set_sequence_length(32)
+    iterator = iter(batches)
+    for length in (32, 96, 64, 128):
+        batches.set_sequence_length(length)
+        longest = [max(len(row) - 1 for row in next(iterator)) for _ in range(30)]
+        assert length - 10 < max(longest) <= length, (length, longest)
+
+
+def test_training_dataset_in_a_plain_loader(tokenizer, austen):
+    dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=64, shuffle_buffer=50)
+    row = next(iter(dataset))
+    assert set(row) == set(data.COLUMNS)
+    assert len(row["input_ids"]) == len(row["token_type_ids"]) == len(row["special_tokens_mask"]) <= 64
+    loader = torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=keep_rows)
+    rows = Counter(row for batch in itertools.islice(loader, 50) for row in batch if len(row) > 40)
+    assert len(rows) > 150 and max(rows.values()) == 1  # each worker has its own share
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def test_russian_goes_through_razdel():
+    paragraph = ["И. П. Павлов жил в Рязани и т. д. Он был физиологом. Это стоило 5 тыс. руб. за шт. Все."]
+    sentences = split_sentences(paragraph, "russian")
+    assert sentences == split_sentences(paragraph, "russian", "razdel")
+    assert sentences[:2] == ["И. П. Павлов жил в Рязани и т. д.", "Он был физиологом."]
+    assert split_sentences(paragraph, "russian", "punkt")[0] != sentences[0]
+    english = ["Dr. Smith went home. He slept."]
+    assert (
+        split_sentences(english)
+        == split_sentences(english, splitter="punkt")
+        == [
+            "Dr. Smith went home.",
+            "He slept.",
+        ]
+    )
+
+
+def test_sources_name_their_splitter(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["A."])
+    entries = [
+        {"path": path, "name": "1", "language": "russian"},
+        {"path": path, "name": "2", "sentence_splitter": "razdel"},
+    ]
+    sources = read_sources(write_sources(tmp_path / "s.json", *entries), "punkt")
+    assert [source.sentence_splitter for source in sources] == ["punkt", "razdel"]
+
+
+# ---------------------------------------------------------------- what the user has to mend
+
+
+@pytest.mark.parametrize(
+    "entry, words",
+    [
+        ({"path": "missing.jsonl"}, ["missing.jsonl", "No such file"]),
+        ({"path": "no/*.jsonl"}, ["no/*.jsonl", "no text"]),
+        ({"path": "{folder}/body.jsonl"}, ["record 1", "has no text", "body", "text_column"]),
+        ({"path": "{folder}/body.parquet"}, ["no text", "body", "text_column"]),
+        ({"path": "{folder}/text.txt", "format": "jsonl"}, ["record 1", "not JSON"]),
+        ({"path": "{folder}/text.txt", "format": "parquet"}, ["text.txt", "Parquet"]),
+        ({"path": "{folder}/body.jsonl.gz"}, ["body.jsonl.gz", "gzip"]),
+        ({"path": "{url}/missing.jsonl"}, ["missing.jsonl", "404"]),
+        ({"path": "{folder}/nothing"}, ["nothing"]),
+        ({"path": "https://example.org/data"}, ["format"]),
+        ({"path": "a.jsonl", "wieght": 2}, ["wieght", "weight"]),
+        ({"path": "a.jsonl", "weight": 0}, ["weight", "greater than 0"]),
+        ({"path": "a.jsonl", "language": "elvish"}, ["elvish", "english"]),
+        ({"path": "a.jsonl", "sentence_splitter": "nltk"}, ["sentence_splitter", "razdel"]),
+        ({"path": 3}, ["path"]),
+    ],
+    ids=lambda value: value.get("path") if isinstance(value, dict) else "",
+)
+def test_a_source_that_gives_nothing_is_one_line(entry, words, tmp_path, tokenizer, capsys):
+    write_jsonl(tmp_path / "body.jsonl", ["A.", "B."], column="body")
+    (tmp_path / "body.jsonl.gz").write_bytes((tmp_path / "body.jsonl").read_bytes())
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["A."]}), tmp_path / "body.parquet")
+    (tmp_path / "text.txt").write_text("A text.\n")
+    with FileServer(tmp_path) as server:
+        if isinstance(entry["path"], str):
+            entry = {**entry, "path": entry["path"].replace("{folder}", str(tmp_path)).replace("{url}", server.url)}
+        (tmp_path / "sources.json").write_text(json.dumps([entry]))
+        with pytest.raises(SystemExit) as error:
+            data.make_training_dataset(tokenizer, sources=tmp_path / "sources.json")
+    assert error.value.code == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert line.split("error: ")[1].startswith(("--sources", "no language"))
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("name", ["sources.json", "sources-russian.json"])
+def test_examples_are_understood(name):
+    sources = read_sources(ROOT / "configs" / name)
+    assert all(source.weight > 0 for source in sources)
+
+
+# ---------------------------------------------------------------- the trainer
+
+
+def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data):
+    flags = [
+        *("--streaming", "--sources", "configs/sources.json", "--tokenizer_path", tiny_data["--tokenizer_path"]),
+        *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
+        *("--total_steps", "1000", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
+        *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--save_steps", "5"),
+        *("--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out", *LOOPBACK),
+    ]
+    trainer = start("first", "run_trainer.py", *flags)
+    trainer.wait_for("Epoch #8 ", 90)
+    trainer.kill()
+    trainer.process.wait(10)
+    before = json.loads((tmp_path / "out" / "stream.json").read_text())
+    trainer = start("second", "run_trainer.py", *flags)
+    trainer.wait_for(rf"going on behind document {before['documents']:,}", 60)
+    trainer.wait_for("Epoch #12 ", 90)
+    trainer.interrupt()
+    trainer.assert_clean_end()
+    after = json.loads((tmp_path / "out" / "stream.json").read_text())
+    assert after["seed"] == before["seed"]
+    assert (after["documents"], after["taken"]) > (before["documents"], before["taken"])
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["sources"]["austen"]["documents"] > 0
+    assert summary["sources"]["austen"]["broken"] == 0
+
+
+def test_trainer_without_a_usable_source_is_one_line(tiny_data, tmp_path):
+    sources = write_sources(tmp_path / "s.json", {"path": tmp_path / "gone.jsonl"})
+    command = [sys.executable, "run_trainer.py", "--run_id", "a", "--streaming", "--sources", sources]
+    command += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--config_path", "configs/demo.json"]
+    run = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    [line] = [line for line in run.stderr.splitlines() if "error:" in line]
+    assert "gone.jsonl" in line and "--sources" in line
+
+
+INTERRUPTED = """
+import signal, sys, threading, data
+from arguments import DataArguments
+stop = threading.Event()
+signal.signal(signal.SIGINT, lambda *_: stop.set())
+tokenizer = data.load_tokenizer(sys.argv[1])
+dataset = data.make_training_dataset(tokenizer, sources=sys.argv[2], max_sequence_length=64)
+print("ready", flush=True)
+options = dict(batch_size=8, seed=1, num_workers=2, stop=stop)
+count = sum(1 for _ in data.make_train_batches(dataset, tokenizer, DataArguments(), **options))
+print("ended well", flush=True)
+"""
+
+
+def test_ctrl_c_ends_the_wait_for_a_server_that_stalls(tmp_path, tiny_data, start):
+    write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
+    with FileServer(tmp_path) as server:
+        server.cuts["/far.jsonl"], server.is_stalling = [2_000_000, 100_000], True
+        sources = write_sources(tmp_path / "s.json", {"path": f"{server.url}/far.jsonl"})
+        script = start("script", "-c", INTERRUPTED, tiny_data["--tokenizer_path"], sources)
+        wait_until(lambda: len(server.sent) >= 2 and server.sent[1][1] == 100_000, 60, "it reads")
+        script.interrupt()
+        script.assert_clean_end(20)
+    assert script.process.returncode == 0 and signal.SIGINT
