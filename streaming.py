@@ -349,9 +349,9 @@ class Source:
 
     def ask_hub(self) -> None:
         """Have datasets look a Hub dataset up: it reads those files, and what it cannot parse of one is left out."""
-        import datasets
-
         if self.format == "hub" and not self.dataset:
+            import datasets
+
             self.dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
             self.files = [f"file {number}" for number in range(self.dataset.num_shards)]
 

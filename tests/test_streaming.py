@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import lzma
-import signal
 import subprocess
 import sys
 import threading
@@ -437,19 +436,30 @@ def test_examples_are_understood(name):
 def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data):
     flags = [
         *("--streaming", "--sources", "configs/sources.json", "--tokenizer_path", tiny_data["--tokenizer_path"]),
-        *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
-        *("--total_steps", "1000", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
-        *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--save_steps", "5"),
+        *(
+            "--config_path",
+            "configs/demo.json",
+            "--max_sequence_length",
+            "128",
+            "--optim",
+            "adamw",
+            "--learning_rate",
+            "1e-3",
+            "--warmup_steps",
+            "2",
+        ),
+        *("--total_steps", "1000", "--target_batch_size", "32", "--per_device_train_batch_size", "16"),
+        *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--save_steps", "2"),
         *("--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out", *LOOPBACK),
     ]
     trainer = start("first", "run_trainer.py", *flags)
-    trainer.wait_for("Epoch #8 ", 90)
+    trainer.wait_for("Epoch #4 ", 90)
     trainer.kill()
     trainer.process.wait(10)
     before = json.loads((tmp_path / "out" / "stream.json").read_text())
     trainer = start("second", "run_trainer.py", *flags)
     trainer.wait_for(rf"going on behind document {before['documents']:,}", 60)
-    trainer.wait_for("Epoch #12 ", 90)
+    trainer.wait_for("Epoch #6 ", 90)
     trainer.interrupt()
     trainer.assert_clean_end()
     after = json.loads((tmp_path / "out" / "stream.json").read_text())
@@ -479,7 +489,8 @@ tokenizer = data.load_tokenizer(sys.argv[1])
 dataset = data.make_training_dataset(tokenizer, sources=sys.argv[2], max_sequence_length=64)
 print("ready", flush=True)
 options = dict(batch_size=8, seed=1, num_workers=2, stop=stop)
-count = sum(1 for _ in data.make_train_batches(dataset, tokenizer, DataArguments(), **options))
+for _ in data.make_train_batches(dataset, tokenizer, DataArguments(), **options):
+    pass
 print("ended well", flush=True)
 """
 
@@ -493,4 +504,3 @@ def test_ctrl_c_ends_the_wait_for_a_server_that_stalls(tmp_path, tiny_data, star
         wait_until(lambda: len(server.sent) >= 2 and server.sent[1][1] == 100_000, 60, "it reads")
         script.interrupt()
         script.assert_clean_end(20)
-    assert script.process.returncode == 0 and signal.SIGINT
