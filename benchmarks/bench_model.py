@@ -156,7 +156,7 @@ def main() -> None:
     for name in models:
         median = statistics.median(times[name])
         ratio = statistics.median(a / b for a, b in zip(times[name], times[first], strict=True))
-        line = f"{name:20} {kept[name] / 12**20:8.0f} {median * 1e3:8.0f} {ratio:6.2f} {tokens / median:9,.0f}"
+        line = f"{name:20} {kept[name] / 2**20:8.0f} {median * 1e3:8.0f} {ratio:6.2f} {tokens / median:9,.0f}"
         if is_cuda:
             line += f"  {peaks[name] / 1e9:7.2f}  {find_mfu(shape, name, tokens / median, where):5.1%}"
         print(line)
