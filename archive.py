@@ -274,9 +274,9 @@ fill = pipeline("fill-mask", "{where}"{trust})
 print(fill(f"The captain was {{fill.tokenizer.mask_token}} to her."))
 ```
 
-`AutoModelForPreTraining.from_pretrained` loads it with both of its heads. `training_state.pt` holds the optimizer and
-everything else that training goes on from: download the folder and give it to `run_trainer.py
---resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each file.
+`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.
+`training_state.pt` holds the optimizer and everything else that training goes on from: download the folder and give it
+to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each file.
 """
 
 

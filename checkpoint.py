@@ -38,6 +38,7 @@ from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import TrainerArguments, stop_for_user
+from model import describe_architecture
 
 logger = logging.getLogger("checkpoint")
 
@@ -387,6 +388,7 @@ def collect_state(
     numpy_state = numpy.random.get_state(legacy=False)
     return {
         "model": weights,
+        "architecture": describe_architecture(model),
         **state,
         "counters": counters or {},
         "scaler": scaler.state_dict() if scaler else {},
@@ -433,7 +435,7 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
 
 def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state's weights under every name that the model has for them; raises CheckpointError when one is missing,
-    left over, or of another shape."""
+    left over, or of another shape, or when they were trained to compute something else."""
     own = model.state_dict(keep_vars=True)
     # safetensors keep one of the names of tied weights
     found = {id(own[name]): tensor for name, tensor in state["model"].items() if name in own}
@@ -449,4 +451,7 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
             )
     if unknown := sorted(state["model"].keys() - own.keys()):
         raise CheckpointError(f"{where} is of another model: it has {unknown[0]}")
+    saved, ours = state.get("architecture"), describe_architecture(model)
+    if saved not in (None, ours):
+        raise CheckpointError(f"{where} is of another model (see --config_path): {saved} there, {ours} here")
     return {name: found[id(tensor)] for name, tensor in own.items()}

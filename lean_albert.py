@@ -7,9 +7,9 @@ rotary positions, gated feed-forward, sandwich norm. Its checkpoints open with `
         num_hidden_layers=6, num_hidden_groups=1, num_attention_heads=8, intermediate_size=2048)))"
 
 What a layer keeps: its two inputs, which are parts of the residual stream, and what the first product of its
-feed-forward gave. Norms, activations and attention, with its query/key/value projection, are computed once more in the
-backward pass (`RecomputedLinear`): they are cheap beside the products that are not. With gradient checkpointing the
-feed-forward's first product is computed again too, and only the two inputs stay.
+feed-forward gave; with sandwich norm, also what goes into those two norms. The other norms, activations and attention,
+with its query/key/value projection, are computed once more in the backward pass (`RecomputedLinear`): they are cheap
+beside the products that are not. With gradient checkpointing the feed-forward's first product is computed again too.
 
 Importing this file registers the model with transformers' Auto classes: folders that hold one open with AutoModel,
 AutoModelForMaskedLM and so on. save_pretrained puts a copy of this file beside the weights: they also open where nobody
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm, linear, scaled_dot_product_attention
@@ -123,6 +124,10 @@ class LeanAlbertConfig(PreTrainedConfig):
             raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
         if self.position_embedding_type == "rotary" and head_size % 2:
             raise ValueError(f"rotary positions need heads of even size, not {head_size}: change num_attention_heads")
+        if min(self.num_inner_groups, self.num_inner_matrices) < 1 or self.share_large_matrices < 0:
+            raise ValueError(
+                "num_inner_groups and num_inner_matrices must be at least 1, share_large_matrices at least 0"
+            )
         if not 1 <= self.num_hidden_groups <= self.num_hidden_layers:
             raise ValueError(
                 f"num_hidden_groups {self.num_hidden_groups} must lie between 1 and num_hidden_layers "
@@ -750,20 +755,27 @@ def load_ruleanalbert(config_path: str | Path, state_path: str | Path) -> LeanAl
     :raises OSError: a file that cannot be read
     :raises ValueError: a state that does not belong to the config; it names the tensors
     """
-    config = LeanAlbertConfig(**json.loads(Path(config_path).read_text(encoding="utf-8")))
-    if Path(state_path).suffix == ".safetensors":
-        state = load_file(state_path)
-    else:
-        try:
+    try:
+        config = LeanAlbertConfig(**json.loads(Path(config_path).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{config_path} is no configuration of a LeanALBERT: {e}") from e
+    try:
+        if Path(state_path).suffix == ".safetensors":
+            state = load_file(state_path)
+        else:
             state = torch.load(state_path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as e:
-            raise ValueError(f"{state_path} holds no state that torch can load: {str(e).splitlines()[0]}") from e
-        state = state.get("model", state)
-    # the config may be from before the tokenizer was final
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError) as e:
+        raise ValueError(f"{state_path} holds no state that torch can load: {str(e).splitlines()[0]}") from e
+    state = state.get("model", state) if isinstance(state, dict) else {}
     words = "albert.embeddings.word_embeddings.weight"
     if words not in state:
         raise ValueError(f"{state_path} has no {words}: it is not a state of RuLeanALBERT")
+    # the config may be from before the tokenizer was final
     config.vocab_size = len(state[words])
+    # safetensors keep one of the names of tied weights
+    state = {"predictions.decoder.weight": state[words], **state}
+    if "predictions.bias" in state:
+        state = {"predictions.decoder.bias": state["predictions.bias"], **state}
     model = LeanAlbertForPreTraining(config)
     try:
         model.load_state_dict(state)

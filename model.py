@@ -4,6 +4,7 @@
         print(make_model(ModelArguments(config_path='configs/demo.json'), vocab_size=1000).num_parameters())"
 """
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable
@@ -66,6 +67,23 @@ def make_model(args: ModelArguments, vocab_size: int) -> transformers.PreTrained
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
         return MODELS[config.model_type](config)
+
+
+#: fields of a configuration that shapes of weights do not tell, and that decide what the weights compute
+ARCHITECTURE = (
+    *("num_hidden_layers", "num_hidden_groups", "num_inner_groups", "inner_group_num", "num_attention_heads"),
+    *("hidden_act", "hidden_act_gated", "sandwich_norm", "layer_norm_eps"),
+    *("position_embedding_type", "rotary_embedding_base", "share_large_matrices", "num_inner_matrices"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob"),
+)
+
+
+def describe_architecture(model: transformers.PreTrainedModel) -> str:
+    """What peers must agree on beside the shapes of the weights: 4 layers and 12 may share the same ones."""
+    config = model.config
+    fields = [(name, getattr(config, name, None)) for name in ARCHITECTURE]
+    digest = hashlib.sha256(repr(fields).encode()).hexdigest()[:12]
+    return f"{config.model_type}, {config.num_hidden_layers} layers, {config.num_attention_heads} heads, {digest}"
 
 
 def find_longest_sequence(model: transformers.PreTrainedModel) -> float:

@@ -25,6 +25,7 @@ from torch import nn
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from averaging import GradientAverager, Optimizer, StateAverager, initialize_optimizer_state_, list_params
 from lamb_8bit import Lamb8bit
+from model import describe_architecture
 
 COMPRESSIONS = {
     "none": NoCompression(),
@@ -168,6 +169,7 @@ def describe_contract(
     shapes = [tuple(param.shape) for group in (decayed, undecayed) for param in group["params"]]
     optimizer_options = f"beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}"
     return {
+        "model": describe_architecture(model),
         "model shapes": f"{sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters {digest(shapes)}",
         "parameter order": f"{len(names)} tensors {digest(names)}",
         "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",

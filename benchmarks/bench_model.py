@@ -13,6 +13,7 @@ and gradients included, and only a GPU tells it.
 
 import argparse
 import contextlib
+import re
 import statistics
 import sys
 import time
@@ -36,7 +37,7 @@ SHAPES = {
 LENGTH = 512
 NO_DROPOUT = dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0, classifier_dropout_prob=0)
 # dense bf16 FLOP/s from the vendor's data sheets
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12, "T4": 65e12}
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12}  # H100: the SXM module
 
 
 def make_albert(shape: dict, attention: str, kind: type) -> torch.nn.Module:
@@ -163,12 +164,13 @@ def main() -> None:
 
 
 def find_mfu(shape: dict, name: str, tokens_per_second: float, gpu: str) -> float:
-    """Share of the GPU's bf16 peak that the model's own arithmetic takes, recomputation not counted."""
+    """Share of the GPU's bf16 peak that the model's own arithmetic takes, recomputation not counted; means something
+    with --bf16 alone."""
     hidden, intermediate = shape["hidden_size"], shape["intermediate_size"] * (2 if "gated" in name else 1)
     products = 4 * hidden**2 + hidden * intermediate + hidden * shape["intermediate_size"] + 2 * LENGTH * hidden
     labelled = 1.0 if name in ("transformers_sdpa", "transformers_eager") else 0.15
     per_token = shape["num_hidden_layers"] * products + labelled * 128 * (shape["vocab_size"] + hidden)
-    peak = next((flops for key, flops in PEAK_FLOPS.items() if key in gpu), float("nan"))
+    peak = next((flops for key, flops in PEAK_FLOPS.items() if key in re.split(r"\W", gpu)), float("nan"))
     return 6 * per_token * tokens_per_second / peak
 
 

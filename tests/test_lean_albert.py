@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from processes import ROOT
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
@@ -30,7 +32,7 @@ from lean_albert import (
 from model import make_model, make_trained_model, move_batch
 from optimizer import make_param_groups
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))
 from bench_model import LENGTH, make_batch, make_lean, measure_kept
 
 VOCABULARY, LONG = 60, 12
@@ -377,6 +379,8 @@ def test_longest_sequence():
         (dict(position_embedding_type="relative"), "rotary or absolute"),
         (dict(num_hidden_groups=5), "between 1 and num_hidden_layers"),
         (dict(adapter_dim=4), "need share_large_matrices"),
+        (dict(num_inner_groups=0), "must be at least 1"),
+        (dict(share_large_matrices=-1), "at least 0"),
         (dict(share_large_matrices=3, num_inner_matrices=2), "more sets of matrices"),
         (dict(hidden_dropout_prob=0.1), "has no hidden_dropout_prob"),
         (dict(block_size=32), "block_size is not supported"),
@@ -512,6 +516,13 @@ def test_memory_of_the_yardstick():
             assert measure_kept(lambda model=model: model(**batch)["loss"], model) == 0
 
 
+def test_the_benchmark_tells_what_a_model_keeps():
+    command = ["benchmarks/bench_model.py", "--models", "lean", "--batch_size", "1", "--turns", "1"]
+    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    kept = int(re.search(r"^lean +(\d+)", run.stdout, re.MULTILINE)[1])
+    assert 30 < kept < 225 / 4
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not any(os.access(f"{folder}/g++", os.X_OK) for folder in os.get_exec_path()), reason="no compiler")
 def test_compiled_it_has_the_same_numbers_and_keeps_little():
@@ -543,7 +554,7 @@ def find_reference() -> Path:
 
 @needs_reference
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("form", ["safetensors", "pth", "pth of a trainer"])
+@pytest.mark.parametrize("form", ["safetensors", "safetensors, tied", "pth", "pth of a trainer"])
 @pytest.mark.parametrize("name", ["plain_rotary", "gated_sandwich"])
 def test_a_state_of_ruleanalbert_gives_its_numbers(name, form, checkpointing, tmp_path):
     tensors = load_file(find_reference() / f"{name}.safetensors")
@@ -551,8 +562,10 @@ def test_a_state_of_ruleanalbert_gives_its_numbers(name, form, checkpointing, tm
     for key, tensor in tensors.items():
         part, rest = key.split(".", 1)
         parts[part][rest] = tensor.clone()
-    path = tmp_path / f"state.{form.split()[0]}"
-    if form == "safetensors":
+    path = tmp_path / f"state.{re.match('[a-z]+', form)[0]}"
+    if "safetensors" in form:
+        if "tied" in form:
+            del parts["state"]["predictions.decoder.weight"], parts["state"]["predictions.decoder.bias"]
         save_file(parts["state"], path)
     else:
         torch.save({"model": parts["state"], "local_epoch": 7} if "trainer" in form else parts["state"], path)
@@ -618,6 +631,13 @@ def test_a_state_of_another_model_is_one_error(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shared))
     with pytest.raises(ValueError, match="should be shared"):
         load_ruleanalbert(tmp_path / "config.json", tmp_path / "state.pth")
-    (tmp_path / "state.pth").write_bytes(b"no state")
-    with pytest.raises(ValueError, match="holds no state"):
+    for name in ("state.pth", "state.safetensors"):
+        (tmp_path / name).write_bytes(b"no state")
+        with pytest.raises(ValueError, match="holds no state"):
+            load_ruleanalbert(tmp_path / "config.json", tmp_path / name)
+    torch.save([1, 2], tmp_path / "state.pth")
+    with pytest.raises(ValueError, match="not a state of RuLeanALBERT"):
+        load_ruleanalbert(tmp_path / "config.json", tmp_path / "state.pth")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is no configuration"):
         load_ruleanalbert(tmp_path / "config.json", tmp_path / "state.pth")

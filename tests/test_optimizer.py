@@ -103,8 +103,11 @@ def test_contract_names_what_differs(model):
     # when a peer begins to look for its group is its own affair
     assert find_differences(contract(model, averaging=AveragingArguments(batch_size_lead=64)), [run]) == []
     wider = make_model(ModelArguments(config_path="configs/demo.json"), 301)
+    deeper = make_model(ModelArguments(config_path="configs/demo.json"), 300)
+    deeper.config.num_hidden_layers += 1  # which share their weights: all shapes are the same
     for mine, names in [
         (contract(wider), ["model shapes"]),
+        (contract(deeper), ["model"]),
         (contract(model, tokenizer="b" * 64), ["tokenizer"]),
         (contract(model, optimizer=OptimizerArguments(optim="adamw")), ["optimizer"]),
         (contract(model, optimizer=OptimizerArguments(optim="lamb_8bit")), ["optimizer"]),

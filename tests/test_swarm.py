@@ -8,6 +8,7 @@ import pytest
 import torch
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from safetensors.torch import load_file
+from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments
 from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
@@ -173,6 +174,37 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     assert alone < summaries[0]["start_loss"] - 0.3  # the curve has moved by far more than the tolerance
     for summary in summaries:
         assert summary["final_loss"] == pytest.approx(alone, rel=0.01)
+
+
+def test_lean_albert_learns_in_a_swarm(start, tmp_path, tiny_data):
+    """With all that goes with it: 8-bit moments, 8-bit gradients, checkpointing by one peer alone, growing sequences."""
+    lean = {
+        **tiny_data,
+        "--config_path": "configs/lean-demo.json",
+        "--max_steps": 12,
+        "--target_group_size": 2,
+        "--optim": "lamb_8bit",
+        "--min_8bit_size": 4096,
+        "--learning_rate": 0.02,
+        "--grad_compression": "8bit",
+        "--initial_sequence_length": 16,
+        "--max_sequence_length": 32,
+        "--sequence_length_warmup_steps": 6,
+    }
+    prefix = make_prefix()
+    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    trainers = [
+        start_trainer(start, tmp_path, "first", prefix, peers, lean, {"--gradient_checkpointing": []}),
+        start_trainer(start, tmp_path, "second", prefix, peers, lean, {"--do_eval": []}),
+    ]
+    for trainer in trainers:
+        trainer.assert_clean_end(180)
+    assert largest_difference(tmp_path, "first", "second") < 1e-6
+    summary = json.loads((tmp_path / "second" / "summary.json").read_text())
+    assert summary["epochs_averaged"] >= 6
+    assert summary["final_loss"] < summary["start_loss"] - 0.3
+    loaded = AutoModelForPreTraining.from_pretrained(tmp_path / "first" / "model")
+    assert type(loaded).__name__ == "LeanAlbertForPreTraining" and loaded.config.hidden_act_gated
 
 
 def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
