@@ -5,6 +5,7 @@ import torch
 from hivemind.compression import CompressionInfo
 from hivemind.proto.runtime_pb2 import CompressionType
 from torch import nn
+from transformers import AlbertConfig
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from joining import find_differences
@@ -138,6 +139,7 @@ def test_parameter_order_is_part_of_the_contract():
     class Model(nn.Module):
         def __init__(self, names):
             super().__init__()
+            self.config = AlbertConfig()
             for name in names:
                 setattr(self, name, nn.Linear(3, 3))
 

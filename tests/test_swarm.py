@@ -177,7 +177,7 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
 
 
 def test_lean_albert_learns_in_a_swarm(start, tmp_path, tiny_data):
-    """With all that goes with it: 8-bit moments, 8-bit gradients, checkpointing by one peer alone, growing sequences."""
+    """With 8-bit moments and gradients, checkpointing by one peer alone, and sequences that grow."""
     lean = {
         **tiny_data,
         "--config_path": "configs/lean-demo.json",
