@@ -536,6 +536,18 @@ def masked_lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor, positions: T
     return loss, logits
 
 
+class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
+    """What models with `predictions` have in common: its decoder is the transposed word embeddings."""
+
+    _tied_weights_keys = {"predictions.decoder.weight": "albert.embeddings.word_embeddings.weight"}
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.predictions.decoder
+
+    def set_output_embeddings(self, decoder: nn.Linear) -> None:
+        self.predictions.decoder = decoder
+
+
 @dataclass
 class LeanAlbertForPreTrainingOutput(ModelOutput):
     """loss is the sum of both others, which carry no gradient; the logits are described at the model."""
@@ -547,10 +559,8 @@ class LeanAlbertForPreTrainingOutput(ModelOutput):
     sop_logits: Tensor | None = None
 
 
-class LeanAlbertForPreTraining(LeanAlbertPreTrainedModel):
+class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
     """Masked LM and sentence order: what run_trainer.py trains."""
-
-    _tied_weights_keys = {"predictions.decoder.weight": "albert.embeddings.word_embeddings.weight"}
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__(config)
@@ -558,12 +568,6 @@ class LeanAlbertForPreTraining(LeanAlbertPreTrainedModel):
         self.predictions = LeanAlbertMLMHead(config)
         self.sop_classifier = LeanAlbertSOPHead(config)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.predictions.decoder
-
-    def set_output_embeddings(self, decoder: nn.Linear) -> None:
-        self.predictions.decoder = decoder
 
     def forward(
         self,
@@ -601,22 +605,14 @@ class LeanAlbertForPreTraining(LeanAlbertPreTrainedModel):
         )
 
 
-class LeanAlbertForMaskedLM(LeanAlbertPreTrainedModel):
+class LeanAlbertForMaskedLM(LeanAlbertWithMLMHead):
     """Masked LM alone; opens folders of LeanAlbertForPreTraining."""
-
-    _tied_weights_keys = {"predictions.decoder.weight": "albert.embeddings.word_embeddings.weight"}
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__(config)
         self.albert = LeanAlbertModel(config, add_pooling_layer=False)
         self.predictions = LeanAlbertMLMHead(config)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.predictions.decoder
-
-    def set_output_embeddings(self, decoder: nn.Linear) -> None:
-        self.predictions.decoder = decoder
 
     def forward(
         self,
