@@ -1428,8 +1428,10 @@ def calm_log() -> None:
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(CalmLog())
     # MPFuture.__del__ wakes event loops that are closed by then
-    show = sys.unraisablehook
-    sys.unraisablehook = lambda unraisable: None if STOPPING.value else show(unraisable)
+    show_unraisable, show = sys.unraisablehook, sys.excepthook
+    sys.unraisablehook = lambda unraisable: None if STOPPING.value else show_unraisable(unraisable)
+    # a helper that ends while it fetches a tensor: multiprocessing's thread that serves it calls this hook
+    sys.excepthook = lambda *error: None if STOPPING.value else show(*error)
     # hivemind brings the schedule to the epoch of a downloaded state before the first step of this process
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     # the default number of data loader workers suits a machine with a GPU; torch warns of it on two cores

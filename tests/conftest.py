@@ -7,7 +7,11 @@ from pathlib import Path
 
 import netlab
 import pytest
+import torch
 from processes import ROOT, Script
+
+# beside other processes, two threads of a small product wait for each other longer than they work
+torch.set_num_threads(1)
 
 
 @pytest.fixture

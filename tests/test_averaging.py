@@ -154,6 +154,7 @@ def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
     assert max(differences) < 0.1
 
 
+@pytest.mark.slow
 def test_parameters_are_averaged_every_so_many_epochs(start):
     """--average_state_every: what leads a peer astray is mended at the next epoch that it divides, and not before."""
     prefix, every = make_prefix(), 5
@@ -249,6 +250,7 @@ with clean_end():
 """
 
 
+@pytest.mark.slow
 def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     """--next_chunk_timeout and --min_vector_size, each by its effect."""
     settings = [{"next_chunk_timeout": 1}, {"next_chunk_timeout": 4, "min_vector_size": 600}]
