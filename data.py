@@ -929,7 +929,9 @@ class MaskStatistics:
 
 
 def main() -> None:
-    model_args, args = parse_arguments(ModelArguments, DataArguments, description=__doc__)
+    model_args, args = parse_arguments(
+        ModelArguments, DataArguments, description="Print masked batches as text, as a model will see them."
+    )
     tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)
     batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
