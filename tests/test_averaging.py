@@ -296,6 +296,7 @@ def test_a_survivor_loses_no_gradients(start):
     survivor.assert_clean_end()
 
 
+@pytest.mark.slow
 def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
     """It gives its state to nobody, so that the others could never catch up with it."""
     prefix = make_prefix()

@@ -437,6 +437,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
     assert json.loads((tmp_path / "chosen" / "summary.json").read_text())["samples"] == summary["samples"] + 64
 
 
+@pytest.mark.slow
 def test_all_dead_and_one_back(start, tmp_path, tiny_data):
     """Two peers, both killed; one comes back and goes on alone; the other follows and takes over what it missed."""
     prefix, names = make_prefix(), ["first", "second"]

@@ -484,6 +484,7 @@ def test_the_end_need_not_wait_for_a_shard(server, cache, caplog):
     assert 0 < len(list(batches)) < 100  # what the first shard has, then the end
 
 
+@pytest.mark.slow
 def test_trainer_begins_with_one_shard_survives_ctrl_c_and_goes_on(start, server, hosted, tmp_path):
     """The URL of the index is all that a volunteer needs: no tokenizer, no dataset."""
     sha256 = fetch.hash_file(hosted / "tiny.json")

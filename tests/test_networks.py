@@ -70,6 +70,7 @@ def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net
     assert all(ours[epoch]["grad_norm"] == pytest.approx(theirs[epoch]["grad_norm"], rel=1e-3) for epoch in both[:-1])
 
 
+@pytest.mark.slow
 def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_path, tiny_data):
     net.host("server", rtt_ms=20)
     net.host("walled", rtt_ms=20, firewall=True)

@@ -227,6 +227,7 @@ def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_unreachable_or_malformed_peers_are_one_line(start, tmp_path, tiny_data):
     """Wrong addresses: exit code 2, and a line that shows a right one."""
     peer_id = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
