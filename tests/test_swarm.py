@@ -71,7 +71,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
     prefix, together = (
         make_prefix(),
-        {**tiny_data, "--max_steps": 40, "--target_group_size": 3, "--target_batch_size": 1536},
+        {**tiny_data, "--max_steps": 40, "--target_group_size": 3, "--target_batch_size": 1024},
     )
     monitor, peers = start_monitor(
         start, prefix, "--refresh_period", 0.5, "--output_dir", tmp_path / "monitor", "--report_to", "none"
@@ -83,7 +83,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     trainers[-1].wait_for("first contribution", 120)
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
-    assert "target_batch_size: the run has 1536, you have 64" in stranger.text
+    assert "target_batch_size: the run has 1024, you have 64" in stranger.text
     wait_until(lambda: not stranger.left_processes(), 5, "no process left")
     for trainer in trainers:
         trainer.assert_clean_end(120)
