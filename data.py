@@ -11,7 +11,6 @@ prints some masked batches as text, and how much of them is masked, and how; it 
 data, such as --dataset_path, --tokenizer_path, --no_whole_word_mask, --max_sequence_length.
 """
 
-import collections
 import contextlib
 import hashlib
 import itertools
@@ -563,22 +562,30 @@ class LengthedOrder:
         return count
 
 
+def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
+    """prepared[key] for each of the keys, from num_workers processes, or from this one. Workers never see Ctrl-C: the
+    trainer still needs batches, or a quiet end of the workers, while it shuts down."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        prepared,
+        sampler=keys,
+        batch_size=None,  # a key stands for a whole batch
+        collate_fn=keep_arrays,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    # not SIGTERM: by it Python ends workers that are left at exit, and then waits for them
+    with hold_signals(signal.SIGINT):
+        return iter(loader)
+
+
 class BatchLoader:
-    """Batches as tensors, prepared by num_workers processes, or by this one. Workers never see Ctrl-C: the trainer
-    still needs batches, or a quiet end of the workers, while it shuts down."""
+    """Batches as tensors, prepared by num_workers processes, or by this one."""
 
     def __init__(self, batches, order, num_workers: int):
-        from torch.utils.data import DataLoader
-
-        self.order, self.outdated = LengthedOrder(order), 0
-        self.loader = DataLoader(
-            batches,
-            sampler=self.order,
-            batch_size=None,  # an item of the "dataset" is a whole batch
-            collate_fn=keep_arrays,
-            num_workers=num_workers,
-            multiprocessing_context="fork" if num_workers else None,
-        )
+        self.batches, self.order, self.num_workers = batches, LengthedOrder(order), num_workers
+        self.outdated = 0
 
     def set_sequence_length(self, sequence_length: int | None) -> None:
         """From the next batch on, cut instances to so many tokens (None: to none).
@@ -595,10 +602,7 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[dict]:
         self.outdated = 0
-        # not SIGTERM: by it Python ends workers that are left at exit, and then waits for them
-        with hold_signals(signal.SIGINT):
-            batches = iter(self.loader)
-        for batch in batches:
+        for batch in prepare_in_workers(self.batches, self.order, self.num_workers):
             if self.outdated:
                 self.outdated -= 1
                 continue
@@ -792,13 +796,11 @@ class StreamedBatches:
         }
 
     def __iter__(self) -> Iterator[dict]:
-        from torch.utils.data import DataLoader
-
         from streaming import ChunkTokenizer, DocumentStream, list_instances
 
         dataset, saved = self.dataset, self.progress
         stream = DocumentStream(dataset.sources, dataset.seed, saved, self.stop)
-        begins: collections.deque = collections.deque()  # the stream's state before each chunk that is on its way
+        begins: deque = deque()  # the stream's state before each chunk that is on its way
 
         def hand_out():
             # DataLoader asks for so many while its workers start: text may be long in coming, and Ctrl-C must wait then
@@ -809,16 +811,8 @@ class StreamedBatches:
                 begins.append(begin)
                 yield self.sequence_length, chunk
 
-        loader = DataLoader(
-            ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed),
-            sampler=hand_out(),
-            batch_size=None,
-            collate_fn=keep_arrays,
-            num_workers=self.num_workers,
-            multiprocessing_context="fork" if self.num_workers else None,
-        )
-        with hold_signals(signal.SIGINT):  # as BatchLoader
-            chunks = iter(loader)
+        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed)
+        chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
 
         def gather(pool: dict, count: int) -> bool:
             """Whether the pool has so many instances now; False when there are no more."""

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig
 
 from arguments import ModelArguments, TrainerArguments, stop_for_user
-from lean_albert import LeanAlbertForPreTraining, find_labelled_positions, masked_lm_loss
+from lean_albert import LeanAlbertForPreTraining, find_labelled_positions, masked_lm_loss, widen
 
 
 class AlbertForPreTraining(transformers.AlbertForPreTraining):
@@ -39,7 +39,7 @@ class AlbertForPreTraining(transformers.AlbertForPreTraining):
         """
         outputs = self.albert(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
         mlm_loss, _ = masked_lm_loss(outputs.last_hidden_state, self.predictions, labels, labelled_positions)
-        sop_loss = cross_entropy(self.sop_classifier(outputs.pooler_output).float(), sentence_order_label)
+        sop_loss = cross_entropy(widen(self.sop_classifier(outputs.pooler_output)), sentence_order_label)
         return {"loss": mlm_loss + sop_loss, "mlm_loss": mlm_loss.detach(), "sop_loss": sop_loss.detach()}
 
 
@@ -82,8 +82,13 @@ def describe_architecture(model: transformers.PreTrainedModel) -> str:
     """What peers must agree on beside the shapes of the weights: 4 layers and 12 may share the same ones."""
     config = model.config
     fields = [(name, getattr(config, name, None)) for name in ARCHITECTURE]
-    digest = hashlib.sha256(repr(fields).encode()).hexdigest()[:12]
-    return f"{config.model_type}, {config.num_hidden_layers} layers, {config.num_attention_heads} heads, {digest}"
+    size = f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
+    return f"{config.model_type}, {size}, {digest(fields)}"
+
+
+def digest(value: object) -> str:
+    """A short hash that is the same on every machine, unlike Python's hash()."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def find_longest_sequence(model: transformers.PreTrainedModel) -> float:

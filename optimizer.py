@@ -8,7 +8,6 @@ peers must agree on; it is published and compared when a peer joins.
         print(make_param_groups(make_model(ModelArguments('configs/demo.json'), vocab_size=1000))[1]['names'])"
 """
 
-import hashlib
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from torch import nn
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from averaging import GradientAverager, Optimizer, StateAverager, initialize_optimizer_state_, list_params
 from lamb_8bit import Lamb8bit
-from model import describe_architecture
+from model import describe_architecture, digest
 
 COMPRESSIONS = {
     "none": NoCompression(),
@@ -186,8 +185,3 @@ def describe_contract(
         f"state every {averaging.average_state_every}, delays {averaging.delay_optimizer_step:d}"
         f"{averaging.delay_grad_averaging:d}, {GradientAverager.__name__} {StateAverager.__name__}",
     }
-
-
-def digest(value: object) -> str:
-    """A short hash that is the same on every machine, unlike Python's hash()."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
