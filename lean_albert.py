@@ -114,6 +114,7 @@ class LeanAlbertConfig(PreTrainedConfig):
         # for all of the Auto classes, not only for the model that happens to be saved
         kwargs["auto_map"] = {name: f"lean_albert.{model.__name__}" for name, model in AUTO_CLASSES.items()}
         super().__post_init__(**kwargs)
+        choose_activation(self.hidden_act)  # an unknown one is the config's error, not the model's
         own_layers = self.num_hidden_groups * self.num_inner_groups
         head_size, remainder = divmod(self.hidden_size, self.num_attention_heads)
         if remainder:

@@ -389,7 +389,7 @@ def test_longest_sequence():
 )
 def test_a_config_that_cannot_be_built_says_why(options, cure):
     with pytest.raises(ValueError, match=cure):
-        LeanAlbertForPreTraining(LeanAlbertConfig(**SMALL | options))
+        LeanAlbertConfig(**SMALL | options)
 
 
 def test_small_init():
