@@ -750,6 +750,120 @@ class ArchiveArguments:
 
 
 @dataclass
+class FinetuneArguments:
+    """Tuning a trained model for a task. Read by finetune_mlm.py; names and defaults are RuLeanALBERT's."""
+
+    task: str | None = field(
+        default=None,
+        metadata={
+            "help": "Task of RussianSuperGLUE (rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; lidirus has "
+            "predict_on_lidirus.py), or rucola.",
+            "aliases": ["-t"],
+        },
+    )
+    task_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "A task of your own instead: a JSON file that names CSV, TSV or JSON-lines files and their "
+            'columns, e.g. {"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; '
+            "finetune_tasks.py lists all fields."
+        },
+    )
+    checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "The model: a folder that a trainer, monitor or auxiliary peer has saved, or a state.pth with "
+            "config.json and tokenizer/ beside it.",
+            "aliases": ["-c"],
+        },
+    )
+    model_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Another model instead: ruroberta-large, any id on the Hugging Face Hub, or a folder.",
+            "aliases": ["-m"],
+        },
+    )
+    data_dir: str = field(
+        default=".",
+        metadata={
+            "help": "Folder with the benchmark's files: TERRa/train.jsonl, RuCoLA/in_domain_train.csv, ... What is not "
+            "there is loaded from the Hub, except for RuCoLA.",
+            "aliases": ["-d"],
+        },
+    )
+    output_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder for results.json, predictions and model; default: outputs/finetune/TASK."},
+    )
+    num_seeds: int = field(default=1, metadata={"help": "Train so many times, with the seeds 0, 1, ..."})
+    num_train_epochs: int = field(default=40, metadata={"help": "Passes over the training data; the best one counts."})
+    batch_size: int = field(default=32, metadata={"help": "Samples per forward pass. As many as memory holds."})
+    grad_acc_steps: int = field(
+        default=1,
+        metadata={"help": "Batches per optimizer step; batch_size x grad_acc_steps samples count as one batch."},
+    )
+    learning_rate: float = field(default=1e-5, metadata={"help": "Peak; raise it for models much smaller than BERT."})
+    warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps in which the learning rate rises."})
+    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's, on all but biases and norms."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Clip the gradient's norm to this."})
+    dropout: float = field(default=0.1, metadata={"help": "Wherever the model has some; LeanALBERT: before the head."})
+    max_length: int = field(default=512, metadata={"help": "Tokens of a text or pair, at most; longer ones are cut."})
+    fp16: bool = field(
+        default=False, metadata={"help": "Mixed precision with float16 and loss scaling; needs a CUDA GPU."}
+    )
+    bf16: bool = field(
+        default=False, metadata={"help": "Mixed precision with bfloat16; needs a GPU or CPU that supports it."}
+    )
+
+    def __post_init__(self):
+        if (self.task is None) == (self.task_file is None):
+            raise ValueError("give --task or --task_file, one of them")
+        if (self.checkpoint is None) == (self.model_name is None):
+            raise ValueError("give --checkpoint FOLDER or --model-name NAME, one of them")
+        if self.fp16 and self.bf16:
+            raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+        for name in ("num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1")
+        if self.max_length < 8:
+            raise ValueError("--max_length must be at least 8: two texts and three special tokens")
+        for name in ("warmup_ratio", "dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 0 and less than 1")
+
+
+@dataclass
+class PredictArguments:
+    """Predictions of a tuned model. Read by predict_on_lidirus.py; names are RuLeanALBERT's."""
+
+    model: str = field(
+        metadata={"help": "The --output_dir of a run of finetune_mlm.py on TERRa.", "aliases": ["-m"]},
+    )
+    arch: str = field(
+        default="lean_albert",
+        metadata={
+            "help": "lean_albert: the tokenizer that the run has saved with its model, whatever it is; else the id or "
+            "folder of another copy of it.",
+            "aliases": ["-a"],
+        },
+    )
+    data_dir: str = field(
+        default=".",
+        metadata={
+            "help": "Folder that LiDiRus/LiDiRus.jsonl is in; if it is not there, it is loaded from the Hub.",
+            "aliases": ["-d"],
+        },
+    )
+    batch_size: int = field(default=32, metadata={"help": "Samples per forward pass."})
+    max_length: int = field(default=512, metadata={"help": "Tokens of a pair, at most; longer ones are cut."})
+
+    def __post_init__(self):
+        if self.batch_size < 1 or self.max_length < 8:
+            raise ValueError("--batch_size must be at least 1, --max_length at least 8")
+
+
+@dataclass
 class TokenizeArguments:
     """From text to a tokenized dataset. Read by tokenize_wikitext103.py."""
 

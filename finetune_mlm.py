@@ -1,0 +1,475 @@
+"""Tune a trained model for a task, several times, and measure it: RussianSuperGLUE, RuCoLA, or any classification.
+
+The model that a run has trained, and one from the Hub or any folder, on the same task:
+
+    python finetune_mlm.py -t terra --checkpoint outputs/trainer/model --data-dir . --batch-size 32 \\
+        --grad-acc-steps 1 --dropout 0.1 --weight-decay 0.01 --num-seeds 3
+    python finetune_mlm.py -t terra --model-name ruroberta-large --data-dir . --bf16
+
+A tiny run of your own task on a CPU (finetune_tasks.load_task_file says what is in the file):
+
+    python finetune_mlm.py --task_file my.json --checkpoint demo_output/trainer1/model --num_train_epochs 3
+
+After each epoch the validation data are measured; the best epoch counts. --output_dir gets results.json, the
+predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/, both of the best seed. The same command again
+goes on with the first seed that is not in results.json.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch.nn.functional import log_softmax
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+from arguments import FinetuneArguments, parse_arguments, stop_for_user
+from checkpoint import lock_folder, save_model, write_file
+from finetune_tasks import (
+    TASKS,
+    EntityChooser,
+    Example,
+    SpanClassifier,
+    Task,
+    format_predictions,
+    load_examples,
+    load_task_file,
+    predict_majority,
+)
+from lean_albert import load_ruleanalbert
+from optimizer import make_param_groups
+from utils import setup_logging
+
+logger = logging.getLogger("finetune")
+
+#: short names of old commands
+MODEL_NAMES = {"ruroberta-large": "ai-forever/ruRoberta-large"}
+
+
+# ---------------------------------------------------------------- model
+
+
+@dataclass
+class Pretrained:
+    """Where the weights come from: a folder or an id for from_pretrained, or a loaded RuLeanALBERT."""
+
+    name: str
+    config: transformers.PretrainedConfig
+    tokenizer: transformers.PreTrainedTokenizerBase
+    encoder: torch.nn.Module | None = None
+
+
+def load_pretrained(args: FinetuneArguments) -> Pretrained:
+    """What --checkpoint or --model-name says, or one line that names the cure."""
+    transformers.utils.logging.set_verbosity_error()  # that a new head is new is no news
+    transformers.utils.logging.disable_progress_bar()
+    name = args.checkpoint or MODEL_NAMES.get(args.model_name, args.model_name)
+    path, flag = Path(name), "--checkpoint" if args.checkpoint else "--model-name"
+    if path.is_dir() and (path / "state.pth").is_file():
+        path = path / "state.pth"
+    if path.is_file():
+        return load_old_checkpoint(path)
+    if args.checkpoint and not (path / "config.json").is_file():
+        stop_for_user(
+            f"--checkpoint {path} has no config.json: give a folder with a model, as outputs/trainer/model or a "
+            "checkpoint-N, or a state.pth with config.json and tokenizer/ beside it"
+        )
+    try:
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as e:
+        cure = "give the id of a model on the Hub, or a folder with a model and its tokenizer"
+        stop_for_user(f"{flag} {name} cannot be loaded ({str(e).splitlines()[0]}): {cure}")
+    return Pretrained(name, config, tokenizer)
+
+
+def load_old_checkpoint(path: Path) -> Pretrained:
+    """A state.pth of RuLeanALBERT, with config.json and tokenizer/ beside it, as its guide lays them out."""
+    for part in ("config.json", "tokenizer/tokenizer.json"):
+        if not (path.parent / part).is_file():
+            stop_for_user(
+                f"--checkpoint {path} needs {path.parent / part} beside it: get it from where the state is from"
+            )
+    try:
+        model = load_ruleanalbert(path.parent / "config.json", path)
+        # not AlbertTokenizer: it would replace the saved normalizer by its own
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent / "tokenizer")
+    except (OSError, ValueError, KeyError) as e:
+        stop_for_user(f"--checkpoint {path} cannot be loaded: {str(e).splitlines()[0]}")
+    return Pretrained(str(path), model.config, tokenizer, model.albert)
+
+
+def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
+    """
+    :param is_own: a checkpoint of this project, where the tokenizer has as many pieces as the model; others round up
+    """
+    pieces, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
+    if pieces > rows or (is_own and pieces != rows):
+        stop_for_user(
+            f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, take the "
+            "tokenizer that it was trained with"
+        )
+    if pretrained.tokenizer.pad_token_id is None or not pretrained.tokenizer.is_fast:
+        stop_for_user(f"the tokenizer of {pretrained.name} cannot pad or has no fast version: choose another model")
+
+
+def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch.nn.Module:
+    """The pretrained encoder with a new head; random numbers: torch's."""
+    config = pretrained.config
+    config.pad_token_id = pretrained.tokenizer.pad_token_id
+    config.num_labels = 1 if task.head == "choices" else len(task.labels)
+    if task.head == "classes":
+        config.id2label = {i: str(label) for i, label in enumerate(task.labels)}
+        config.label2id = {str(label): i for i, label in enumerate(task.labels)}
+    for name, value in config.to_dict().items():
+        # LeanALBERT has dropout in front of the head alone
+        exists = config.model_type != "lean_albert" or name == "classifier_dropout_prob"
+        if exists and name.endswith(("dropout", "dropout_prob")) and isinstance(value, int | float):
+            setattr(config, name, dropout)
+    auto_class = AutoModelForSequenceClassification if task.head in ("classes", "choices") else AutoModel
+    if pretrained.encoder is None:
+        model = auto_class.from_pretrained(pretrained.name, config=config, dtype=torch.float32)
+    else:
+        model = auto_class.from_config(config)
+        model.base_model.load_state_dict(pretrained.encoder.state_dict())
+    if task.head == "spans":
+        return SpanClassifier(model, len(task.labels), dropout)
+    return EntityChooser(model, dropout) if task.head == "entities" else model
+
+
+# ---------------------------------------------------------------- batches
+
+
+@dataclass
+class Row:
+    """An example in tokens: inputs of each of its texts, the tokens of each of its spans."""
+
+    inputs: list[dict]
+    spans: list[list[int]]
+    right: list[int] | None
+
+    @property
+    def length(self) -> int:
+        return sum(len(inputs["input_ids"]) for inputs in self.inputs)
+
+
+def choose_length(pretrained: Pretrained, wanted: int) -> int:
+    """Tokens of a text, at most: what was asked for, or what the model's table of positions holds."""
+    config = pretrained.config
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    if getattr(config, "position_embedding_type", "absolute") == "rotary":
+        longest = math.inf
+    elif config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        longest -= config.pad_token_id + 1  # their positions are numbered from there
+    return int(
+        min(wanted, longest, pretrained.tokenizer.model_max_length if config.model_type != "lean_albert" else math.inf)
+    )
+
+
+def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> tuple[list[Row], int]:
+    """Rows, and how many of their texts were longer than `max_length` tokens and were cut."""
+    has_types = (getattr(pretrained.config, "type_vocab_size", 0) or 0) > 1
+    rows, cut = [], 0
+    for example in examples:
+        firsts, seconds = zip(*example.texts, strict=True)
+        encoded = pretrained.tokenizer(
+            list(firsts),
+            None if seconds[0] is None else list(seconds),
+            truncation="longest_first",
+            max_length=max_length,
+            return_token_type_ids=has_types,
+        )
+        cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
+        spans = [
+            sorted(
+                {
+                    token
+                    for text, start, end in places
+                    for character in range(start, end)
+                    if (token := encoded.char_to_token(0, character, sequence_index=text)) is not None
+                }
+            )
+            for places in example.spans
+        ]
+        rows.append(Row(inputs, spans, example.right))
+    return rows, cut
+
+
+def collate(rows: list[Row], task: Task, tokenizer, device: torch.device) -> dict[str, torch.Tensor]:
+    """A batch on the device.
+
+    :returns: the model's inputs, each [texts, length]; for heads that look at spans `span_weights` [rows, spans,
+        length], which average the tokens of each; `right` and `possible` [rows, answers]: whether an answer is right,
+        and is one at all
+    """
+    padded = tokenizer.pad([inputs for row in rows for inputs in row.inputs], return_tensors="pt", pad_to_multiple_of=8)
+    batch = dict(padded)
+    answers = max((len(row.spans) - 1 for row in rows), default=0) if task.head == "entities" else len(task.labels)
+    batch["right"] = torch.zeros(len(rows), answers, dtype=torch.bool)
+    batch["possible"] = torch.ones(len(rows), answers, dtype=torch.bool)
+    if task.head in ("spans", "entities"):
+        count, length = max(len(row.spans) for row in rows), batch["input_ids"].shape[1]
+        weights = batch["span_weights"] = torch.zeros(len(rows), count, length)
+        for number, row in enumerate(rows):
+            for span, tokens in enumerate(row.spans):
+                weights[number, span, tokens] = 1 / max(1, len(tokens))
+        if task.head == "entities":  # one that was cut away cannot be chosen
+            batch["possible"] = weights[:, 1:].any(dim=2)
+    for number, row in enumerate(rows):
+        batch["right"][number, row.right or []] = True
+    batch["right"] &= batch["possible"]
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def compute_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [rows, answers] in fp32, and `right`."""
+    batch = dict(batch)
+    right, possible = batch.pop("right"), batch.pop("possible")
+    logits = model(**batch).logits.float().view(right.shape)
+    return logits.masked_fill(~possible, torch.finfo(torch.float32).min), right
+
+
+def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Minus the log probability of all right answers together, [rows]: the cross entropy where only one is right, and 0
+    where none is left."""
+    # not -inf: a row of them has no gradient
+    masked = log_softmax(logits, dim=1).masked_fill(~right, torch.finfo(logits.dtype).min)
+    log_probability = masked.logsumexp(dim=1)
+    return -log_probability.masked_fill(~right.any(dim=1), 0.0)
+
+
+def order_batches(rows: list[Row], batch_size: int, generator: torch.Generator) -> list[list[int]]:
+    """Batches of similar length in random order: shuffled, then sorted by length among 50 batches' worth."""
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    pools = [order[i : i + 50 * batch_size] for i in range(0, len(order), 50 * batch_size)]
+    ordered = [row for pool in pools for row in sorted(pool, key=lambda row: rows[row].length)]
+    batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.AbstractContextManager:
+    precision = torch.float16 if args.fp16 else torch.bfloat16
+    return torch.autocast(device.type, precision, enabled=args.fp16 or args.bf16)
+
+
+@torch.inference_mode()
+def predict(
+    model: torch.nn.Module, rows: list[Row], task: Task, tokenizer, batch_size: int, device: torch.device
+) -> list[int]:
+    """The index of the most probable answer of each row."""
+    model.eval()
+    predictions = [0] * len(rows)
+    order = sorted(range(len(rows)), key=lambda row: rows[row].length)
+    for start in range(0, len(order), batch_size):
+        numbers = order[start : start + batch_size]
+        logits, _ = compute_logits(model, collate([rows[i] for i in numbers], task, tokenizer, device))
+        for number, answer in zip(numbers, logits.argmax(dim=1).tolist(), strict=True):
+            predictions[number] = answer
+    return predictions
+
+
+# ---------------------------------------------------------------- training
+
+
+def tune(
+    args: FinetuneArguments,
+    task: Task,
+    pretrained: Pretrained,
+    examples: dict[str, list[Example]],
+    rows: dict[str, list[Row]],
+    seed: int,
+    device: torch.device,
+) -> tuple[dict, torch.nn.Module]:
+    """Train with one seed: what results.json says of it, and the model of its best epoch."""
+    started = time.monotonic()
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = make_task_model(pretrained, task, args.dropout).to(device)
+    groups = [
+        {"params": group["params"], "weight_decay": args.weight_decay if group["decayed"] else 0.0}
+        for group in make_param_groups(model)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
+    steps_per_epoch = math.ceil(len(rows["train"]) / (args.batch_size * args.grad_acc_steps))
+    total = steps_per_epoch * args.num_train_epochs
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, int(args.warmup_ratio * total), total)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
+    result, best_state = {"seed": seed, "best_epoch": 0, "metrics": {}, "history": []}, {}
+
+    with tqdm(total=total, desc=f"{task.name}, seed {seed}", unit="step", disable=None, leave=False) as bar:
+        for epoch in range(1, args.num_train_epochs + 1):
+            model.train()
+            batches = order_batches(rows["train"], args.batch_size, generator)
+            # on the device, so that it is not waited for in each step
+            loss_sum, right_sum = torch.zeros((), device=device), torch.zeros((), device=device)
+            for start in range(0, len(batches), args.grad_acc_steps):
+                group = batches[start : start + args.grad_acc_steps]
+                samples = sum(map(len, group))
+                for numbers in group:
+                    batch = collate([rows["train"][i] for i in numbers], task, pretrained.tokenizer, device)
+                    with make_autocast(args, device):
+                        logits, right = compute_logits(model, batch)
+                    losses = compute_losses(logits, right)
+                    scaler.scale(losses.sum() / samples).backward()
+                    loss_sum += losses.detach().sum()
+                    right_sum += right.gather(1, logits.argmax(dim=1, keepdim=True)).sum()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                scheduler.step()
+                bar.update()
+
+            with make_autocast(args, device):
+                predictions = predict(model, rows["validation"], task, pretrained.tokenizer, args.batch_size, device)
+            metrics = {name: float(value) for name, value in task.measure(examples["validation"], predictions).items()}
+            score = next(iter(metrics.values()))
+            result["history"].append(
+                {
+                    "epoch": epoch,
+                    "train_loss": loss_sum.item() / len(rows["train"]),
+                    "train_accuracy": right_sum.item() / len(rows["train"]),
+                    **metrics,
+                }
+            )
+            bar.set_postfix({"loss": f"{result['history'][-1]['train_loss']:.3f}", next(iter(metrics)): f"{score:.3f}"})
+            if not best_state or score > next(iter(result["metrics"].values())):
+                result |= {"best_epoch": epoch, "metrics": metrics}
+                best_state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    model.load_state_dict(best_state)
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result, model
+
+
+# ---------------------------------------------------------------- results
+
+
+def describe_settings(args: FinetuneArguments) -> dict:
+    """What makes results comparable: seeds of other settings are not added to them."""
+    return {name: value for name, value in asdict(args).items() if name not in ("num_seeds", "output_dir")}
+
+
+def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
+    """Seeds that an earlier call has finished."""
+    try:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        seeds, settings = results["seeds"], results["settings"]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        stop_for_user(f"{folder / 'results.json'} cannot be read ({e!r}): remove it, or choose another --output_dir")
+    wanted = json.loads(json.dumps(describe_settings(args)))
+    if different := [name for name in wanted if settings.get(name) != wanted[name]]:
+        stop_for_user(
+            f"{folder / 'results.json'} is of another {', '.join(different)}: choose another --output_dir, or remove it"
+        )
+    return seeds
+
+
+def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: dict, counts: dict) -> dict:
+    names = list(seeds[0]["metrics"])
+    values = {name: [seed["metrics"][name] for seed in seeds] for name in names}
+    return {
+        "task": task.name,
+        "metric": names[0],
+        "mean": {name: statistics.mean(values[name]) for name in names},
+        "standard_deviation": {name: statistics.stdev(values[name]) if len(seeds) > 1 else None for name in names},
+        "majority": majority,
+        "best_seed": max(seeds, key=lambda seed: seed["metrics"][names[0]])["seed"],
+        **counts,
+        "settings": describe_settings(args),
+        "seeds": seeds,
+    }
+
+
+def show_table(results: dict) -> str:
+    """A line for each seed, then their mean and spread, and what the most frequent answer would score."""
+    names = list(results["mean"])
+    width = max(12, *map(len, names)) + 2
+    lines = [f"{results['task'] + ', validation':26}" + "".join(f"{name:>{width}}" for name in names)]
+    for seed in results["seeds"]:
+        label = f"seed {seed['seed']}, epoch {seed['best_epoch']}, {seed['seconds']:.0f} s"
+        lines.append(f"{label:26}" + "".join(f"{seed['metrics'][name]:{width}.3f}" for name in names))
+    if len(results["seeds"]) > 1:
+        lines.append(f"{'mean':26}" + "".join(f"{results['mean'][name]:{width}.3f}" for name in names))
+        deviation = results["standard_deviation"]
+        lines.append(f"{'standard deviation':26}" + "".join(f"{deviation[name]:{width}.3f}" for name in names))
+    if results["majority"]:
+        lines.append(f"{'most frequent answer':26}" + "".join(f"{results['majority'][n]:{width}.3f}" for n in names))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    (args,) = parse_arguments(FinetuneArguments, description=__doc__)
+    setup_logging("finetune")
+    if args.task is not None and args.task not in TASKS:
+        stop_for_user(f"--task {args.task} is unknown: choose one of {', '.join(TASKS)}, or give --task_file")
+    task = load_task_file(args.task_file) if args.task_file else TASKS[args.task]
+    if "train" not in task.files:
+        stop_for_user(
+            f"{task.name} has no training data: tune for TERRa (-t terra), then python predict_on_lidirus.py -m FOLDER"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.fp16 and device.type != "cuda":
+        stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
+    folder = Path(args.output_dir or f"outputs/finetune/{task.name}")
+    examples = load_examples(task, args.data_dir)
+    pretrained = load_pretrained(args)
+    check_tokenizer(pretrained, is_own=args.checkpoint is not None)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        stop_for_user(f"--output_dir: {folder} cannot be written ({e.strerror}): choose another folder")
+    lock_folder("--output_dir", folder)
+    seeds = load_results(args, folder)
+
+    max_length = choose_length(pretrained, args.max_length)
+    rows, counts = {}, {"examples": {}, "texts_cut": {}}
+    for split, part in examples.items():
+        rows[split], cut = encode(part, pretrained, max_length)
+        counts["examples"][split], counts["texts_cut"][split] = len(part), cut
+    sizes = ", ".join(f"{len(part):,} {split}" for split, part in examples.items())
+    cut = sum(counts["texts_cut"].values())
+    logger.info(
+        f"{task.name}: {sizes}; {cut:,} texts are longer than {max_length} tokens and were cut; {device}"
+        + ("" if "test" in rows else "; no test data, so no predictions")
+    )
+    majority = predict_majority(task, examples)
+
+    for seed in range(args.num_seeds):
+        if any(done["seed"] == seed for done in seeds):
+            logger.info(f"seed {seed} is in {folder / 'results.json'}")
+            continue
+        result, model = tune(args, task, pretrained, examples, rows, seed, device)
+        seeds = sorted([*seeds, result], key=lambda done: done["seed"])
+        results = summarize(args, task, seeds, majority, counts)
+        if results["best_seed"] == seed:
+            save_model(model, pretrained.tokenizer, folder / "model", extra={"task": task.name, "seed": seed})
+            if "test" in rows:
+                with make_autocast(args, device):
+                    predictions = predict(model, rows["test"], task, pretrained.tokenizer, args.batch_size, device)
+                name, text = format_predictions(task, examples["test"], predictions)
+                write_file(folder / name, lambda file, text=text: file.write(text.encode()))
+        # last: a seed that is in there is finished
+        text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
+        write_file(folder / "results.json", lambda file, text=text: file.write(text.encode()))
+    print(show_table(summarize(args, task, seeds, majority, counts)))
+    print(f"model, predictions and results.json: {folder}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command again goes on with the seed that was not finished", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,626 @@
+"""Edit me: the tasks that a trained model is tuned for. TASKS maps a name to its data, head and metric.
+
+They are those of RussianSuperGLUE (Shavrina et al., 2020, arXiv:2010.15925) and RuCoLA (Mikhailov et al., 2022,
+arXiv:2210.12814); `load_task_file` reads any other classification of sentences or pairs from a small JSON file. A
+record is a dictionary with the fields of the Hugging Face Hub's version, wherever it comes from. What is in a task:
+
+    python -c "from finetune_tasks import TASKS, load_examples; \\
+        print(load_examples(TASKS['terra'], 'PATH_OF_THE_DATA')['validation'][0])"
+"""
+
+import csv
+import dataclasses
+import json
+import re
+import string
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from torch import nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from arguments import stop_for_user
+
+Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character behind the last
+
+
+@dataclass
+class Example:
+    """One record as a model reads it.
+
+    :param texts: one text or pair of texts; with the head "choices" one for each choice
+    :param right: indices of right answers: of the class, the choice, or among the entities; None: unlabelled
+    :param spans: what the head looks at, each as one or more places. "spans": two of them; "entities": the gap, then
+        each entity
+    """
+
+    record: dict
+    texts: list[tuple[str, str | None]]
+    right: list[int] | None = None
+    spans: list[list[Span]] = field(default_factory=list)
+
+    @property
+    def label(self) -> int:
+        return self.right[0]
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    :param name: as the leaderboard spells it: the folder with the data, and the file with predictions
+    :param columns: fields that each record must have
+    :param make_example: a record and its task -> Example
+    :param measure: examples and predicted indices -> metrics, between 0 and 1 (Matthews correlation: from -1). The
+        first one decides which epoch is the best
+    :param head: what is predicted: "classes" of a text or pair, "choices" among texts, "classes" from two "spans", or
+        one of the text's "entities"
+    :param labels: of the classes, as they are handed in
+    :param restructure: a record of the benchmark's own files -> records with the Hub's fields
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    make_example: Callable[[dict, "Task"], Example]
+    measure: Callable[[list[Example], Sequence[int]], dict[str, float]]
+    head: Literal["classes", "choices", "spans", "entities"] = "classes"
+    labels: tuple[str | int, ...] = ()
+    label_column: str = "label"
+    id_column: str = "idx"
+    restructure: Callable[[dict], list[dict]] | None = None
+    files: dict[str, str] = field(
+        default_factory=lambda: {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
+    )
+    folder: Path | None = None  # of a task file; else it is looked for
+    address: str = "https://russiansuperglue.com/tasks/"
+    hub: str = "RussianNLP/russian_super_glue"
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def measure_accuracy(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+    return {"accuracy": accuracy_score([example.label for example in examples], predictions)}
+
+
+def measure_f1(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+    """F1 of each class, averaged; a class that is neither there nor predicted does not count."""
+    labels = [example.label for example in examples]
+    f1 = f1_score(labels, predictions, average="macro", zero_division=0)
+    return {"f1": f1, **measure_accuracy(examples, predictions)}
+
+
+def measure_mcc(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+    labels = [example.label for example in examples]
+    return {"mcc": matthews_corrcoef(labels, predictions), **measure_accuracy(examples, predictions)}
+
+
+def measure_domains(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+    """RuCoLA: of all sentences, then of those from the training data's domain and of the others."""
+    metrics = measure_mcc(examples, predictions)
+    for domain in dict.fromkeys(example.record["domain"] for example in examples):
+        rows = [row for row, example in enumerate(examples) if example.record["domain"] == domain]
+        part = measure_mcc([examples[row] for row in rows], [predictions[row] for row in rows])
+        metrics |= {f"{domain}_{name}": value for name, value in part.items()}
+    return metrics
+
+
+def measure_answers(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+    """MuSeRC: F1 of right answers in each paragraph, averaged; questions of which every answer is judged right."""
+    paragraphs, questions = defaultdict(list), defaultdict(list)
+    for example, predicted in zip(examples, predictions, strict=True):
+        index = example.record["idx"]
+        paragraphs[index["paragraph"]].append((example.label, predicted))
+        questions[index["paragraph"], index["question"]].append(example.label == predicted)
+    scores = [f1_score(*zip(*answers, strict=True), zero_division=0) for answers in paragraphs.values()]
+    return {"f1": float(np.mean(scores)), "em": float(np.mean([all(answers) for answers in questions.values()]))}
+
+
+def measure_entities(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+    """RuCoS: the chosen entity against the best right one: words in common (F1), and the same text (exact match), both
+    without case and punctuation, as of ReCoRD (Zhang et al., 2018, arXiv:1810.12885)."""
+    f1, matches = [], []
+    for example, predicted in zip(examples, predictions, strict=True):
+        chosen = normalize_answer(example.record["entities"][predicted])
+        answers = [normalize_answer(answer) for answer in example.record["answers"]]
+        f1.append(max((overlap(chosen, answer) for answer in answers), default=0.0))
+        matches.append(chosen in answers)
+    return {"f1": float(np.mean(f1)), "em": float(np.mean(matches))}
+
+
+def normalize_answer(text: str) -> list[str]:
+    return text.lower().translate(str.maketrans("", "", string.punctuation)).split()
+
+
+def overlap(words: list[str], others: list[str]) -> float:
+    common = sum((Counter(words) & Counter(others)).values())
+    return 2 * common / (len(words) + len(others)) if common else 0.0
+
+
+METRICS = {"accuracy": measure_accuracy, "f1": measure_f1, "mcc": measure_mcc}
+
+# ---------------------------------------------------------------- from a record to an example
+
+
+def find_label(record: dict, task: Task) -> list[int] | None:
+    """[index] of a record's label however it is written: an index (Hub; -1: none), a truth value, or a text."""
+    value = record.get(task.label_column)
+    spellings = [str(label).lower() for label in task.labels]
+    if str(value).lower() in spellings:
+        return [spellings.index(str(value).lower())]
+    if value is None or value == "" or value == -1:
+        return None
+    if isinstance(value, int) and 0 <= value < len(task.labels):
+        return [int(value)]
+    raise ValueError(f"{task.label_column} {value!r} is none of {', '.join(map(str, task.labels))}")
+
+
+def read_texts(first: str, second: str | None = None) -> Callable[[dict, Task], Example]:
+    """Of a task that classifies the text in the column `first`, or the pair with that in `second`."""
+
+    def make_example(record: dict, task: Task) -> Example:
+        return Example(record, [(record[first], record[second] if second else None)], find_label(record, task))
+
+    return make_example
+
+
+def read_choices(record: dict, task: Task) -> Example:
+    """PARus: each choice beside the premise, the cause before the effect."""
+    is_cause = record["question"] == "cause"
+    choices = [record["choice1"], record["choice2"]]
+    texts = [(choice, record["premise"]) if is_cause else (record["premise"], choice) for choice in choices]
+    return Example(record, texts, find_label(record, task))
+
+
+def read_answer(record: dict, task: Task) -> Example:
+    """MuSeRC: a paragraph, and one answer behind its question."""
+    texts = [(record["paragraph"], f"{record['question']} {record['answer']}")]
+    return Example(record, texts, find_label(record, task))
+
+
+def read_word_senses(record: dict, task: Task) -> Example:
+    """RUSSE: the places of a word in two sentences."""
+    texts = (record["sentence1"].replace("\xa0", " "), record["sentence2"].replace("\xa0", " "))
+    places = [(int(record["start1"]), int(record["end1"])), (int(record["start2"]), int(record["end2"]))]
+    spans = [[(i, *find_word(texts[i], *places[i], record["word"]))] for i in (0, 1)]
+    return Example(record, [texts], find_label(record, task), spans)
+
+
+def find_word(text: str, start: int, end: int, word: str) -> tuple[int, int]:
+    """The whole word at these characters. Some places in RUSSE hold a space, end in the middle of a word, or are of
+    another word: then that word of the text is taken which begins most like the wanted one, the nearest of them."""
+    words = [match.span() for match in re.finditer(r"\w+(?:-\w+)*", text)] or [(0, len(text))]
+
+    def likeness(place: tuple[int, int]) -> int:
+        letters = zip(text[place[0] : place[1]].lower(), word.lower(), strict=False)
+        return next((i for i, (a, b) in enumerate(letters) if a != b), min(place[1] - place[0], len(word)))
+
+    touched = [place for place in words if place[0] < end and start < place[1]]
+    # inflected forms differ in their ends: half of the word is enough
+    if any(2 * likeness(place) >= len(word) for place in touched):
+        return max(touched, key=likeness)
+    return max(words, key=lambda place: (likeness(place), -abs(place[0] - start)))
+
+
+def read_coreference(record: dict, task: Task) -> Example:
+    """RWSD: the places of a noun phrase and of a pronoun, which are given by the numbers of their words."""
+    text = record["text"]
+    spans = [[(0, *find_phrase(text, record[f"span{i}_index"], record[f"span{i}_text"]))] for i in (1, 2)]
+    return Example(record, [(text, None)], find_label(record, task), spans)
+
+
+def find_phrase(text: str, index: int, phrase: str) -> tuple[int, int]:
+    """The phrase in the text: the occurrence nearest to the word of this number; else that word itself."""
+    words = [match.span() for match in re.finditer(r"\S+", text)] or [(0, len(text))]
+    place = words[min(max(int(index), 0), len(words) - 1)]
+    found = [match.span() for match in re.finditer(re.escape(phrase.lower()), text.lower())] if phrase else []
+    return min(found, key=lambda span: abs(span[0] - place[0]), default=place)
+
+
+def read_gap(record: dict, task: Task) -> Example:
+    """RuCoS: the places of all entities in the passage, and of the gap in the query."""
+    passage, query = record["passage"], record["query"]
+    gap = query.find("@placeholder")
+    if gap < 0:
+        raise ValueError("the query has no @placeholder")
+    entities = record["entities"]
+    spans = [[(1, gap, gap + len("@placeholder"))]]
+    spans += [[(0, *match.span()) for match in re.finditer(re.escape(entity), passage)] for entity in entities]
+    answers = record.get("answers") or []
+    right = [number for number, entity in enumerate(entities) if entity in answers]
+    return Example(record, [(passage, query)], right if answers else None, spans)
+
+
+# ---------------------------------------------------------------- the benchmark's own files, as the Hub's records
+
+
+def restructure_answers(line: dict) -> list[dict]:
+    return [
+        {
+            "paragraph": line["passage"]["text"],
+            "question": question["question"],
+            "answer": answer["text"],
+            "label": answer.get("label"),
+            "idx": {"paragraph": line["idx"], "question": question["idx"], "answer": answer["idx"]},
+        }
+        for question in line["passage"]["questions"]
+        for answer in question["answers"]
+    ]
+
+
+def restructure_spans(line: dict) -> list[dict]:
+    return [{**{name: value for name, value in line.items() if name != "target"}, **line["target"]}]
+
+
+def restructure_entities(line: dict) -> list[dict]:
+    text = line["passage"]["text"]
+    trimmed = [
+        text[place["start"] : place["end"]].strip(" " + string.punctuation) for place in line["passage"]["entities"]
+    ]
+    return [
+        {
+            "passage": text,
+            "query": question["query"],
+            "answers": list(
+                dict.fromkeys(a["text"].strip(" " + string.punctuation) for a in question.get("answers") or [])
+            ),
+            # once each: an entity may be named at many places
+            "entities": list(dict.fromkeys(entity for entity in trimmed if entity)),
+            "idx": {"passage": line["idx"], "query": question["idx"]},
+        }
+        for question in line["qas"]
+    ]
+
+
+ENTAILMENT = ("entailment", "not_entailment")
+TASKS = {
+    "rcb": Task(
+        "RCB",
+        ("premise", "hypothesis"),
+        read_texts("premise", "hypothesis"),
+        measure_f1,
+        labels=("entailment", "contradiction", "neutral"),
+    ),
+    "terra": Task(
+        "TERRa",
+        ("premise", "hypothesis"),
+        read_texts("premise", "hypothesis"),
+        measure_accuracy,
+        labels=ENTAILMENT,
+    ),
+    "danetqa": Task(
+        "DaNetQA",
+        ("question", "passage"),
+        read_texts("passage", "question"),
+        measure_accuracy,
+        labels=("false", "true"),
+    ),
+    "parus": Task(
+        "PARus",
+        ("premise", "choice1", "choice2", "question"),
+        read_choices,
+        measure_accuracy,
+        head="choices",
+        labels=(0, 1),
+    ),
+    "muserc": Task(
+        "MuSeRC",
+        ("paragraph", "question", "answer"),
+        read_answer,
+        measure_answers,
+        labels=(0, 1),
+        restructure=restructure_answers,
+    ),
+    "russe": Task(
+        "RUSSE",
+        ("word", "sentence1", "sentence2", "start1", "end1", "start2", "end2"),
+        read_word_senses,
+        measure_accuracy,
+        head="spans",
+        labels=("false", "true"),
+    ),
+    "rwsd": Task(
+        "RWSD",
+        ("text", "span1_index", "span1_text", "span2_index", "span2_text"),
+        read_coreference,
+        measure_accuracy,
+        head="spans",
+        labels=("False", "True"),
+        restructure=restructure_spans,
+    ),
+    "rucos": Task(
+        "RuCoS",
+        ("passage", "query", "entities"),
+        read_gap,
+        measure_entities,
+        head="entities",
+        restructure=restructure_entities,
+    ),
+    "lidirus": Task(
+        "LiDiRus",
+        ("sentence1", "sentence2"),
+        read_texts("sentence1", "sentence2"),
+        measure_mcc,
+        labels=ENTAILMENT,
+        files={"test": "LiDiRus.jsonl"},
+    ),
+    "rucola": Task(
+        "RuCoLA",
+        ("sentence",),
+        read_texts("sentence"),
+        measure_domains,
+        labels=(0, 1),
+        label_column="acceptable",
+        id_column="id",
+        files={
+            "train": "in_domain_train.csv",
+            "in_domain": "in_domain_dev.csv",
+            "out_of_domain": "out_of_domain_dev.csv",
+            "test": "test.csv",
+        },
+        address="https://github.com/RussianNLP/RuCoLA/tree/main/data",
+        hub="",
+    ),
+}
+
+# ---------------------------------------------------------------- reading
+
+
+def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
+    """Examples by split: train, validation, and test where there is one.
+
+    They come from the folder of the task's name in `data_dir` (TERRa, or terra), else from the Hugging Face Hub. What
+    is missing or malformed ends the process with one line that names the cure.
+    """
+    folder = task.folder or find_folder(task, Path(data_dir))
+    if folder is None:
+        splits = load_from_hub(task, data_dir)
+    else:
+        splits = {split: read_file(task, folder / name) for split, name in task.files.items()}
+        # who only wants to know how good a model is has no use for the test's unlabelled texts
+        required = [split for split in splits if split != "test" or len(splits) == 1]
+        for split in required:
+            if splits[split] is None:
+                stop_for_user(f"{folder / task.files[split]} does not exist: get it from {task.address}")
+    examples = {split: make_examples(task, records) for split, records in splits.items() if records is not None}
+    for split in ("in_domain", "out_of_domain"):
+        for example in examples.get(split, ()):
+            example.record["domain"] = split
+    if "in_domain" in examples:
+        examples["validation"] = examples.pop("in_domain") + examples.pop("out_of_domain")
+    for split in ("train", "validation"):
+        where = f"the {split} data of {task.name}"
+        if split in examples and not examples[split]:
+            stop_for_user(f"{where} is empty: get it from {task.address}")
+        if any(example.right is None for example in examples.get(split, ())):
+            stop_for_user(f"{where} has records without {task.label_column}: is it the test data?")
+    return examples
+
+
+def find_folder(task: Task, data_dir: Path) -> Path | None:
+    """The data's folder, however it is spelled."""
+    folders = [path for path in sorted(data_dir.glob("*")) if path.is_dir() and path.name.lower() == task.name.lower()]
+    return next((path for path in folders if path.name == task.name), folders[0] if folders else None)
+
+
+def read_file(task: Task, path: Path) -> list[tuple[str, dict]] | None:
+    """Records of a .csv, .tsv or JSON-lines file, each with where it stands; None: no such file."""
+    if not path.is_file():
+        return None
+    records = []
+    try:
+        # utf-8-sig: some of the benchmark's files begin with a byte order mark
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            if path.suffix in (".csv", ".tsv"):
+                rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+                return [(f"{path}, line {rows.line_num}", row) for row in rows]
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    where, value = f"{path}, line {number}", json.loads(line)
+                    try:
+                        # a file with the Hub's own fields is understood too
+                        nested = task.restructure and not all(column in value for column in task.columns)
+                        records += [(where, record) for record in (task.restructure(value) if nested else [value])]
+                    except (KeyError, TypeError) as e:
+                        stop_for_user(f"{where} is no record of {task.name} ({e!r}): get it from {task.address}")
+    except (ValueError, csv.Error, OSError) as e:
+        stop_for_user(f"{path} cannot be read ({e}): get it from {task.address}")
+    return records
+
+
+def make_examples(task: Task, records: list[tuple[str, dict]]) -> list[Example]:
+    examples = []
+    for where, record in records:
+        found = list(record) if isinstance(record, dict) else []
+        missing = [column for column in task.columns if column not in found or record[column] is None]
+        if missing:
+            stop_for_user(
+                f"{where} has no {', '.join(missing)}: {task.name} needs the columns {', '.join(task.columns)}, and "
+                f"found are {', '.join(map(str, found)) or 'none'}"
+            )
+        try:
+            examples.append(task.make_example(record, task))
+        except (ValueError, TypeError, AttributeError) as e:
+            stop_for_user(f"{where}: {e}")
+    return examples
+
+
+def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str, dict]]]:
+    """Records of the Hub's Parquet conversion: the data set's own script is not run any more."""
+    files = " and ".join(f"{Path(data_dir) / task.name / name}" for name in task.files.values())
+    cure = f"get {files} from {task.address}, or give --data_dir"
+    if not task.hub:
+        stop_for_user(f"no folder {Path(data_dir) / task.name}: {cure}")
+    import datasets
+    from huggingface_hub import HfFileSystem
+    from huggingface_hub.errors import HfHubHTTPError
+
+    root = f"datasets/{task.hub}@refs/convert/parquet/{task.name.lower()}"
+    try:
+        paths = sorted(HfFileSystem().glob(f"{root}/**/*.parquet"))
+        splits = {split: [path for path in paths if split in path.removeprefix(root)] for split in task.files}
+        data_files = {split: [f"hf://{path}" for path in found] for split, found in splits.items() if found}
+        if not data_files:
+            stop_for_user(f"no folder {Path(data_dir) / task.name}, and nothing in {root} on the Hub: {cure}")
+        loaded = datasets.load_dataset("parquet", data_files=data_files)
+    except (OSError, HfHubHTTPError, ValueError, RuntimeError) as e:
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        stop_for_user(
+            f"no folder {Path(data_dir) / task.name}, and {root} cannot be loaded from the Hub ({reason}): {cure}"
+        )
+    return {
+        split: [(f"{task.hub}, {split}, row {row}", record) for row, record in enumerate(rows)]
+        for split, rows in loaded.items()
+    }
+
+
+def load_task_file(path: str | Path) -> Task:
+    """A classification of sentences or pairs, described in a JSON file:
+
+        {"name": "spam", "train": "train.csv", "validation": "dev.csv", "test": "test.csv", "text": "subject",
+         "text_pair": "body", "label": "is_spam", "labels": ["no", "yes"], "metric": "f1", "id": "number"}
+
+    Files are looked for beside it, and end in .csv, .tsv or .jsonl. `test`, `text_pair`, `labels` (default: those of
+    the training data), `metric` (accuracy, f1: that of each class, averaged, or mcc; default: accuracy) and `id`
+    (default: the number of the record) may be left away.
+    """
+    known = ("name", "train", "validation", "test", "text", "text_pair", "label", "labels", "metric", "id")
+    try:
+        description = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        stop_for_user(f"--task_file {path} cannot be read ({e}): see --help for an example")
+    if not isinstance(description, dict):
+        stop_for_user(f"--task_file {path} is no JSON object: see --help for an example")
+    missing = [name for name in ("train", "validation", "text", "label") if name not in description]
+    unknown = [name for name in description if name not in known]
+    if missing or unknown:
+        problem = f"has no {', '.join(missing)}" if missing else f"has an unknown field {', '.join(unknown)}"
+        stop_for_user(f"--task_file {path} {problem}: its fields are {', '.join(known)}")
+    metric = description.get("metric", "accuracy")
+    if metric not in METRICS:
+        stop_for_user(f"--task_file {path}: the metric {metric} is none of {', '.join(METRICS)}")
+    text, pair, label = description["text"], description.get("text_pair"), description["label"]
+    labels = tuple(description.get("labels") or ())
+    task = Task(
+        description.get("name", Path(path).stem),
+        (text, pair) if pair else (text,),
+        read_texts(text, pair),
+        METRICS[metric],
+        labels=labels,
+        label_column=label,
+        id_column=description.get("id", ""),
+        files={split: description[split] for split in ("train", "validation", "test") if description.get(split)},
+        folder=Path(path).parent,
+        address=f"where {path} says",
+        hub="",
+    )
+    if not labels:
+        values = {str(record.get(label)) for _, record in read_file(task, task.folder / description["train"]) or []}
+        task = dataclasses.replace(task, labels=tuple(sorted(values)))
+    return task
+
+
+# ---------------------------------------------------------------- handing in
+
+
+def format_predictions(task: Task, examples: list[Example], predictions: Sequence[int]) -> tuple[str, str]:
+    """Name and content of the file with predictions, as the leaderboard takes it."""
+    if task.name == "RuCoLA":
+        lines = [f"{e.record['id']},{task.labels[p]}" for e, p in zip(examples, predictions, strict=True)]
+        return "RuCoLA.csv", "\n".join(["id,acceptable", *lines]) + "\n"
+    if task.name == "MuSeRC":
+        paragraphs = defaultdict(lambda: defaultdict(list))
+        for example, predicted in zip(examples, predictions, strict=True):
+            index = example.record["idx"]
+            answer = {"idx": index["answer"], "label": task.labels[predicted]}
+            paragraphs[index["paragraph"]][index["question"]].append(answer)
+        rows = [
+            {"idx": number, "passage": {"questions": [{"idx": n, "answers": a} for n, a in questions.items()]}}
+            for number, questions in paragraphs.items()
+        ]
+    elif task.name == "RuCoS":
+        rows = [
+            {"idx": example.record["idx"]["passage"], "label": example.record["entities"][predicted]}
+            for example, predicted in zip(examples, predictions, strict=True)
+        ]
+    else:
+        rows = [
+            {"idx": example.record.get(task.id_column, number), "label": task.labels[predicted]}
+            for number, (example, predicted) in enumerate(zip(examples, predictions, strict=True))
+        ]
+    return f"{task.name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def predict_majority(task: Task, examples: dict[str, list[Example]]) -> dict[str, float]:
+    """Metrics of always giving the training data's most frequent answer, on the validation data."""
+    if task.head == "entities":
+        return {}
+    commonest = Counter(example.label for example in examples["train"]).most_common(1)[0][0]
+    return task.measure(examples["validation"], [commonest] * len(examples["validation"]))
+
+
+# ---------------------------------------------------------------- heads that look at places in a text
+
+
+class SpanHead(nn.Module):
+    """What both heads have in common: an encoder below, and how it is saved."""
+
+    def __init__(self, encoder: nn.Module, features: int, answers: int, dropout: float):
+        super().__init__()
+        self.encoder = encoder
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(features * encoder.config.hidden_size, answers)
+        nn.init.normal_(self.classifier.weight, std=0.02)
+        nn.init.zeros_(self.classifier.bias)
+
+    def average_spans(self, span_weights: torch.Tensor, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [rows, length, hidden], and their averages over the spans [rows, spans, hidden]."""
+        hidden = self.encoder(**inputs).last_hidden_state
+        return hidden, span_weights.to(hidden.dtype) @ hidden
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """The encoder as from_pretrained reads it, and head.safetensors beside it."""
+        self.encoder.save_pretrained(folder)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in self.classifier.state_dict().items()},
+            Path(folder) / "head.safetensors",
+        )
+
+
+class SpanClassifier(SpanHead):
+    """Classes of two places in a text or pair, from both and the first token."""
+
+    def __init__(self, encoder: nn.Module, num_labels: int, dropout: float):
+        super().__init__(encoder, 3, num_labels, dropout)
+
+    def forward(self, span_weights: torch.Tensor, **inputs) -> SequenceClassifierOutput:
+        """
+        :param span_weights: [rows, 2, length], see finetune_mlm.collate
+        :returns: logits [rows, labels]
+        """
+        hidden, spans = self.average_spans(span_weights, inputs)
+        features = torch.cat([hidden[:, 0], spans.flatten(1)], dim=1)
+        return SequenceClassifierOutput(logits=self.classifier(self.dropout(features)))
+
+
+class EntityChooser(SpanHead):
+    """Which entity belongs into the gap: each is scored from both and their product."""
+
+    def __init__(self, encoder: nn.Module, dropout: float):
+        super().__init__(encoder, 3, 1, dropout)
+
+    def forward(self, span_weights: torch.Tensor, **inputs) -> SequenceClassifierOutput:
+        """
+        :param span_weights: [rows, 1 + entities, length], the gap first
+        :returns: logits [rows, entities]
+        """
+        _, spans = self.average_spans(span_weights, inputs)
+        gap, entities = spans[:, :1].expand(-1, spans.shape[1] - 1, -1), spans[:, 1:]
+        features = torch.cat([gap, entities, gap * entities], dim=2)
+        return SequenceClassifierOutput(logits=self.classifier(self.dropout(features)).squeeze(2))

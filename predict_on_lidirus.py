@@ -1,0 +1,82 @@
+"""Predictions for LiDiRus, the diagnostic data of RussianSuperGLUE, from a model that was tuned for TERRa.
+
+LiDiRus has no training data of its own; its pairs have TERRa's labels. So:
+
+    python finetune_mlm.py -t terra --checkpoint outputs/trainer/model --output_dir outputs/finetune/TERRa
+    python predict_on_lidirus.py -m outputs/finetune/TERRa -a lean_albert --data-dir .
+
+It writes LiDiRus.jsonl, as the leaderboard takes it, beside the run's results, and prints Matthews correlation and
+accuracy where the data have labels.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from arguments import PredictArguments, parse_arguments, stop_for_user
+from checkpoint import write_file
+from finetune_mlm import Pretrained, check_tokenizer, choose_length, encode, predict
+from finetune_tasks import TASKS, format_predictions, load_examples
+from utils import setup_logging
+
+logger = logging.getLogger("finetune")
+
+
+def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
+    """The run's best model, and a tokenizer for it, or one line that names the cure."""
+    folder = Path(args.model)
+    cure = "give the --output_dir of python finetune_mlm.py -t terra"
+    try:
+        task = json.loads((folder / "results.json").read_text(encoding="utf-8"))["task"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        stop_for_user(f"--model {folder} is no run of finetune_mlm.py ({e!r}): {cure}")
+    if task != "TERRa":
+        stop_for_user(f"--model {folder} was tuned for {task}: {cure}")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    name = folder / "model" if args.arch == "lean_albert" else args.arch
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "model", dtype=torch.float32)
+    except (OSError, ValueError) as e:
+        stop_for_user(f"{folder / 'model'} cannot be loaded ({str(e).splitlines()[0]}): {cure}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as e:
+        stop_for_user(
+            f"--arch {name} holds no tokenizer ({str(e).splitlines()[0]}): give lean_albert, an id or a folder"
+        )
+    pretrained = Pretrained(str(name), model.config, tokenizer)
+    check_tokenizer(pretrained, is_own=args.arch == "lean_albert" and model.config.model_type == "lean_albert")
+    return pretrained, model
+
+
+def main() -> None:
+    (args,) = parse_arguments(PredictArguments, description=__doc__)
+    setup_logging("finetune")
+    task = TASKS["lidirus"]
+    pretrained, model = load_tuned(args)
+    examples = load_examples(task, args.data_dir)["test"]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    max_length = choose_length(pretrained, args.max_length)
+    rows, cut = encode(examples, pretrained, max_length)
+    logger.info(f"{task.name}: {len(rows):,} pairs; {cut:,} are longer than {max_length} tokens and were cut; {device}")
+    predictions = predict(model.to(device), rows, task, pretrained.tokenizer, args.batch_size, device)
+    name, text = format_predictions(task, examples, predictions)
+    write_file(Path(args.model) / name, lambda file: file.write(text.encode()))
+    if all(example.right is not None for example in examples):
+        metrics = task.measure(examples, predictions)
+        print(", ".join(f"{metric} {value:.3f}" for metric, value in metrics.items()))
+    print(f"predictions: {Path(args.model) / name}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\ninterrupted: nothing was written", file=sys.stderr)
+        sys.exit(130)
