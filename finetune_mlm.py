@@ -169,9 +169,7 @@ def choose_length(pretrained: Pretrained, wanted: int) -> int:
         longest = math.inf
     elif config.model_type in ("roberta", "xlm-roberta", "camembert"):
         longest -= config.pad_token_id + 1  # their positions are numbered from there
-    return int(
-        min(wanted, longest, pretrained.tokenizer.model_max_length if config.model_type != "lean_albert" else math.inf)
-    )
+    return int(min(wanted, longest))
 
 
 def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> tuple[list[Row], int]:
@@ -393,19 +391,18 @@ def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: 
 
 
 def show_table(results: dict) -> str:
-    """A line for each seed, then their mean and spread, and what the most frequent answer would score."""
-    names = list(results["mean"])
-    width = max(12, *map(len, names)) + 2
-    lines = [f"{results['task'] + ', validation':26}" + "".join(f"{name:>{width}}" for name in names)]
+    """Each metric's mean and spread over the seeds beside what the most frequent answer would score; then the seeds."""
+    columns = ("mean", "deviation", "lowest", "highest", "most frequent answer")
+    lines = [f"{results['task'] + ', validation':24}" + "".join(f"{column:>{len(column) + 3}}" for column in columns)]
+    for name, mean in results["mean"].items():
+        values = [seed["metrics"][name] for seed in results["seeds"]]
+        row = (mean, results["standard_deviation"][name], min(values), max(values), results["majority"].get(name))
+        cells = ["-" if value is None else f"{value:.3f}" for value in row]
+        lines.append(f"{name:24}" + "".join(f"{cell:>{len(c) + 3}}" for c, cell in zip(columns, cells, strict=True)))
     for seed in results["seeds"]:
-        label = f"seed {seed['seed']}, epoch {seed['best_epoch']}, {seed['seconds']:.0f} s"
-        lines.append(f"{label:26}" + "".join(f"{seed['metrics'][name]:{width}.3f}" for name in names))
-    if len(results["seeds"]) > 1:
-        lines.append(f"{'mean':26}" + "".join(f"{results['mean'][name]:{width}.3f}" for name in names))
-        deviation = results["standard_deviation"]
-        lines.append(f"{'standard deviation':26}" + "".join(f"{deviation[name]:{width}.3f}" for name in names))
-    if results["majority"]:
-        lines.append(f"{'most frequent answer':26}" + "".join(f"{results['majority'][n]:{width}.3f}" for n in names))
+        epochs = f"epoch {seed['best_epoch']} of {len(seed['history'])}"
+        score = seed["metrics"][results["metric"]]
+        lines.append(f"seed {seed['seed']}: {results['metric']} {score:.3f} in {epochs}, {seed['seconds']:,.0f} s")
     return "\n".join(lines)
 
 
