@@ -23,6 +23,7 @@ import signal
 import statistics
 import sys
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -224,15 +225,15 @@ def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> 
         )
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
         inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
+        # not char_to_token, which knows one token for a character: where a word begins with the pieces "▁" and "а",
+        # both have the place of the letter
+        tokens, encoding = defaultdict(list), encoded.encodings[0]
+        if example.spans:
+            for token, (text, (start, end)) in enumerate(zip(encoding.sequence_ids, encoding.offsets, strict=True)):
+                for character in range(start, end):
+                    tokens[text, character].append(token)
         spans = [
-            sorted(
-                {
-                    token
-                    for text, start, end in places
-                    for character in range(start, end)
-                    if (token := encoded.char_to_token(0, character, sequence_index=text)) is not None
-                }
-            )
+            sorted({token for text, start, end in places for i in range(start, end) for token in tokens[text, i]})
             for places in example.spans
         ]
         rows.append(Row(inputs, spans, example.right))

@@ -456,7 +456,9 @@ def read_file(task: Task, path: Path) -> list[tuple[str, dict]] | None:
                         records += [(where, record) for record in (task.restructure(value) if nested else [value])]
     except (KeyError, TypeError, AttributeError) as e:
         stop_for_user(f"{where} is no record of {task.name} ({e!r}): get it from {task.address}")
-    except (ValueError, csv.Error, OSError) as e:
+    except csv.Error as e:
+        stop_for_user(f"{path} cannot be read behind line {rows.line_num} ({e}): mend its quotation marks")
+    except (ValueError, OSError) as e:
         stop_for_user(f"{where} cannot be read ({e}): get it from {task.address}")
     return records
 
@@ -560,14 +562,16 @@ def load_task_file(path: str | Path) -> Task:
         hub="",
     )
     if not labels:
-        records = read_file(task, task.folder / description["train"]) or []
-        values = [record.get(label) for _, record in records if isinstance(record, dict)]
-        labels = tuple(sorted({str(value) for value in values if value not in (None, "")}))
+        train = task.folder / description["train"]
+        records = [record for _, record in read_file(task, train) or [] if isinstance(record, dict)]
+        labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
         task = dataclasses.replace(task, labels=labels)
-        if records and len(labels) < 2:
+        if not records:
+            stop_for_user(f"{train} does not exist or holds no record: mend it, or --task_file {path}")
+        if len(labels) < 2:
             stop_for_user(
-                f"--task_file {path}: {label} has the values {', '.join(labels) or 'none'} in {description['train']}, "
-                f"whose columns are {', '.join(map(str, records[0][1]))}: two labels are needed at least"
+                f"--task_file {path}: {label} has the values {', '.join(labels) or 'none'} in {train}, whose columns "
+                f"are {', '.join(records[0])}: two labels are needed at least"
             )
     return task
 
