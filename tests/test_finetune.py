@@ -344,7 +344,7 @@ def old_checkpoint(toy_model, tmp_path) -> Path:
     kept = ("hidden_size", "embedding_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
     (folder / "config.json").write_text(json.dumps({name: config[name] for name in kept} | {"vocab_size": 30000}))
     backend = AutoTokenizer.from_pretrained(toy_model).backend_tokenizer
-    backend.normalizer = normalizers.Sequence([normalizers.Replace("ё", "е"), normalizers.Lowercase()])
+    backend.normalizer = normalizers.Sequence([normalizers.Replace("ё", "о"), normalizers.Lowercase()])
     backend.save(str(folder / "tokenizer" / "tokenizer.json"))
     names = {"bos": "[CLS]", "eos": "[SEP]", "unk": "<unk>", "sep": "[SEP]", "pad": "<pad>", "cls": "[CLS]"}
     tokens = {f"{name}_token": token for name, token in names.items()}
@@ -364,7 +364,7 @@ def test_a_checkpoint_of_ruleanalbert(old_checkpoint, toy_model, tmp_path, capsy
         tokenizer = pretrained.tokenizer
         ids = (tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id)
         assert ids == (own.pad_token_id, own.cls_token_id, own.sep_token_id, own.mask_token_id) == (0, 2, 3, 4)
-        assert tokenizer.tokenize("Её ёж") == tokenizer.tokenize("ее еж") != own.tokenize("Её ёж")
+        assert tokenizer.tokenize("Её ёж") == own.tokenize("ео ож") != own.tokenize("Её ёж")
     # from there to the predictions for LiDiRus, with the same tokenizer
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:8])
     flags = ["-t", "terra", "-c", old_checkpoint, "-d", tmp_path, "--num_train_epochs", "1"]
