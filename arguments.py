@@ -4,7 +4,7 @@ Names and defaults are those of hivemind's ALBERT example, or of RuLeanALBERT fo
 real experiment, small runs come from flags. "ALL PEERS" in a help text means that every trainer of a run must use the
 same value: these values make up the run's contract, which is published on the DHT and compared when a peer joins.
 An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data, and flags
-that end in `_steps` count epochs; only --gradient_accumulation_steps counts batches.
+that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad_acc_steps count batches.
 """
 
 import ipaddress
@@ -801,7 +801,7 @@ class FinetuneArguments:
     batch_size: int = field(default=32, metadata={"help": "Samples per forward pass. As many as memory holds."})
     grad_acc_steps: int = field(
         default=1,
-        metadata={"help": "Batches per optimizer step; batch_size x grad_acc_steps samples count as one batch."},
+        metadata={"help": "Batches, not epochs, per optimizer step; batch_size x grad_acc_steps samples are one."},
     )
     learning_rate: float = field(default=1e-5, metadata={"help": "Peak; raise it for models much smaller than BERT."})
     warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps in which the learning rate rises."})

@@ -19,14 +19,20 @@ import contextlib
 import json
 import logging
 import math
+import signal
 import statistics
 import sys
 import time
+from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+if __name__ == "__main__":  # Ctrl-C while the imports below run: the end, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch.nn.functional import log_softmax
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -84,11 +90,24 @@ def load_pretrained(args: FinetuneArguments) -> Pretrained:
         )
     try:
         config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_tokenizer(name)
     except (OSError, ValueError, KeyError) as e:
         cure = "give the id of a model on the Hub, or a folder with a model and its tokenizer"
-        stop_for_user(f"{flag} {name} cannot be loaded ({str(e).splitlines()[0]}): {cure}")
+        stop_for_user(f"{flag} {name} cannot be loaded ({first_line(e)}): {cure}")
     return Pretrained(name, config, tokenizer)
+
+
+def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of a folder or id, as it was saved; for errors see from_pretrained."""
+    names = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
+    if [(Path(name) / file).is_file() for file in names] == [True, True, False]:
+        # RuLeanALBERT's: AutoTokenizer makes it an AlbertTokenizer, with that one's normalizer in place of its own
+        return transformers.PreTrainedTokenizerFast.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def load_old_checkpoint(path: Path) -> Pretrained:
@@ -100,10 +119,9 @@ def load_old_checkpoint(path: Path) -> Pretrained:
             )
     try:
         model = load_ruleanalbert(path.parent / "config.json", path)
-        # not AlbertTokenizer: it would replace the saved normalizer by its own
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent / "tokenizer")
+        tokenizer = load_tokenizer(path.parent / "tokenizer")
     except (OSError, ValueError, KeyError) as e:
-        stop_for_user(f"--checkpoint {path} cannot be loaded: {str(e).splitlines()[0]}")
+        stop_for_user(f"--checkpoint {path} cannot be loaded: {first_line(e)}")
     return Pretrained(str(path), model.config, tokenizer, model.albert)
 
 
@@ -122,7 +140,7 @@ def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
 
 
 def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch.nn.Module:
-    """The pretrained encoder with a new head; random numbers: torch's."""
+    """The pretrained encoder with a new head, or one line that names the cure; random numbers: torch's."""
     config = pretrained.config
     config.pad_token_id = pretrained.tokenizer.pad_token_id
     config.num_labels = 1 if task.head == "choices" else len(task.labels)
@@ -136,13 +154,32 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
             setattr(config, name, dropout)
     auto_class = AutoModelForSequenceClassification if task.head in ("classes", "choices") else AutoModel
     if pretrained.encoder is None:
-        model = auto_class.from_pretrained(pretrained.name, config=config, dtype=torch.float32)
+        model = load_weights(auto_class, pretrained)
     else:
-        model = auto_class.from_config(config)
+        model = auto_class.from_config(config, dtype=torch.float32)
         model.base_model.load_state_dict(pretrained.encoder.state_dict())
     if task.head == "spans":
         return SpanClassifier(model, len(task.labels), dropout)
     return EntityChooser(model, dropout) if task.head == "entities" else model
+
+
+def load_weights(auto_class: type, pretrained: Pretrained) -> torch.nn.Module:
+    """from_pretrained, which begins with random numbers without a word where the weights have other names."""
+    try:
+        model, info = auto_class.from_pretrained(
+            pretrained.name, config=pretrained.config, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        stop_for_user(f"the weights of {pretrained.name} cannot be loaded ({first_line(e)}): give another model")
+    # not every model is trained with a pooler
+    encoder = {param for name, param in model.base_model.named_parameters() if "pooler" not in name}
+    missing = [name for name, param in model.named_parameters() if name in info["missing_keys"] and param in encoder]
+    if missing:
+        stop_for_user(
+            f"{pretrained.name} has no weights for {len(missing)} of its tensors ({missing[0]}, ...): give a folder "
+            "whose weights and config.json belong together"
+        )
+    return model
 
 
 # ---------------------------------------------------------------- batches
@@ -169,7 +206,8 @@ def choose_length(pretrained: Pretrained, wanted: int) -> int:
         longest = math.inf
     elif config.model_type in ("roberta", "xlm-roberta", "camembert"):
         longest -= config.pad_token_id + 1  # their positions are numbered from there
-    return int(min(wanted, longest))
+    # batches are padded to a multiple of 8
+    return int(min(wanted, longest if longest == math.inf else longest // 8 * 8))
 
 
 def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> tuple[list[Row], int]:
@@ -187,15 +225,15 @@ def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> 
         )
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
         inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
+        # not char_to_token, which knows one token for a character: where a word begins with the pieces "▁" and "а",
+        # both have the place of the letter
+        tokens, encoding = defaultdict(list), encoded.encodings[0]
+        if example.spans:
+            for token, (text, (start, end)) in enumerate(zip(encoding.sequence_ids, encoding.offsets, strict=True)):
+                for character in range(start, end):
+                    tokens[text, character].append(token)
         spans = [
-            sorted(
-                {
-                    token
-                    for text, start, end in places
-                    for character in range(start, end)
-                    if (token := encoded.char_to_token(0, character, sequence_index=text)) is not None
-                }
-            )
+            sorted({token for text, start, end in places for i in range(start, end) for token in tokens[text, i]})
             for places in example.spans
         ]
         rows.append(Row(inputs, spans, example.right))
@@ -209,8 +247,8 @@ def collate(rows: list[Row], task: Task, tokenizer, device: torch.device) -> dic
         length], which average the tokens of each; `right` and `possible` [rows, answers]: whether an answer is right,
         and is one at all
     """
-    padded = tokenizer.pad([inputs for row in rows for inputs in row.inputs], return_tensors="pt", pad_to_multiple_of=8)
-    batch = dict(padded)
+    inputs = [inputs for row in rows for inputs in row.inputs]
+    batch = dict(tokenizer.pad(inputs, return_tensors="pt", pad_to_multiple_of=8, padding_side="right"))
     answers = max((len(row.spans) - 1 for row in rows), default=0) if task.head == "entities" else len(task.labels)
     batch["right"] = torch.zeros(len(rows), answers, dtype=torch.bool)
     batch["possible"] = torch.ones(len(rows), answers, dtype=torch.bool)
@@ -361,10 +399,11 @@ def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
     """Seeds that an earlier call has finished."""
     try:
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        seeds, settings = results["seeds"], results["settings"]
+        seeds, settings = results["seeds"], dict(results["settings"])
+        show_table(results)  # it reads all that is read of a seed
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         stop_for_user(f"{folder / 'results.json'} cannot be read ({e!r}): remove it, or choose another --output_dir")
     wanted = json.loads(json.dumps(describe_settings(args)))
     if different := [name for name in wanted if settings.get(name) != wanted[name]]:
@@ -407,6 +446,7 @@ def show_table(results: dict) -> str:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     (args,) = parse_arguments(FinetuneArguments, description=__doc__)
     setup_logging("finetune")
     if args.task is not None and args.task not in TASKS:
@@ -423,6 +463,7 @@ def main() -> None:
     examples = load_examples(task, args.data_dir)
     pretrained = load_pretrained(args)
     check_tokenizer(pretrained, is_own=args.checkpoint is not None)
+    make_task_model(pretrained, task, args.dropout)  # what is wrong is said before anything is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:

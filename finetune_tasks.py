@@ -20,7 +20,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.utils import disable_progress_bars
 from safetensors.torch import save_file
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
@@ -156,7 +160,9 @@ def find_label(record: dict, task: Task) -> list[int] | None:
         return [spellings.index(str(value).lower())]
     if value is None or value == "" or value == -1:
         return None
-    if isinstance(value, int) and 0 <= value < len(task.labels):
+    # 0 is not the first of the labels 1, 2 and 3
+    has_numbers = any(spelling.lstrip("-").isdigit() for spelling in spellings) and not isinstance(value, bool)
+    if isinstance(value, int) and 0 <= value < len(task.labels) and not has_numbers:
         return [int(value)]
     raise ValueError(f"{task.label_column} {value!r} is none of {', '.join(map(str, task.labels))}")
 
@@ -180,6 +186,7 @@ def read_choices(record: dict, task: Task) -> Example:
 
 def read_answer(record: dict, task: Task) -> Example:
     """MuSeRC: a paragraph, and one answer behind its question."""
+    check_index(record, "paragraph", "question", "answer")
     texts = [(record["paragraph"], f"{record['question']} {record['answer']}")]
     return Example(record, texts, find_label(record, task))
 
@@ -225,16 +232,32 @@ def find_phrase(text: str, index: int, phrase: str) -> tuple[int, int]:
 
 def read_gap(record: dict, task: Task) -> Example:
     """RuCoS: the places of all entities in the passage, and of the gap in the query."""
+    check_index(record, "passage", "query")
     passage, query = record["passage"], record["query"]
+    # once each: an entity may be named at many places
+    trimmed = {name: dict.fromkeys(filter(None, map(trim, record.get(name) or ()))) for name in ("entities", "answers")}
+    record = record | {name: list(texts) for name, texts in trimmed.items()}
     gap = query.find("@placeholder")
     if gap < 0:
         raise ValueError("the query has no @placeholder")
-    entities = record["entities"]
+    entities, answers = record["entities"], record["answers"]
+    if not entities:
+        raise ValueError("there are no entities to choose from")
     spans = [[(1, gap, gap + len("@placeholder"))]]
     spans += [[(0, *match.span()) for match in re.finditer(re.escape(entity), passage)] for entity in entities]
-    answers = record.get("answers") or []
     right = [number for number, entity in enumerate(entities) if entity in answers]
     return Example(record, [(passage, query)], right if answers else None, spans)
+
+
+def check_index(record: dict, *names: str) -> None:
+    if not isinstance(record["idx"], dict) or not all(name in record["idx"] for name in names):
+        raise ValueError(f"idx {record['idx']!r} does not hold {', '.join(names)}")
+
+
+def trim(entity: str) -> str:
+    """Without what no metric looks at. The Hub's entities hold one character too many: "Абхазии ", "Спартак»"."""
+    entity = entity.strip(string.whitespace + string.punctuation)
+    return entity if "«" in entity else entity.rstrip("»")
 
 
 # ---------------------------------------------------------------- the benchmark's own files, as the Hub's records
@@ -260,18 +283,12 @@ def restructure_spans(line: dict) -> list[dict]:
 
 def restructure_entities(line: dict) -> list[dict]:
     text = line["passage"]["text"]
-    trimmed = [
-        text[place["start"] : place["end"]].strip(" " + string.punctuation) for place in line["passage"]["entities"]
-    ]
     return [
         {
             "passage": text,
             "query": question["query"],
-            "answers": list(
-                dict.fromkeys(a["text"].strip(" " + string.punctuation) for a in question.get("answers") or [])
-            ),
-            # once each: an entity may be named at many places
-            "entities": list(dict.fromkeys(entity for entity in trimmed if entity)),
+            "answers": [answer["text"] for answer in question.get("answers") or []],
+            "entities": [text[place["start"] : place["end"]] for place in line["passage"]["entities"]],
             "idx": {"passage": line["idx"], "query": question["idx"]},
         }
         for question in line["qas"]
@@ -311,7 +328,7 @@ TASKS = {
     ),
     "muserc": Task(
         "MuSeRC",
-        ("paragraph", "question", "answer"),
+        ("paragraph", "question", "answer", "idx"),
         read_answer,
         measure_answers,
         labels=(0, 1),
@@ -336,10 +353,11 @@ TASKS = {
     ),
     "rucos": Task(
         "RuCoS",
-        ("passage", "query", "entities"),
+        ("passage", "query", "entities", "idx"),
         read_gap,
         measure_entities,
         head="entities",
+        label_column="answers",
         restructure=restructure_entities,
     ),
     "lidirus": Task(
@@ -352,7 +370,7 @@ TASKS = {
     ),
     "rucola": Task(
         "RuCoLA",
-        ("sentence",),
+        ("id", "sentence"),
         read_texts("sentence"),
         measure_domains,
         labels=(0, 1),
@@ -384,7 +402,7 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     else:
         splits = {split: read_file(task, folder / name) for split, name in task.files.items()}
         # who only wants to know how good a model is has no use for the test's unlabelled texts
-        required = [split for split in splits if split != "test" or len(splits) == 1]
+        required = [split for split in splits if split != "test" or len(splits) == 1 or task.folder]
         for split in required:
             if splits[split] is None:
                 stop_for_user(f"{folder / task.files[split]} does not exist: get it from {task.address}")
@@ -398,8 +416,12 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
         where = f"the {split} data of {task.name}"
         if split in examples and not examples[split]:
             stop_for_user(f"{where} is empty: get it from {task.address}")
-        if any(example.right is None for example in examples.get(split, ())):
-            stop_for_user(f"{where} has records without {task.label_column}: is it the test data?")
+        for example in examples.get(split, ()):
+            if example.right is None:
+                found = ", ".join(map(str, example.record))
+                stop_for_user(f"{where} has a record without {task.label_column}, with {found}: is it the test data?")
+    if not any(examples.values()):
+        stop_for_user(f"the data of {task.name} is empty: get it from {task.address}")
     return examples
 
 
@@ -413,24 +435,31 @@ def read_file(task: Task, path: Path) -> list[tuple[str, dict]] | None:
     """Records of a .csv, .tsv or JSON-lines file, each with where it stands; None: no such file."""
     if not path.is_file():
         return None
-    records = []
+    records, where = [], path
     try:
         # utf-8-sig: some of the benchmark's files begin with a byte order mark
         with open(path, encoding="utf-8-sig", newline="") as file:
             if path.suffix in (".csv", ".tsv"):
                 rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-                return [(f"{path}, line {rows.line_num}", row) for row in rows]
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where, value = f"{path}, line {number}", json.loads(line)
-                    try:
+                for row in rows:
+                    where = f"{path}, line {rows.line_num}"
+                    if None in row:
+                        raise ValueError(f"more than the header's {len(rows.fieldnames)} columns")
+                    records.append((where, row))
+            else:
+                for number, line in enumerate(file, start=1):
+                    where = f"{path}, line {number}"
+                    if line.strip():
+                        value = json.loads(line)
                         # a file with the Hub's own fields is understood too
                         nested = task.restructure and not all(column in value for column in task.columns)
                         records += [(where, record) for record in (task.restructure(value) if nested else [value])]
-                    except (KeyError, TypeError) as e:
-                        stop_for_user(f"{where} is no record of {task.name} ({e!r}): get it from {task.address}")
-    except (ValueError, csv.Error, OSError) as e:
-        stop_for_user(f"{path} cannot be read ({e}): get it from {task.address}")
+    except (KeyError, TypeError, AttributeError) as e:
+        stop_for_user(f"{where} is no record of {task.name} ({e!r}): get it from {task.address}")
+    except csv.Error as e:
+        stop_for_user(f"{path} cannot be read behind line {rows.line_num} ({e}): mend its quotation marks")
+    except (ValueError, OSError) as e:
+        stop_for_user(f"{where} cannot be read ({e}): get it from {task.address}")
     return records
 
 
@@ -445,39 +474,46 @@ def make_examples(task: Task, records: list[tuple[str, dict]]) -> list[Example]:
                 f"found are {', '.join(map(str, found)) or 'none'}"
             )
         try:
-            examples.append(task.make_example(record, task))
+            example = task.make_example(record, task)
+            for text in (text for pair in example.texts for text in pair):
+                if not isinstance(text, str | None):
+                    raise ValueError(f"{text!r} is no text")
         except (ValueError, TypeError, AttributeError) as e:
             stop_for_user(f"{where}: {e}")
+        examples.append(example)
     return examples
 
 
 def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str, dict]]]:
-    """Records of the Hub's Parquet conversion: the data set's own script is not run any more."""
-    files = " and ".join(f"{Path(data_dir) / task.name / name}" for name in task.files.values())
+    """Records of the Hub's Parquet conversion (the data set's own script is not run any more), kept in its cache."""
+    here = Path(data_dir) / task.name
+    files = ", ".join(str(here / name) for name in task.files.values())
     cure = f"get {files} from {task.address}, or give --data_dir"
     if not task.hub:
-        stop_for_user(f"no folder {Path(data_dir) / task.name}: {cure}")
-    import datasets
-    from huggingface_hub import HfFileSystem
-    from huggingface_hub.errors import HfHubHTTPError
-
-    root = f"datasets/{task.hub}@refs/convert/parquet/{task.name.lower()}"
+        stop_for_user(f"no folder {here}: {cure}")
+    revision, name = "refs/convert/parquet", task.name.lower()
+    disable_progress_bars()
     try:
-        paths = sorted(HfFileSystem().glob(f"{root}/**/*.parquet"))
-        splits = {split: [path for path in paths if split in path.removeprefix(root)] for split in task.files}
-        data_files = {split: [f"hf://{path}" for path in found] for split, found in splits.items() if found}
-        if not data_files:
-            stop_for_user(f"no folder {Path(data_dir) / task.name}, and nothing in {root} on the Hub: {cure}")
-        loaded = datasets.load_dataset("parquet", data_files=data_files)
-    except (OSError, HfHubHTTPError, ValueError, RuntimeError) as e:
+        snapshot = snapshot_download(task.hub, repo_type="dataset", revision=revision, allow_patterns=f"{name}/*")
+        # NAME/train/0000.parquet, or NAME/russian_super_glue-train.parquet
+        paths = sorted(Path(snapshot, name).rglob("*.parquet"))
+        splits = {split: [path for path in paths if split in str(path.relative_to(snapshot))] for split in task.files}
+        records = {
+            split: [
+                (f"{task.hub}, {split}, row {row}", record)
+                for row, record in enumerate(r for path in found for r in pyarrow.parquet.read_table(path).to_pylist())
+            ]
+            for split, found in splits.items()
+            if found
+        }
+    except (OSError, ValueError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
+        stop_for_user(f"no folder {here}, and {task.hub} cannot be loaded from the Hub ({reason}): {cure}")
+    if missing := [split for split in task.files if split not in records]:
         stop_for_user(
-            f"no folder {Path(data_dir) / task.name}, and {root} cannot be loaded from the Hub ({reason}): {cure}"
+            f"no folder {here}, and no {' and '.join(missing)} data of {name} in {task.hub} on the Hub: {cure}"
         )
-    return {
-        split: [(f"{task.hub}, {split}, row {row}", record) for row, record in enumerate(rows)]
-        for split, rows in loaded.items()
-    }
+    return records
 
 
 def load_task_file(path: str | Path) -> Task:
@@ -502,27 +538,41 @@ def load_task_file(path: str | Path) -> Task:
     if missing or unknown:
         problem = f"has no {', '.join(missing)}" if missing else f"has an unknown field {', '.join(unknown)}"
         stop_for_user(f"--task_file {path} {problem}: its fields are {', '.join(known)}")
+    for name, value in description.items():
+        kind, word = (list, "a list") if name == "labels" else (str, "a text")
+        if not isinstance(value, kind) or not value:
+            stop_for_user(f"--task_file {path}: {name} is {value!r}, and should be {word}")
     metric = description.get("metric", "accuracy")
     if metric not in METRICS:
         stop_for_user(f"--task_file {path}: the metric {metric} is none of {', '.join(METRICS)}")
     text, pair, label = description["text"], description.get("text_pair"), description["label"]
-    labels = tuple(description.get("labels") or ())
+    labels = tuple(description.get("labels", ()))
     task = Task(
-        description.get("name", Path(path).stem),
+        # of a file with predictions, and of a folder
+        description.get("name", Path(path).stem).replace("/", "_"),
         (text, pair) if pair else (text,),
         read_texts(text, pair),
         METRICS[metric],
         labels=labels,
         label_column=label,
         id_column=description.get("id", ""),
-        files={split: description[split] for split in ("train", "validation", "test") if description.get(split)},
+        files={split: description[split] for split in ("train", "validation", "test") if split in description},
         folder=Path(path).parent,
         address=f"where {path} says",
         hub="",
     )
     if not labels:
-        values = {str(record.get(label)) for _, record in read_file(task, task.folder / description["train"]) or []}
-        task = dataclasses.replace(task, labels=tuple(sorted(values)))
+        train = task.folder / description["train"]
+        records = [record for _, record in read_file(task, train) or [] if isinstance(record, dict)]
+        labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
+        task = dataclasses.replace(task, labels=labels)
+        if not records:
+            stop_for_user(f"{train} does not exist or holds no record: mend it, or --task_file {path}")
+        if len(labels) < 2:
+            stop_for_user(
+                f"--task_file {path}: {label} has the values {', '.join(labels) or 'none'} in {train}, whose columns "
+                f"are {', '.join(records[0])}: two labels are needed at least"
+            )
     return task
 
 
@@ -531,10 +581,10 @@ def load_task_file(path: str | Path) -> Task:
 
 def format_predictions(task: Task, examples: list[Example], predictions: Sequence[int]) -> tuple[str, str]:
     """Name and content of the file with predictions, as the leaderboard takes it."""
-    if task.name == "RuCoLA":
+    if task is TASKS["rucola"]:
         lines = [f"{e.record['id']},{task.labels[p]}" for e, p in zip(examples, predictions, strict=True)]
         return "RuCoLA.csv", "\n".join(["id,acceptable", *lines]) + "\n"
-    if task.name == "MuSeRC":
+    if task is TASKS["muserc"]:
         paragraphs = defaultdict(lambda: defaultdict(list))
         for example, predicted in zip(examples, predictions, strict=True):
             index = example.record["idx"]
@@ -544,7 +594,7 @@ def format_predictions(task: Task, examples: list[Example], predictions: Sequenc
             {"idx": number, "passage": {"questions": [{"idx": n, "answers": a} for n, a in questions.items()]}}
             for number, questions in paragraphs.items()
         ]
-    elif task.name == "RuCoS":
+    elif task is TASKS["rucos"]:
         rows = [
             {"idx": example.record["idx"]["passage"], "label": example.record["entities"][predicted]}
             for example, predicted in zip(examples, predictions, strict=True)

@@ -11,16 +11,29 @@ accuracy where the data have labels.
 
 import json
 import logging
+import signal
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # Ctrl-C while the imports below run: the end, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
 import transformers
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from arguments import PredictArguments, parse_arguments, stop_for_user
 from checkpoint import write_file
-from finetune_mlm import Pretrained, check_tokenizer, choose_length, encode, predict
+from finetune_mlm import (
+    Pretrained,
+    check_tokenizer,
+    choose_length,
+    encode,
+    first_line,
+    load_tokenizer,
+    load_weights,
+    predict,
+)
 from finetune_tasks import TASKS, format_predictions, load_examples
 from utils import setup_logging
 
@@ -33,29 +46,36 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
     cure = "give the --output_dir of python finetune_mlm.py -t terra"
     try:
         task = json.loads((folder / "results.json").read_text(encoding="utf-8"))["task"]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, LookupError, TypeError) as e:
         stop_for_user(f"--model {folder} is no run of finetune_mlm.py ({e!r}): {cure}")
     if task != "TERRa":
         stop_for_user(f"--model {folder} was tuned for {task}: {cure}")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    name = folder / "model" if args.arch == "lean_albert" else args.arch
+    saved = folder / "model"
     try:
-        model = AutoModelForSequenceClassification.from_pretrained(folder / "model", dtype=torch.float32)
-    except (OSError, ValueError) as e:
-        stop_for_user(f"{folder / 'model'} cannot be loaded ({str(e).splitlines()[0]}): {cure}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        config, tokenizer = AutoConfig.from_pretrained(saved), load_tokenizer(saved)
     except (OSError, ValueError, KeyError) as e:
-        stop_for_user(
-            f"--arch {name} holds no tokenizer ({str(e).splitlines()[0]}): give lean_albert, an id or a folder"
-        )
-    pretrained = Pretrained(str(name), model.config, tokenizer)
-    check_tokenizer(pretrained, is_own=args.arch == "lean_albert" and model.config.model_type == "lean_albert")
-    return pretrained, model
+        stop_for_user(f"{saved} cannot be loaded ({first_line(e)}): {cure}")
+    pretrained = Pretrained(str(saved), config, tokenizer)
+    if args.arch != "lean_albert":
+        try:
+            pretrained.tokenizer = load_tokenizer(args.arch)
+        except (OSError, ValueError, KeyError) as e:
+            stop_for_user(
+                f"--arch {args.arch} holds no tokenizer ({first_line(e)}): give lean_albert, an id or a folder"
+            )
+        if pretrained.tokenizer.get_vocab() != tokenizer.get_vocab():
+            stop_for_user(
+                f"--arch {args.arch} has {len(pretrained.tokenizer):,} pieces that are not the {len(tokenizer):,} of "
+                "the run's tokenizer: give lean_albert, which takes that one"
+            )
+    check_tokenizer(pretrained, is_own=config.model_type == "lean_albert")
+    return pretrained, load_weights(AutoModelForSequenceClassification, pretrained)
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     (args,) = parse_arguments(PredictArguments, description=__doc__)
     setup_logging("finetune")
     task = TASKS["lidirus"]

@@ -54,3 +54,15 @@ def tiny_data(tmp_path_factory) -> dict[str, Path]:
     command += ["--seq_length", "32", "--text_files", *files]
     subprocess.run([str(word) for word in [*command, *sum(flags.items(), ())]], cwd=ROOT, check=True)
     return flags
+
+
+@pytest.fixture(scope="session")
+def toy_model(tmp_path_factory) -> Path:
+    """Folder of a tiny LeanALBERT, untrained, and its tokenizer, for the toy tasks of finetune_data.py."""
+    import finetune_data as toys
+
+    records = [*toys.make_toy_pairs(), *toys.make_toy_choices(), *toys.make_toy_spans()]
+    texts = [text for record in records for text in record.values() if isinstance(text, str)]
+    folder = tmp_path_factory.mktemp("toy") / "model"
+    toys.write_model(folder, texts)
+    return folder

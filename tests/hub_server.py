@@ -1,4 +1,4 @@
-"""The part of the Hugging Face Hub's HTTP protocol that uploads and downloads of a model use, on loopback.
+"""The part of the Hugging Face Hub's HTTP protocol that uploads of a model and downloads use, on loopback.
 
 It speaks to huggingface_hub as the Hub does without Xet: create a repository, validate a card, choose how each file
 travels (preupload), large files through Git LFS, one commit in lines of JSON; then from_pretrained("ORG/NAME"). A test
@@ -235,9 +235,9 @@ ROUTES = [
     ("PUT", "/large/([0-9a-f]{64})", Handler.put_large_file),
     ("POST", f"/{REPO}/verify", Handler.verify),
     ("POST", f"/api/models/{REPO}/commit/main", Handler.commit),
-    ("GET", f"/api/models/{REPO}(?:/revision/main)?", Handler.describe),
-    ("GET", f"/api/models/{REPO}/tree/[^/]+", Handler.list_files),
-    ("GET", f"/{REPO}/resolve/[^/]+/(.+)", Handler.get_file),
+    ("GET", f"/api/(?:models|datasets)/{REPO}(?:/revision/.+)?", Handler.describe),
+    ("GET", f"/api/(?:models|datasets)/{REPO}/tree/[^/]+", Handler.list_files),
+    ("GET", f"/(?:datasets/)?{REPO}/resolve/[^/]+/(.+)", Handler.get_file),
 ]
 
 if __name__ == "__main__":

@@ -1,0 +1,191 @@
+"""Small data in the schemas of RussianSuperGLUE and RuCoLA, toy tasks that a tiny model can learn, and that model."""
+
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from arguments import TokenizeArguments
+from lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
+from tokenize_wikitext103 import train_tokenizer
+
+
+def place(text: str, word: str) -> dict[str, int]:
+    """Where a word stands."""
+    return {"start": text.index(word), "end": text.index(word) + len(word)}
+
+
+LEAVES = "Осенью с клёна падают листья. Дворник Фёдор их метёт."
+NEWS = "Анна Лебедева живёт в Омске. В Омске Анна Лебедева встретила Егора."
+QUERY = "Теперь Егор и @placeholder ищут квартиру."
+BOW, ONION = "Охотник взял лук и стрелы.", "На кухне резали лук."
+WINOGRAD = "Миска не влезла в шкаф, потому что она велика."
+
+#: task -> (a line of the benchmark's own file, records of the Hub, (texts, right, texts at the spans) of each)
+RECORDS = {
+    "rcb": (
+        {"premise": "Мать сказала, что суп готов.", "hypothesis": "Суп готов.", "label": "entailment", "idx": 4}
+        | {"verb": "сказать", "negation": "no_negation"},
+        [{"premise": "Мать сказала, что суп готов.", "hypothesis": "Суп готов.", "label": 0, "idx": 4}],
+        [([("Мать сказала, что суп готов.", "Суп готов.")], [0], [])],
+    ),
+    "terra": (
+        {"premise": "Дождь шёл всю ночь.", "hypothesis": "Ночь была сухой.", "label": "not_entailment", "idx": 4},
+        [{"premise": "Дождь шёл всю ночь.", "hypothesis": "Ночь была сухой.", "label": 1, "idx": 4}],
+        [([("Дождь шёл всю ночь.", "Ночь была сухой.")], [1], [])],
+    ),
+    "danetqa": (
+        {"question": "Падают ли листья с клёна?", "passage": LEAVES, "label": True, "idx": 4},
+        [{"question": "Падают ли листья с клёна?", "passage": LEAVES, "label": 1, "idx": 4}],
+        [([(LEAVES, "Падают ли листья с клёна?")], [1], [])],
+    ),
+    "parus": (
+        {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она красная.", "question": "cause"}
+        | {"label": 0, "idx": 4},
+        [
+            {"premise": "Чашка упала.", "choice1": "Её задел кот.", "choice2": "Она красная.", "question": "cause"}
+            | {"label": 0, "idx": 4}
+        ],
+        # the cause stands before the effect
+        [([("Её задел кот.", "Чашка упала."), ("Она красная.", "Чашка упала.")], [0], [])],
+    ),
+    "muserc": (
+        {
+            "idx": 4,
+            "passage": {
+                "text": LEAVES,
+                "questions": [
+                    {
+                        "idx": 2,
+                        "question": "Кто метёт листья?",
+                        "answers": [{"idx": 7, "text": "Фёдор", "label": 1}, {"idx": 8, "text": "Клён", "label": 0}],
+                    }
+                ],
+            },
+        },
+        [
+            {"paragraph": LEAVES, "question": "Кто метёт листья?", "answer": answer, "label": label}
+            | {"idx": {"paragraph": 4, "question": 2, "answer": number}}
+            for answer, label, number in (("Фёдор", 1, 7), ("Клён", 0, 8))
+        ],
+        [([(LEAVES, "Кто метёт листья? Фёдор")], [1], []), ([(LEAVES, "Кто метёт листья? Клён")], [0], [])],
+    ),
+    "russe": (
+        {"word": "лук", "sentence1": BOW, "sentence2": ONION, "start1": 13, "end1": 16, "start2": 16, "end2": 19}
+        | {"label": False, "idx": 4, "gold_sense1": 1, "gold_sense2": 2},
+        [
+            {"word": "лук", "sentence1": BOW, "sentence2": ONION, "start1": 13, "end1": 16, "start2": 16, "end2": 19}
+            | {"label": 0, "idx": 4, "gold_sense1": 1, "gold_sense2": 2}
+        ],
+        [([(BOW, ONION)], [0], [["лук"], ["лук"]])],
+    ),
+    "rwsd": (
+        {"text": WINOGRAD, "label": True, "idx": 4}
+        | {"target": {"span1_index": 0, "span1_text": "Миска", "span2_index": 7, "span2_text": "она велика"}},
+        [
+            {"text": WINOGRAD, "label": 1, "idx": 4}
+            | {"span1_index": 0, "span1_text": "Миска", "span2_index": 7, "span2_text": "она велика"}
+        ],
+        [([(WINOGRAD, None)], [1], [["Миска"], ["она велика"]])],
+    ),
+    "rucos": (
+        {
+            "idx": 4,
+            "passage": {
+                "text": NEWS,
+                "entities": [
+                    place(NEWS, "Анна Лебедева"),
+                    place(NEWS, "Омске"),
+                    {"start": 31, "end": 36},  # Omsk once more
+                    place(NEWS, "Егора"),
+                ],
+            },
+            "qas": [{"idx": 9, "query": QUERY, "answers": [{"start": 0, "end": 13, "text": "Анна Лебедева"}]}],
+        },
+        # the Hub's entities hold the character behind them too
+        [
+            {"passage": NEWS, "query": QUERY, "entities": ["Анна Лебедева ", "Омске.", "Омске ", "Егора."]}
+            | {"answers": ["Анна Лебедева"], "idx": {"passage": 4, "query": 9}}
+        ],
+        [([(NEWS, QUERY)], [0], [["@placeholder"], ["Анна Лебедева"] * 2, ["Омске"] * 2, ["Егора"]])],
+    ),
+    "lidirus": (
+        {"sentence1": "Чай остыл.", "sentence2": "Чай был горячим.", "label": "entailment", "idx": 4, "logic": ""},
+        [{"sentence1": "Чай остыл.", "sentence2": "Чай был горячим.", "label": 0, "idx": 4, "logic": ""}],
+        [([("Чай остыл.", "Чай был горячим.")], [0], [])],
+    ),
+}
+
+NAMES = ["Анна", "Борис", "Вера", "Глеб", "Дарья", "Егор", "Жанна", "Захар"]
+PLACES = ["школе", "лесу", "городе", "театре"]
+
+
+def write_lines(path: Path, records: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+
+
+def write_toy_task(folder: Path, name: str, records: list[dict], label: str = "label") -> None:
+    """As the benchmark's own files; what is learned is measured on the training data."""
+    for split in ("train", "val"):
+        write_lines(folder / name / f"{split}.jsonl", records)
+    write_lines(folder / name / "test.jsonl", [{k: v for k, v in record.items() if k != label} for record in records])
+
+
+def make_toy_pairs() -> list[dict]:
+    """32 records in TERRa's schema: the hypothesis follows unless it denies."""
+    return [
+        {"premise": f"{name} сегодня в {where}.", "hypothesis": f"{name} {'не ' * denied}в {where}."}
+        | {"label": "not_entailment" if denied else "entailment", "idx": 2 * number + denied}
+        for number, (name, where) in enumerate(itertools.product(NAMES[:4], PLACES))
+        for denied in (False, True)
+    ]
+
+
+def make_toy_choices() -> list[dict]:
+    """32 records in PARus's schema: who was in the rain is wet, whichever choice that is."""
+    return [
+        {"premise": f"{name} под дождём в {where}.", "question": "effect", "label": number % 2, "idx": number}
+        | dict(zip(("choice1", "choice2") if number % 2 == 0 else ("choice2", "choice1"), outcomes, strict=True))
+        for number, (name, where) in enumerate(itertools.product(NAMES, PLACES))
+        for outcomes in [(f"{name} весь мокрый.", f"{name} весь сухой.")]
+    ]
+
+
+def make_toy_spans() -> list[dict]:
+    """32 records in RWSD's schema: cat and dog stand in each text, and only the span says which one is meant."""
+    return [
+        {
+            "text": f"Кот и пёс живут в {where}, и {name} знает, что он сыт.",
+            "label": who == "Кот",
+            "idx": 2 * number + i,
+        }
+        | {"target": {"span1_text": who, "span1_index": 2 * i, "span2_text": "он сыт", "span2_index": 10}}
+        for number, (name, where) in enumerate(itertools.product(NAMES[:4], PLACES))
+        for i, who in enumerate(("Кот", "пёс"))
+    ]
+
+
+def make_toy_gaps() -> list[dict]:
+    """32 records in RuCoS's schema: it is always the place that is asked for, wherever among the entities it stands."""
+    records = []
+    for number, (name, where) in enumerate(itertools.product(NAMES, PLACES)):
+        text = f"{name} сегодня в {where}." if number % 2 else f"Сегодня в {where} {name}."
+        places = sorted((place(text, word) for word in (name, where)), key=lambda found: found["start"])
+        records.append(
+            {"idx": number, "passage": {"text": text, "entities": places}}
+            | {"qas": [{"idx": number, "query": "Завтра тоже в @placeholder.", "answers": [{"text": where}]}]}
+        )
+    return records
+
+
+def write_model(folder: Path, texts: list[str], pieces: int = 300, hidden: int = 64, **options) -> None:
+    """A LeanALBERT of two layers that has learned nothing, with a tokenizer that has seen these texts."""
+    wanted = TokenizeArguments(train_tokenizer=True, vocab_size=pieces, keep_accents=True)
+    tokenizer = train_tokenizer([texts], wanted)
+    torch.manual_seed(0)
+    shape = dict(hidden_size=hidden, embedding_size=hidden, intermediate_size=2 * hidden, num_attention_heads=4)
+    config = LeanAlbertConfig(vocab_size=len(tokenizer), num_hidden_layers=2, **shape, **options)
+    LeanAlbertForPreTraining(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

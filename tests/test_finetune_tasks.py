@@ -1,0 +1,470 @@
+"""finetune_tasks.py: each task's records in both schemas, metrics against hand-computed figures, files to hand in."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from finetune_data import BOW, QUERY, RECORDS, write_lines
+from torch.nn.functional import cross_entropy
+from transformers import AlbertTokenizer
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from arguments import FinetuneArguments
+from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained, order_batches
+from finetune_tasks import (
+    TASKS,
+    Example,
+    find_phrase,
+    find_word,
+    format_predictions,
+    load_examples,
+    load_task_file,
+    make_examples,
+    predict_majority,
+)
+
+CPU = torch.device("cpu")
+
+
+def spell(example: Example) -> tuple:
+    """Texts, right answers, and what is written at the places of each span."""
+    places = [[example.texts[0][text][start:end] for text, start, end in span] for span in example.spans]
+    return example.texts, example.right, [found[0] if len(found) == 1 else found for found in places]
+
+
+def refuse(capsys, *words: str) -> str:
+    """What stopped the user: one line, with these words."""
+    [line] = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in words), line
+    return line
+
+
+def drop_labels(value):
+    """A line as it stands in the test data."""
+    if isinstance(value, dict):
+        return {name: drop_labels(part) for name, part in value.items() if name != "label"}
+    return [drop_labels(part) for part in value] if isinstance(value, list) else value
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_examples_in_both_schemas(name, tmp_path):
+    task = TASKS[name]
+    line, records, expected = RECORDS[name]
+    expected = [
+        (texts, right, [s[0] if isinstance(s, list) and len(s) == 1 else s for s in spans])
+        for texts, right, spans in expected
+    ]
+    for file in task.files.values():
+        write_lines(tmp_path / task.name / file, [line])
+    for split, examples in load_examples(task, tmp_path).items():
+        assert [spell(example) for example in examples] == expected, split
+    assert [spell(example) for example in make_examples(task, [("the Hub", record) for record in records])] == expected
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_test_data_have_no_labels(name, tmp_path):
+    task = TASKS[name]
+    line, records, expected = RECORDS[name]
+    for file in task.files.values():
+        write_lines(tmp_path / task.name / file, [line])
+    if name == "rucos":
+        bare = line | {"qas": [{"idx": 9, "query": QUERY}]}
+        records = [record | {"answers": []} for record in records]
+    else:
+        bare = drop_labels(line)
+        records = [record | {"label": -1} for record in records]
+    write_lines(tmp_path / task.name / task.files["test"], [bare])
+    examples = load_examples(task, tmp_path)["test"]
+    assert [(example.texts, example.right) for example in examples] == [(texts, None) for texts, _, _ in expected]
+    assert [e.right for e in make_examples(task, [("the Hub", record) for record in records])] == [None] * len(expected)
+
+
+def test_rucola(tmp_path):
+    folder = tmp_path / "rucola"  # however it is spelled
+    folder.mkdir()
+    header = "id,sentence,acceptable,error_type,detailed_source\n"
+    (folder / "in_domain_train.csv").write_text(
+        header + '0,"Кот спит, а пёс нет.",1,0,Book\n1,Кот спят.,0,Syntax,Book\n'
+    )
+    (folder / "in_domain_dev.csv").write_text(header + "0,Идёт дождь.,1,0,Book\n")
+    # some files begin with a byte order mark
+    (folder / "out_of_domain_dev.csv").write_text("\ufeff" + header + "0,Дождь идут.,0,Syntax,Web\n")
+    (folder / "test.csv").write_text("id,sentence\n7,Снег идёт.\n")
+    examples = load_examples(TASKS["rucola"], tmp_path)
+    assert {split: [spell(example) for example in part] for split, part in examples.items()} == {
+        "train": [([("Кот спит, а пёс нет.", None)], [1], []), ([("Кот спят.", None)], [0], [])],
+        "validation": [([("Идёт дождь.", None)], [1], []), ([("Дождь идут.", None)], [0], [])],
+        "test": [([("Снег идёт.", None)], None, [])],
+    }
+    assert [example.record["domain"] for example in examples["validation"]] == ["in_domain", "out_of_domain"]
+
+
+@pytest.mark.parametrize(
+    "start, end, expected",
+    [
+        (13, 16, "лук"),
+        (12, 17, "лук"),  # with spaces
+        (13, 15, "лук"),  # ends in the middle of the word
+        (8, 12, "лук"),  # of another word
+        (13, 99, "лук"),  # ends behind the text
+        (80, 90, "лук"),  # lies behind it
+    ],
+)
+def test_defects_of_russe(start, end, expected):
+    # a hard space, as in some of the sentences
+    record = RECORDS["russe"][1][0] | {"sentence1": BOW.replace(" лук", "\xa0лук"), "start1": start, "end1": end}
+    [example] = make_examples(TASKS["russe"], [("here", record)])
+    assert spell(example)[2] == [expected, "лук"]
+    assert example.texts[0][0] == BOW
+
+
+def test_a_word_is_found_in_its_forms_and_at_its_place():
+    text = "Духи и духами, духота"
+    assert text[slice(*find_word(text, 7, 13, "духи"))] == "духами"
+    assert text[slice(*find_word(text, 0, 4, "дух"))] == "Духи"
+    # of the neighbour: the likest word of the text, of equal ones the nearest
+    assert find_word("лук и лук и лук", 10, 11, "лук") == (12, 15)
+    assert find_word("лук и лук и лук", 4, 5, "лук") == (6, 9)
+    assert find_word("...", 0, 1, "лук") == (0, 3)
+
+
+def test_a_phrase_is_found_by_the_number_of_its_word():
+    text = "Оля звала Таню, но она её не слышала: она спала."
+    assert find_phrase(text, 4, "она") == (19, 22)
+    assert find_phrase(text, 8, "она спала") == (38, 47)
+    assert find_phrase(text, 8, "она") == (38, 41)
+    assert text[slice(*find_phrase(text, 0, "оля"))] == "Оля"
+    # not in the text, as written: the word of that number, and never one that is not there
+    assert text[slice(*find_phrase(text, 2, "Таня"))] == "Таню,"
+    assert text[slice(*find_phrase(text, 99, "Таня"))] == "спала."
+
+
+def test_answers_of_rucos():
+    record = RECORDS["rucos"][1][0]
+    [example] = make_examples(TASKS["rucos"], [("here", record | {"answers": ["Егора", "Омске"]})])
+    assert example.right == [1, 2]
+    assert example.record["entities"] == ["Анна Лебедева", "Омске", "Егора"]
+    # labelled, but the answer is not among the entities: nothing to learn from, and wrong whatever is chosen
+    [example] = make_examples(TASKS["rucos"], [("here", record | {"answers": ["Москве"]})])
+    assert example.right == []
+    # at the passage's end the Hub's entity has nothing behind it; a quotation mark may be part of it
+    club = record | {"passage": "Победил «Луч». Ликует вся партия «Завод» и Тула", "answers": ["Луч"]}
+    [example] = make_examples(TASKS["rucos"], [("here", club | {"entities": ["Луч»", "партия «Завод» ", "Тула"]})])
+    assert (example.record["entities"], example.right) == (["Луч", "партия «Завод»", "Тула"], [0])
+
+
+@pytest.mark.parametrize(
+    "name, change, words",
+    [
+        ("terra", {"label": "perhaps"}, ["'perhaps'", "entailment, not_entailment"]),
+        ("terra", {"label": 2}, ["2", "entailment, not_entailment"]),
+        ("terra", {"premise": None}, ["premise", "hypothesis", "found are"]),
+        ("terra", {"premise": 7}, ["7", "no text"]),
+        ("russe", {"start1": "here"}, ["here"]),
+        ("muserc", {"idx": 3}, ["idx 3", "paragraph, question, answer"]),
+        ("rucos", {"query": "Где?"}, ["@placeholder"]),
+        ("rucos", {"entities": []}, ["entities"]),
+        ("rucos", {"idx": {"passage": 1}}, ["passage, query"]),
+    ],
+    ids=str,
+)
+def test_a_wrong_record_is_one_line(name, change, words, capsys):
+    with pytest.raises(SystemExit) as error:
+        make_examples(TASKS[name], [("row 3", RECORDS[name][1][0] | change)])
+    assert error.value.code == 2
+    refuse(capsys, "row 3", *words)
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def label_examples(*labels: int, records: list[dict] | None = None) -> list[Example]:
+    return [Example(records[i] if records else {}, [], [label]) for i, label in enumerate(labels)]
+
+
+def test_accuracy():
+    # 3 of 4
+    for name in ("terra", "danetqa", "parus", "russe", "rwsd"):
+        assert TASKS[name].measure(label_examples(0, 1, 1, 0), [0, 1, 0, 0]) == {"accuracy": 0.75}
+
+
+def test_macro_f1_of_three_classes():
+    # class 0: 1 right, 1 too many, 1 missed: 2 / (2 + 1 + 1) = 1/2
+    # class 1: 2 right, 1 too many:           4 / (4 + 1) = 4/5
+    # class 2: 1 right, 1 missed:             2 / (2 + 1) = 2/3
+    metrics = TASKS["rcb"].measure(label_examples(0, 0, 1, 1, 2, 2), [0, 1, 1, 1, 2, 0])
+    assert metrics == pytest.approx({"f1": (1 / 2 + 4 / 5 + 2 / 3) / 3, "accuracy": 4 / 6})
+    assert next(iter(metrics)) == "f1"  # which decides
+
+
+def test_matthews_correlation():
+    # 3 true positives, 2 true negatives, 1 false positive, 2 false negatives:
+    # (3 x 2 - 1 x 2) / sqrt((3 + 1) (3 + 2) (2 + 1) (2 + 2)) = 4 / sqrt(240)
+    labels, predictions = [1, 1, 1, 0, 0, 0, 1, 1], [1, 1, 1, 0, 0, 1, 0, 0]
+    metrics = TASKS["lidirus"].measure(label_examples(*labels), predictions)
+    assert metrics == pytest.approx({"mcc": 4 / math.sqrt(240), "accuracy": 5 / 8})
+    assert TASKS["lidirus"].measure(label_examples(1, 0), [1, 1])["mcc"] == 0
+
+
+def test_answers_of_muserc():
+    # paragraph 0: labels 1 0 | 1, judged 1 1 | 1: 2 right, 1 too many: F1 4/5; of its questions the second is whole
+    # paragraph 1: labels 1 1, judged 1 0: 1 right, 1 missed: F1 2/3; its question is not whole
+    # paragraph 2: label 0, judged 0: nothing to find: F1 0; its question is whole
+    places = [(0, 0), (0, 0), (0, 1), (1, 0), (1, 0), (2, 0)]
+    records = [{"idx": {"paragraph": p, "question": q, "answer": i}} for i, (p, q) in enumerate(places)]
+    metrics = TASKS["muserc"].measure(label_examples(1, 0, 1, 1, 1, 0, records=records), [1, 1, 1, 1, 0, 0])
+    assert metrics == pytest.approx({"f1": (4 / 5 + 2 / 3 + 0) / 3, "em": 2 / 4})
+
+
+def test_entities_of_rucos():
+    def answer(*answers: str) -> Example:
+        return Example({"entities": ["анна лебедева!", "Лебедева", "Егор"], "answers": list(answers)}, [], [0])
+
+    # case and punctuation apart the same text: 1; one of two words: 2 x 1 / (1 + 2) = 2/3; nothing in common: 0;
+    # the best of several answers: 1
+    examples = [answer("Анна Лебедева"), answer("Анна Лебедева"), answer("Анна Лебедева"), answer("Анна", "Егор")]
+    metrics = TASKS["rucos"].measure(examples, [0, 1, 2, 2])
+    assert metrics == pytest.approx({"f1": (1 + 2 / 3 + 0 + 1) / 4, "em": 2 / 4})
+
+
+def test_domains_of_rucola():
+    # in-domain: 2 true positives, 1 true negative, 1 false positive: (2 x 1 - 1 x 0) / sqrt(3 x 2 x 2 x 1) = 2/sqrt(12)
+    # out-of-domain: all wrong: -1; together 2 tp, 1 tn, 2 fp, 1 fn: (2 x 1 - 2 x 1) / ... = 0
+    records = [{"domain": "in_domain"}] * 4 + [{"domain": "out_of_domain"}] * 2
+    metrics = TASKS["rucola"].measure(label_examples(1, 1, 0, 0, 1, 0, records=records), [1, 1, 0, 1, 0, 1])
+    assert metrics == pytest.approx(
+        {"mcc": 0, "accuracy": 3 / 6}
+        | {"in_domain_mcc": 2 / math.sqrt(12), "in_domain_accuracy": 3 / 4}
+        | {"out_of_domain_mcc": -1, "out_of_domain_accuracy": 0}
+    )
+
+
+def test_majority():
+    examples = {"train": label_examples(1, 2, 1, 0), "validation": label_examples(1, 1, 1, 0)}
+    # always 1: class 1 has 2 x 3 / (2 x 3 + 1) = 6/7, class 0 nothing; class 2 does not occur
+    assert predict_majority(TASKS["rcb"], examples) == pytest.approx({"f1": 6 / 7 / 2, "accuracy": 3 / 4})
+    assert predict_majority(TASKS["rucos"], examples) == {}
+
+
+# --- handing in -------------------------------------------------------------------------------------------------------
+
+SUBMISSIONS = {
+    "rcb": ([2, 1], '{"idx": 4, "label": "neutral"}\n{"idx": 5, "label": "contradiction"}\n'),
+    "terra": ([0, 1], '{"idx": 4, "label": "entailment"}\n{"idx": 5, "label": "not_entailment"}\n'),
+    "lidirus": ([1, 0], '{"idx": 4, "label": "not_entailment"}\n{"idx": 5, "label": "entailment"}\n'),
+    "danetqa": ([1, 0], '{"idx": 4, "label": "true"}\n{"idx": 5, "label": "false"}\n'),
+    "russe": ([1, 0], '{"idx": 4, "label": "true"}\n{"idx": 5, "label": "false"}\n'),
+    "rwsd": ([1, 0], '{"idx": 4, "label": "True"}\n{"idx": 5, "label": "False"}\n'),
+    "parus": ([1, 0], '{"idx": 4, "label": 1}\n{"idx": 5, "label": 0}\n'),
+}
+
+
+@pytest.mark.parametrize("name", SUBMISSIONS)
+def test_submission(name):
+    task, (predictions, expected) = TASKS[name], SUBMISSIONS[name]
+    records = [("here", RECORDS[name][1][0] | {"idx": idx, "label": -1}) for idx in (4, 5)]
+    assert format_predictions(task, make_examples(task, records), predictions) == (f"{task.name}.jsonl", expected)
+
+
+def test_submission_of_nested_tasks():
+    records = [("here", record) for record in RECORDS["muserc"][1]]
+    records += [("here", record | {"idx": record["idx"] | {"question": 3}}) for _, record in records[:1]]
+    records += [("here", record | {"idx": record["idx"] | {"paragraph": 6}}) for _, record in records[:1]]
+    name, text = format_predictions(TASKS["muserc"], make_examples(TASKS["muserc"], records), [1, 0, 0, 1])
+    assert name == "MuSeRC.jsonl"
+    assert text == (
+        '{"idx": 4, "passage": {"questions": [{"idx": 2, "answers": [{"idx": 7, "label": 1}, {"idx": 8, "label": 0}]}, '
+        '{"idx": 3, "answers": [{"idx": 7, "label": 0}]}]}}\n'
+        '{"idx": 6, "passage": {"questions": [{"idx": 2, "answers": [{"idx": 7, "label": 1}]}]}}\n'
+    )
+    examples = make_examples(TASKS["rucos"], [("here", record) for record in RECORDS["rucos"][1]])
+    assert format_predictions(TASKS["rucos"], examples, [2]) == ("RuCoS.jsonl", '{"idx": 4, "label": "Егора"}\n')
+    examples = make_examples(TASKS["rucola"], [("here", {"id": str(i), "sentence": "Снег."}) for i in (7, 9)])
+    assert format_predictions(TASKS["rucola"], examples, [1, 0]) == ("RuCoLA.csv", "id,acceptable\n7,1\n9,0\n")
+
+
+# --- a task of one's own ----------------------------------------------------------------------------------------------
+
+
+def describe(folder, **changes) -> str:
+    description = {"train": "a.jsonl", "validation": "b.jsonl", "text": "body", "label": "topic"} | changes
+    path = folder / "mine.json"
+    path.write_text(json.dumps({name: value for name, value in description.items() if value is not None}))
+    return str(path)
+
+
+def test_task_file_in_three_formats(tmp_path):
+    rows = [("Гол на последней минуте", "спорт, футбол", "sport"), ('Акции "Луча" растут', "деньги", "money")]
+    write_lines(tmp_path / "a.jsonl", [dict(zip(("title", "body", "topic"), row, strict=True)) for row in rows])
+    (tmp_path / "b.csv").write_text(
+        'title,body,topic\nГол на последней минуте,"спорт, футбол",sport\n"Акции ""Луча"" растут",деньги,money\n'
+    )
+    (tmp_path / "c.tsv").write_text(
+        'title\tbody\nГол на последней минуте\tспорт, футбол\n"Акции ""Луча"" растут"\tденьги\n'
+    )
+    path = describe(tmp_path, validation="b.csv", test="c.tsv", text="title", text_pair="body", metric="mcc")
+    task = load_task_file(path)
+    assert (task.name, task.labels) == ("mine", ("money", "sport"))
+    examples = load_examples(task, "elsewhere")
+    assert list(examples) == ["train", "validation", "test"]
+    for split, right in (("train", [[1], [0]]), ("validation", [[1], [0]]), ("test", [None, None])):
+        assert [example.texts for example in examples[split]] == [[row[:2]] for row in rows]
+        assert [example.right for example in examples[split]] == right
+    assert format_predictions(task, examples["test"], [1, 0]) == (
+        "mine.jsonl",
+        '{"idx": 0, "label": "sport"}\n{"idx": 1, "label": "money"}\n',
+    )
+    # a name of the benchmark is a name only
+    named = replace(task, name="RuCoLA")
+    assert format_predictions(named, examples["test"], [1, 0])[0] == "RuCoLA.jsonl"
+
+
+def test_labels_of_a_task_file(tmp_path):
+    records = [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}, {"body": "три", "topic": 3}]
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"{name}.jsonl", records)
+    task = load_task_file(describe(tmp_path))
+    assert [example.right for example in load_examples(task, ".")["train"]] == [[0], [1], [2]]
+    task = load_task_file(describe(tmp_path, labels=[3, 2, 1]))
+    assert [example.right for example in load_examples(task, ".")["train"]] == [[2], [1], [0]]
+    write_lines(tmp_path / "a.jsonl", [{"body": "раз", "topic": True}, {"body": "два", "topic": 0}])
+    task = load_task_file(describe(tmp_path, validation="a.jsonl", labels=["no", "yes"]))
+    assert [example.right for example in load_examples(task, ".")["train"]] == [[1], [0]]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"label": None}, ["has no label", "train, validation"]),
+        ({"colour": "red"}, ["unknown field colour"]),
+        ({"metric": "bleu"}, ["bleu", "accuracy, f1, mcc"]),
+        ({"labels": "yes"}, ["labels is 'yes'", "a list"]),
+        ({"text": 3}, ["text is 3", "a text"]),
+        ({"train": "gone.csv"}, ["gone.csv does not exist"]),
+        ({"validation": "gone.csv"}, ["gone.csv does not exist"]),
+        ({"test": "gone.csv"}, ["gone.csv does not exist"]),
+        ({"label": "subject"}, ["subject has the values none", "body, topic"]),
+        ({"label": "subject", "labels": ["x", "y"]}, ["without subject", "body, topic"]),
+        ({"labels": [3, 4]}, ["a.jsonl, line 1", "3, 4"]),
+        ({"text": "title"}, ["a.jsonl, line 1", "has no title", "found are body, topic"]),
+        ({"train": "broken.jsonl"}, ["broken.jsonl, line 2", "cannot be read"]),
+        ({"train": "list.jsonl"}, ["list.jsonl"]),
+        ({"train": "empty.csv"}, ["empty.csv", "no record"]),
+        ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
+        ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read behind line 2", "quotation marks"]),
+    ],
+    ids=str,
+)
+def test_a_wrong_task_file_is_one_line(changes, words, tmp_path, capsys):
+    for name in ("a", "b"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"body": "раз", "topic": 1}, {"body": "два", "topic": 2}])
+    (tmp_path / "broken.jsonl").write_text('{"body": "раз", "topic": 1}\n{"body": \n')
+    (tmp_path / "list.jsonl").write_text('["раз", 1]\n')
+    (tmp_path / "empty.csv").write_text("body,topic\n")
+    (tmp_path / "ragged.csv").write_text("body,topic\nраз, два и три,1\n")
+    (tmp_path / "ragged.tsv").write_text('body\ttopic\nраз\t1\n"два" и три\t2\n')
+    with pytest.raises(SystemExit) as error:
+        load_examples(load_task_file(describe(tmp_path, **changes)), ".")
+    assert error.value.code == 2
+    refuse(capsys, *words)
+
+
+# --- batches and losses -----------------------------------------------------------------------------------------------
+
+
+def test_losses():
+    logits = torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0], [1.0, 1.0, 1.0]], requires_grad=True)
+    right = torch.tensor([[True, False, False], [False, False, True], [False, True, False]])
+    torch.testing.assert_close(
+        compute_losses(logits, right), cross_entropy(logits, torch.tensor([0, 2, 1]), reduction="none")
+    )
+    # two right answers: minus the logarithm of what they have together; none: nothing, and no gradient
+    right = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
+    losses = compute_losses(logits, right)
+    together = math.exp(1) + math.exp(2)
+    assert losses[0].item() == pytest.approx(-math.log(together / (together + math.exp(0.5))))
+    assert losses[1:].tolist() == pytest.approx([0, 0], abs=1e-6)
+    losses.sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad[1].eq(0).all() and logits.grad[0].ne(0).any()
+
+
+def test_what_was_cut_away_cannot_be_chosen_and_gives_no_gradient():
+    task = TASKS["rucos"]
+    rows = [
+        Row([{"input_ids": [5] * 9, "attention_mask": [1] * 9}], [[8], [2, 3], [], [5]], [0, 1]),
+        Row([{"input_ids": [5] * 4, "attention_mask": [1] * 4}], [[3], []], [0]),
+    ]
+    batch = collate(rows, task, AlbertTokenizer(), CPU)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 16)
+    assert batch["attention_mask"].sum(dim=1).tolist() == [9, 4]
+    expected = torch.zeros(2, 4, 16)
+    expected[0, 0, 8] = expected[0, 3, 5] = expected[1, 0, 3] = 1
+    expected[0, 1, 2:4] = 1 / 2
+    assert batch["span_weights"].equal(expected)
+    assert batch["possible"].tolist() == [[True, False, True], [False, False, False]]
+    assert batch["right"].tolist() == [[True, False, False], [False, False, False]]
+
+    scores = torch.tensor([[0.0, 9.0, 1.0], [1.0, 2.0, 3.0]], requires_grad=True)
+
+    def model(**inputs):
+        return SequenceClassifierOutput(logits=scores)
+
+    logits, right = compute_logits(model, batch)
+    assert logits.argmax(dim=1)[0] == 2
+    losses = compute_losses(logits, right)
+    # of 0 and 1, the possible ones
+    assert losses.tolist() == pytest.approx([math.log(1 + math.e), 0])
+    losses.sum().backward()
+    assert scores.grad.isfinite().all() and scores.grad[0, 1] == 0 and scores.grad[1].eq(0).all()
+
+
+def test_batches_hold_every_row_once_and_rows_of_similar_length():
+    lengths = torch.randint(5, 500, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [Row([{"input_ids": [0] * length}], [], [0]) for length in lengths]
+    batches = order_batches(rows, 16, torch.Generator().manual_seed(0))
+    assert sorted(row for batch in batches for row in batch) == list(range(1000))
+    assert all(len(batch) <= 16 for batch in batches) and len(batches) == 63
+    padding = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches) / sum(lengths) - 1
+    assert padding < 0.05  # at random: 0.8
+    assert batches == order_batches(rows, 16, torch.Generator().manual_seed(0))
+    assert batches != order_batches(rows, 16, torch.Generator().manual_seed(1))
+    # the short ones do not come first
+    first = [lengths[row] for batch in batches[:31] for row in batch]
+    assert 0.75 < sum(first) / len(first) / (sum(lengths) / 1000) < 1.25
+
+
+def test_encoding(toy_model):
+    pretrained = load_pretrained(FinetuneArguments(task="rucos", checkpoint=str(toy_model)))
+    tokenizer = pretrained.tokenizer
+    examples = make_examples(TASKS["rucos"], [("here", record) for record in RECORDS["rucos"][1]])
+    [row], cut = encode(examples, pretrained, 512)
+    assert cut == 0
+    pieces = tokenizer.convert_ids_to_tokens(row.inputs[0]["input_ids"])
+    spelled = ["".join(pieces[token] for token in span).replace("▁", " ").split() for span in row.spans]
+    # the tokenizer has small letters only
+    assert spelled[1:] == [["анна", "лебедева"] * 2, ["омске"] * 2, ["егора"]]
+    # the gap: behind "и", before "ищут"
+    start, end = row.spans[0][0], row.spans[0][-1] + 1
+    assert "".join(pieces[:start]).endswith("▁и") and "".join(pieces[end:]).startswith("▁и")
+    assert end - start == len(row.spans[0])
+    assert set(row.inputs[0]["token_type_ids"]) == {0, 1} and row.length == len(pieces)
+
+    [row], cut = encode(examples, pretrained, row.length - 10)
+    assert cut == 1 and row.length == len(pieces) - 10
+    batch = collate([row], TASKS["rucos"], tokenizer, CPU)
+    assert batch["possible"].tolist() == [[True, True, False]]
+
+    # of a choice both texts, each cut and counted by itself
+    task = TASKS["parus"]
+    examples = make_examples(task, [("here", record) for record in RECORDS["parus"][1]])
+    [row], _ = encode(examples, pretrained, 512)
+    lengths = [len(inputs["input_ids"]) for inputs in row.inputs]
+    assert len(lengths) == 2 and row.length == sum(lengths) and lengths[0] != lengths[1]
+    assert encode(examples, pretrained, min(lengths))[1] == 1
+    batch = collate([row, row], task, tokenizer, CPU)
+    assert batch["input_ids"].shape[0] == 4 and batch["right"].tolist() == [[True, False]] * 2
