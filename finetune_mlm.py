@@ -392,7 +392,10 @@ def tune(
 
 def describe_settings(args: FinetuneArguments) -> dict:
     """What makes results comparable: seeds of other settings are not added to them."""
-    return {name: value for name, value in asdict(args).items() if name not in ("num_seeds", "output_dir")}
+    settings = {name: value for name, value in asdict(args).items() if name not in ("num_seeds", "output_dir")}
+    if args.task_file:
+        settings["task_file"] = json.loads(Path(args.task_file).read_text(encoding="utf-8"))
+    return settings
 
 
 def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
