@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CHARACTERS = 90  # of a sentence
+CHARACTERS = 200  # of a sentence, where the two meet
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
