@@ -49,12 +49,13 @@ QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]
 def run_main(module, *flags: object) -> None:
     """The script's main() in this process, which is left as it was."""
     argv, handler, root = sys.argv, signal.getsignal(signal.SIGINT), logging.getLogger()
-    handlers, verbosity = list(root.handlers), transformers.utils.logging.get_verbosity()
+    handlers, level, verbosity = list(root.handlers), root.level, transformers.utils.logging.get_verbosity()
     try:
         sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
         module.main()
     finally:
         sys.argv, root.handlers = argv, handlers
+        root.setLevel(level)
         signal.signal(signal.SIGINT, handler)
         transformers.utils.logging.set_verbosity(verbosity)
 
