@@ -65,7 +65,7 @@ def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -
             writer.writerow(("first", "second", "follows"))
             writer.writerows(rows[:size])
     description = {"name": "follows", "train": "train.csv", "validation": "validation.csv", "text": "first"}
-    description |= {"text_pair": "second", "label": "follows", "labels": [0, 1], "metric": "accuracy"}
+    description |= {"text_pair": "second", "label": "follows", "labels": [0, 1], "metric": "accuracy", "head": "spans"}
     (folder / "task.json").write_text(json.dumps(description, indent=2) + "\n")
     return folder / "task.json"
 
