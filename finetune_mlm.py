@@ -45,6 +45,7 @@ from finetune_tasks import (
     Example,
     SpanClassifier,
     Task,
+    first_line,
     format_predictions,
     load_examples,
     load_task_file,
@@ -104,10 +105,6 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
         # RuLeanALBERT's: AutoTokenizer makes it an AlbertTokenizer, with that one's normalizer in place of its own
         return transformers.PreTrainedTokenizerFast.from_pretrained(name)
     return AutoTokenizer.from_pretrained(name)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def load_old_checkpoint(path: Path) -> Pretrained:

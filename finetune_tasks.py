@@ -510,13 +510,17 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
             if found
         }
     except (OSError, ValueError) as e:
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        stop_for_user(f"no folder {here}, and {task.hub} cannot be loaded from the Hub ({reason}): {cure}")
+        stop_for_user(f"no folder {here}, and {task.hub} cannot be loaded from the Hub ({first_line(e)}): {cure}")
     if missing := [split for split in task.files if split not in records]:
         stop_for_user(
             f"no folder {here}, and no {' and '.join(missing)} data of {name} in {task.hub} on the Hub: {cure}"
         )
     return records
+
+
+def first_line(error: Exception) -> str:
+    """What is left of an error's text in a message of one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def load_task_file(path: str | Path) -> Task:

@@ -17,15 +17,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-CHARACTERS = 200  # of a sentence, where the two meet
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+import transformers
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import lean_albert  # noqa: F401  make_twin opens its models
+from documents import load_sentence_splitter, read_text, split_chapters
 
-import lean_albert  # noqa: E402, F401
-from documents import load_sentence_splitter, read_text, split_chapters  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
+CHARACTERS = 200  # of a sentence
 
 
 def read_novels() -> list[list[list[str]]]:
@@ -55,7 +55,7 @@ def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -
             for first, second in (pair for chapter in novel for pair in itertools.pairwise(chapter)):
                 follows = generator.random() < 0.5
                 second = second if follows else generator.choice(others)
-                # where they meet: the demo's model was trained on 64 tokens
+                # of long sentences what is nearest to where they meet
                 rows.append((first[-CHARACTERS:], second[:CHARACTERS], int(follows)))
         generator.shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
