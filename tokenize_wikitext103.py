@@ -229,7 +229,7 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
     else:
         # raw: the other one has <unk> for words that any subword tokenizer can spell
         name = ("Salesforce/wikitext", "wikitext-103-raw-v1")
-        with hub(f"the dataset {name[0]}", "--corpus sample or --text_files"):
+        with fetch.hub(f"the dataset {name[0]}", "--corpus sample or --text_files"):
             import datasets
 
             wikitext = datasets.load_dataset(*name, cache_dir=args.cache_dir)
@@ -265,33 +265,10 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
     return splits
 
 
-@contextlib.contextmanager
-def hub(what: str, alternative: str):
-    """Load something from the Hugging Face Hub or its cache; without a connection, one line instead of a minute of
-    retries and a traceback."""
-    import urllib.error
-    import urllib.request
-
-    from huggingface_hub import constants
-
-    try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
-    except urllib.error.HTTPError:
-        pass  # it answered
-    except OSError:
-        constants.HF_HUB_OFFLINE = True  # the cache may have it
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    except (OSError, ValueError) as e:
-        reason = "no connection" if constants.HF_HUB_OFFLINE else str(e).split("\n")[0]
-        stop_for_user(f"cannot load {what} from the Hugging Face Hub ({reason}): mend that, or use {alternative}")
-
-
 def find_tokenizer(args: TokenizeArguments):
     if Path(args.tokenizer).is_dir():
         return data.load_tokenizer(args.tokenizer)
-    with hub(f"the tokenizer {args.tokenizer}", "--train_tokenizer, or --tokenizer with a folder"):
+    with fetch.hub(f"the tokenizer {args.tokenizer}", "--train_tokenizer, or --tokenizer with a folder"):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, cache_dir=args.cache_dir)
