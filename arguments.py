@@ -144,8 +144,8 @@ class ModelArguments:
     config_path: str = field(
         default="configs/albert-large.json",
         metadata={
-            "help": "Shape of a model to train from scratch: a JSON file (see configs/), or a model's folder or name on "
-            "the Hugging Face Hub. The vocabulary size is taken from the tokenizer. ALL PEERS.",
+            "help": "Shape of a model to train from scratch: a JSON file (see configs/), or a model's folder or name "
+            "on the Hugging Face Hub. The vocabulary size is taken from the tokenizer. ALL PEERS.",
             "aliases": ["--model_config_path", "--config_name"],
         },
     )

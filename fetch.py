@@ -509,7 +509,8 @@ def hub(what: str, alternative: str):
     from huggingface_hub import constants
 
     try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
+        if not constants.HF_HUB_OFFLINE:
+            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
     except urllib.error.HTTPError:
         pass  # it answered
     except OSError:

@@ -123,7 +123,9 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
             torch.manual_seed(args.seed)
             if args.model_name_or_path:
                 with calm_transformers():
-                    model, report = model_class.from_pretrained(name, config=config, output_loading_info=True, **options)
+                    model, report = model_class.from_pretrained(
+                        name, config=config, output_loading_info=True, **options
+                    )
                 # those of a pretrained vocabulary that was rounded up stay
                 if vocab_size > rows:
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)
@@ -136,6 +138,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     except (OSError, ValueError, TypeError, ImportError, RuntimeError) as e:
         where = f"--attn_implementation {args.attn_implementation}: " if args.attn_implementation else ""
         stop_for_user(f"{where}the model {name} cannot be made ({str(e).strip().splitlines()[0]})")
+    model.train()
     model.objective, model.initial_weights = objective, initial_weights
     accepted = inspect.signature(model.forward).parameters
     has_types = objective != "clm" and (getattr(config, "type_vocab_size", None) or 0) > 1
@@ -151,7 +154,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
 def take_over_tokens(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | int, vocab_size: int, objective: str
 ) -> None:
-    """Have a configuration name the tokenizer's special tokens: RoBERTa, for one, counts positions by that of padding."""
+    """Have a configuration name the tokenizer's special tokens: RoBERTa, for one, counts positions by its padding."""
     if objective == "clm" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     config = config.get_text_config()
@@ -281,7 +284,7 @@ def try_out(model: PreTrainedModel) -> None:
     if unused:
         more = f" and {len(unused) - 2} more" if len(unused) > 2 else ""
         logger.info(f"no gradient reaches {', '.join(unused[:2])}{more}: weight decay alone changes them")
-    model.zero_grad()
+    model.train().zero_grad()
 
 
 def keep_wanted_positions(head: torch.nn.Module, inputs: tuple) -> tuple | None:

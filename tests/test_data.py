@@ -192,7 +192,7 @@ def test_pairs_of_tiny_documents(sentences, count):
 def test_masking_rates(dataset, tokenizer):
     batches = data.MaskedBatches(dataset, tokenizer, DataArguments())
     flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
-    masked = batches.collator.mask_tokens(flat, lengths, np.random.default_rng(0))
+    masked = batches.collator.add_labels(flat, lengths, np.random.default_rng(0))
     before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
     chosen = labels != -100
     ordinary = before >= 5
