@@ -343,7 +343,7 @@ def test_one_word_of_a_batch_is_masked_at_least(piecewise):
 
 
 def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer, capsys):
-    pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("Ġ", "")), "▁", "##"]
+    pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("·", "")), "▁", "##"]
     backend = Tokenizer(BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), WORDPIECE, strict=True))
     unmarked = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
