@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import HfArgumentParser
 
+OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
+
 LOGGING_DIR_HELP = (
     "Folder where log files and the dashboard's data go, beside what is printed. TRACKIO_DIR and WANDB_DIR of the "
     "environment go before. Default: no log file, and the dashboard's own folder."
@@ -142,23 +144,55 @@ class ModelArguments:
     config_path: str = field(
         default="configs/albert-large.json",
         metadata={
-            "help": "Model shape: a JSON file (see configs/), or a model's folder or name on the Hugging Face Hub. "
-            "The vocabulary size is taken from the tokenizer. ALL PEERS.",
-            "aliases": ["--model_config_path"],
+            "help": "Shape of a model to train from scratch: a JSON file (see configs/), or a model's folder or name "
+            "on the Hugging Face Hub. The vocabulary size is taken from the tokenizer. ALL PEERS.",
+            "aliases": ["--model_config_path", "--config_name"],
+        },
+    )
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "A pretrained model to go on training instead: its folder, or its name on the Hugging Face Hub. "
+            "Heads that it lacks begin with random weights. ALL PEERS."
+        },
+    )
+    objective: OBJECTIVES | None = field(
+        default=None,
+        metadata={
+            "help": "What the model learns to predict: mlm: masked words; mlm_sop: these and the order of sentences; "
+            "clm: the next word. Default: what suits the model's type: mlm_sop for ALBERT and LeanALBERT, mlm for "
+            "BERT, RoBERTa and their like, clm for GPT-2, Llama and their like. ALL PEERS."
+        },
+    )
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={
+            "help": "How attention is computed: eager, sdpa, flash_attention_2, or what else transformers knows. "
+            "Default: the fastest that the model has without further packages. Each peer as it likes."
         },
     )
     tokenizer_path: str = field(
         default="data/tokenizer",
         metadata={
-            "help": "Folder of the tokenizer that made the dataset. Where this is left as it is, a trainer whose "
-            "--dataset_path is an archive takes the tokenizer in there. ALL PEERS.",
-            "aliases": ["--tokenizer"],
+            "help": "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Where this is "
+            "left as it is, a trainer whose --dataset_path is an archive takes the tokenizer in there; else it is that "
+            "of --model_name_or_path, if one is given. ALL PEERS.",
+            "aliases": ["--tokenizer", "--tokenizer_name"],
         },
     )
     seed: int = field(
         default=42,
         metadata={"help": "Seed of the initial weights. ALL PEERS. (The data order comes from the peer id.)"},
     )
+
+    def __post_init__(self):
+        if self.model_name_or_path:
+            if self.config_path != ModelArguments.config_path:
+                raise ValueError(
+                    "--model_name_or_path brings its own shape: leave --config_path away, or train that from scratch"
+                )
+            if self.tokenizer_path == ModelArguments.tokenizer_path:
+                self.tokenizer_path = self.model_name_or_path
 
 
 @dataclass
@@ -377,6 +411,33 @@ class DataArguments:
             "share it. Of data in shards, those that were read longest ago go when the disk is full."
         },
     )
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Text to train on, instead of --dataset_path: a dataset of the Hugging Face Hub, or its folder. "
+            "The trainer tokenizes it at its first start, into --dataset_cache_dir."
+        },
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "With --dataset_name: which configuration of it, if it has several."}
+    )
+    train_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "As --dataset_name: a file of your own, plain text or .jsonl (field --text_column), also .gz or "
+            ".xz. tokenize_wikitext103.py takes several files, and has more settings."
+        },
+    )
+    validation_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --train_file or --dataset_name: text for --do_eval. Default: the dataset's validation split, "
+            "or a twentieth of the documents, held out."
+        },
+    )
+    text_column: str = field(
+        default="text", metadata={"help": "With --dataset_name and .jsonl files: the field that holds the text."}
+    )
     streaming: bool = field(
         default=False,
         metadata={
@@ -420,7 +481,8 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Tokens of an instance, at most: longer ones are cut, at the end of both segments. Default: as in "
-            "the dataset, 512 with --streaming. All trainers should use the same."
+            "the dataset; 512 with --streaming, --train_file or --dataset_name. All trainers should use the same.",
+            "aliases": ["--block_size", "--max_seq_length"],
         },
     )
     initial_sequence_length: int | None = field(
@@ -448,6 +510,15 @@ class DataArguments:
     def __post_init__(self):
         if self.dataset_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", self.dataset_sha256):
             raise ValueError(f"--dataset_sha256 {self.dataset_sha256} is none: it has 64 hexadecimal digits")
+        texts = [self.dataset_name, self.train_file]
+        if all(texts):
+            raise ValueError("--dataset_name and --train_file exclude each other: give one of them")
+        if self.streaming and any(texts):
+            raise ValueError("--streaming reads --sources: leave --dataset_name and --train_file away")
+        if self.validation_file and not any(texts):
+            raise ValueError("--validation_file needs --train_file or --dataset_name: add one of them")
+        if self.dataset_config_name and not self.dataset_name:
+            raise ValueError("--dataset_config_name needs --dataset_name: add it")
         if not 0 < self.mlm_probability < 1:
             raise ValueError("--mlm_probability must lie between 0 and 1")
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
@@ -455,7 +526,7 @@ class DataArguments:
         if self.shuffle_buffer < 1:
             raise ValueError("--shuffle_buffer must be at least 1")
         # zero is off, as in other scripts
-        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming else None)
+        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or any(texts) else None)
         self.initial_sequence_length = self.initial_sequence_length or None
         for name in ("max_sequence_length", "initial_sequence_length"):
             if getattr(self, name) is not None and getattr(self, name) < 8:
@@ -561,7 +632,7 @@ class TrainerArguments:
     )
     do_eval: bool = field(
         default=False,
-        metadata={"help": "Measure the masked-LM loss on the validation split, before training and after it."},
+        metadata={"help": "Measure the loss on the validation split, before training and after it."},
     )
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Samples per forward pass in evaluation."})
     max_eval_samples: int | None = field(
@@ -867,6 +938,14 @@ class PredictArguments:
 class TokenizeArguments:
     """From text to a tokenized dataset. Read by tokenize_wikitext103.py."""
 
+    objective: OBJECTIVES = field(
+        default="mlm_sop",
+        metadata={
+            "help": "What the dataset is for: mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and its like "
+            "can take them too); mlm: full blocks of text, for BERT, RoBERTa and their like; clm: the same without "
+            "special tokens but an end token behind each document, for GPT-2, Llama and their like."
+        },
+    )
     corpus: Literal["wikitext103", "sample"] = field(
         default="wikitext103",
         metadata={"help": "WikiText-103 from the Hugging Face Hub, or the sample that this repository carries."},
@@ -884,15 +963,22 @@ class TokenizeArguments:
         metadata={"help": "Tokenizer to use: a name on the Hugging Face Hub or a folder."},
     )
     train_tokenizer: bool = field(
-        default=False, metadata={"help": "Train an ALBERT-style Unigram tokenizer on the text instead."}
+        default=False,
+        metadata={
+            "help": "Train a tokenizer on the text instead: ALBERT's kind (Unigram), with --objective clm GPT-2's "
+            "(BPE of bytes)."
+        },
     )
     vocab_size: int = field(
         default=30_000, metadata={"help": "With --train_tokenizer: pieces in the vocabulary, at most."}
     )
-    cased: bool = field(default=False, metadata={"help": "With --train_tokenizer: tell capital letters from small."})
+    cased: bool = field(
+        default=False,
+        metadata={"help": "With --train_tokenizer: tell capital letters from small, as that for clm always does."},
+    )
     keep_accents: bool = field(
         default=False,
-        metadata={"help": "With --train_tokenizer: keep marks on letters; Russian needs them."},
+        metadata={"help": "With --train_tokenizer: keep marks on letters; Russian needs them. For clm always kept."},
     )
     language: str = field(
         default="english", metadata={"help": "Language of the text, for finding the ends of its sentences."}

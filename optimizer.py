@@ -169,6 +169,7 @@ def describe_contract(
     optimizer_options = f"beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}"
     return {
         "model": describe_architecture(model),
+        "initial weights": model.initial_weights,
         "model shapes": f"{sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters {digest(shapes)}",
         "parameter order": f"{len(names)} tensors {digest(names)}",
         "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",

@@ -52,6 +52,7 @@ from data import (
     MaskedBatches,
     check_data_arguments,
     choose_tokenizer,
+    find_data,
     load_data,
     load_tokenized_dataset,
     load_tokenizer,
@@ -60,7 +61,6 @@ from data import (
     to_tensors,
     tokenizer_fingerprint,
 )
-from fetch import fetch_data
 from joining import (
     check_addresses,
     explain_clock,
@@ -72,7 +72,14 @@ from joining import (
     measure_bandwidth,
     start_dht,
 )
-from model import find_longest_sequence, make_trained_model, move_batch
+from model import (
+    compute_losses,
+    describe_architecture,
+    find_longest_sequence,
+    find_objective,
+    make_trained_model,
+    move_batch,
+)
 from optimizer import describe_contract
 from utils import RunContract, fetch_progress, make_validators, setup_logging
 
@@ -324,7 +331,7 @@ def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast) 
     """Seconds of one forward and backward pass."""
     start = time.monotonic()
     with autocast:
-        loss = model(**batch)["loss"]
+        loss = compute_losses(model, batch)["loss"]
     loss.backward()
     loss.item()
     if loss.is_cuda:
@@ -365,32 +372,34 @@ def check_all(
     yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
     yield check_file_limit()
     model = dataset = None
-    tokenizer = found = failure = None
-    if not data_args.streaming or args.do_eval:
-        found, failure = attempt(
-            "dataset", lambda: fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
-        )
+    tokenizer = found = None
+    objective, failure = attempt("model", lambda: find_objective(model_args))
+    if not failure and (not data_args.streaming or args.do_eval):
+        found, failure = attempt("dataset", lambda: find_data(model_args, data_args, objective))
     if failure:
         yield failure
     else:
         tokenizer_path = choose_tokenizer(found, model_args) if found else model_args.tokenizer_path
-        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path))
+        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path, objective))
         yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
     if tokenizer:
         if found:
-            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer))
+            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, objective))
             if loaded:
                 dataset, corpus = loaded
                 count = len(dataset["validation" if data_args.streaming else "train"])
-                yield Check("dataset", "ok", f"{count:,} instances in {data_args.dataset_path}, made by this tokenizer")
+                yield Check(
+                    "dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {objective}"
+                )
             else:
                 yield failure
         if data_args.streaming:
-            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args))
+            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args, objective))
             yield failure or check_stream(train, tokenizer, data_args, args)
-            dataset, corpus = train and {"train": train}, {"seq_length": data_args.max_sequence_length}
-        model, failure = attempt("model", lambda: make_trained_model(model_args, args, len(tokenizer)))
-        yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {model_args.config_path}")
+            corpus = {"seq_length": data_args.max_sequence_length, "objective": objective}
+            dataset = train and {"train": train}
+        model, failure = attempt("model", lambda: make_trained_model(model_args, args, tokenizer))
+        yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {describe_architecture(model)}")
         if model and dataset:
             positions = find_longest_sequence(model)
             _, failure = attempt("batches", lambda: check_data_arguments(data_args, tokenizer, corpus, positions))
@@ -546,7 +555,7 @@ def main() -> None:
     _, model_args, _, averaging, data_args, args = parse_arguments(*groups, description=__doc__)
     setup_logging("preflight")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
-    model = make_trained_model(model_args, args, len(tokenizer))
+    model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     if data_args.streaming:
         from datasets import Dataset

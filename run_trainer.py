@@ -60,7 +60,7 @@ from data import (
     tokenizer_fingerprint,
 )
 from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
-from model import evaluate, find_longest_sequence, make_trained_model, move_batch
+from model import compute_losses, evaluate, find_longest_sequence, make_trained_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
 from status import StatusServer
@@ -100,7 +100,7 @@ def main() -> None:
     )
 
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
-    model = make_trained_model(model_args, args, len(tokenizer))
+    model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
         try:
@@ -162,7 +162,7 @@ def main() -> None:
     summary = {"unigram_entropy": corpus["unigram_entropy"], "peer_id": str(dht.peer_id)}
     if args.do_eval:
         batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **eval_options)
-        summary["start_loss"] = evaluate(model, batches, device)
+        summary["start_loss"] = evaluate(model, batches, device)["loss"]
         logger.info(
             f"validation loss {summary['start_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
         )
@@ -187,7 +187,7 @@ def main() -> None:
         if stop.is_set() or optimizer.local_epoch >= max_epoch:
             break
         with autocast:
-            losses = model(**move_batch(batch, device))
+            losses = compute_losses(model, move_batch(batch, device))
         scaler.scale(losses["loss"] / args.gradient_accumulation_steps).backward()
         callback.add_loss(losses["loss"])
         if number % args.gradient_accumulation_steps:
@@ -225,7 +225,7 @@ def main() -> None:
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
     if args.do_eval:
         batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **eval_options)
-        summary["final_loss"] = evaluate(model, batches, device)
+        summary["final_loss"] = evaluate(model, batches, device)["loss"]
         logger.info(
             f"validation loss {summary['final_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
         )
