@@ -224,11 +224,14 @@ def compile_model(
     :param batch: of make_trial_batch
     """
     start = time.monotonic()
-    model.compile()
+    model.compile(dynamic=True)  # for all lengths at once
+    full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
+    if "attention_mask" in padded:  # batches without padding take another way, see move_batch
+        padded["attention_mask"][0, -1] = 0
     try:
         with leave_no_trace(model, device):
-            for rows in (2, 3):  # one size is compiled for itself, another one for all that come
-                time_pass(model, move_batch(stretch_batch(batch, rows), device), autocast)
+            for trial in (full, padded):
+                time_pass(model, move_batch(trial, device), autocast)
     except torch.OutOfMemoryError:
         raise
     except Exception as e:  # the compiler, and those that it calls, raise many kinds
