@@ -183,20 +183,20 @@ def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, ti
 
 def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
     """What overflows in one peer costs that peer's step alone; all processes of the swarm have the same weights."""
-    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 6, "--target_batch_size", 128]
+    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 7, "--target_batch_size", 512]
     (tmp_path / "two").mkdir()
     (tmp_path / "half").mkdir()
-    two = start(
-        "two",
-        *("-c", OBSERVED_TRAINER, *common, "--output_dir", tmp_path / "two", "--num_devices", 2),
-        env={"OBSERVED": str(tmp_path / "two")},
-    )
-    address = two.wait_for(r"--initial_peers (\S+)")[1]
     half = start(
         "half",
         *("-c", HALF_PRECISION + OBSERVED_TRAINER, *common, "--output_dir", tmp_path / "half", "--fp16"),
-        *("--initial_peers", address),
         env={"OBSERVED": str(tmp_path / "half")},
+    )
+    address = half.wait_for(r"--initial_peers (\S+)")[1]
+    two = start(
+        "two",
+        *("-c", OBSERVED_TRAINER, *common, "--output_dir", tmp_path / "two", "--num_devices", 2),
+        *("--initial_peers", address),
+        env={"OBSERVED": str(tmp_path / "two")},
     )
     two.assert_clean_end(150)
     half.assert_clean_end(60)
@@ -225,14 +225,7 @@ def start_two_ranks(tmp_path, start, data, *launcher):
     script = start(
         "ranks",
         *(*launcher, "run_trainer.py", *TINY, *data, "--experiment_prefix", make_prefix(), "--device", "cpu"),
-        *(
-            "--output_dir",
-            tmp_path / "out",
-            "--per_device_train_batch_size",
-            "auto",
-            "--num_devices",
-            2,
-        ),
+        *("--output_dir", tmp_path / "out", "--per_device_train_batch_size", "auto", "--num_devices", 2),
     )
     script.wait_for("Epoch #2", 120)
     processes = psutil.Process(script.session).children(recursive=True)
