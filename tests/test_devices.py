@@ -53,10 +53,10 @@ with run_trainer.clean_end():
     torch.save({"weights": dict(model.named_parameters()), "rows": rows}, path)
 """
 
-# Three steps of SGD on the same 12 batches, by as many ranks as WORLD_SIZE says: what rank 0 learns, and whether all
-# have its weights. Rank 0 takes a nap, as in a long round: the others wait for it.
+# Three steps of SGD on the same 12 batches, by two ranks, and then by rank 0 alone. In each of the first ones rank 0
+# takes a nap, as in a long round, and the other one waits for it.
 STEPS = """
-import contextlib, os, sys, threading, time
+import contextlib, copy, os, sys, threading, time
 import torch
 from arguments import ModelArguments, TrainerArguments
 from data import *
@@ -71,9 +71,8 @@ data_args = DataArguments(dataset_path=dataset_path)
 tokenizer, dataset, _ = load_data(model_args, data_args, False)
 torch.manual_seed(int(os.environ.get("RANK", 0)))
 model = make_model(model_args, len(tokenizer)).eval()  # no dropout
-ranks = start_ranks(TrainerArguments(device="cpu", num_devices=int(os.environ["COUNT"])))
-accumulation = 4 // ranks.count
-args = TrainerArguments(device="cpu", gradient_accumulation_steps=accumulation)
+ranks = start_ranks(TrainerArguments(device="cpu", num_devices=2))
+reference = copy.deepcopy(model)
 if ranks.number:  # until rank 0 gives its own
     for param in model.parameters():
         param.data.zero_()
@@ -83,27 +82,33 @@ feed = iter(batches[ranks.number :: ranks.count])
 ranks.connect()
 scaler = torch.amp.GradScaler("cpu", enabled=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+device, autocast, stop = torch.device("cpu"), contextlib.nullcontext(), threading.Event()
+args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
 told = ranks.share({"told": 5} if ranks.number == 0 else None)
 epoch, losses, waited, used = ranks.follow(model, 0, scaler), [], 0.0, 0.0
 while epoch < 3:
-    loss = accumulate_gradients(
-        model, feed, args, torch.device("cpu"), contextlib.nullcontext(), scaler, threading.Event()
-    )
+    loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
     assert ranks.agree(True)
     ranks.average([*list_gradients(model), loss])
     losses.append(loss.item())
     if ranks.number == 0:
         optimizer.step()
-        time.sleep(ranks.count - 1)
+        time.sleep(1)
     before, cpu = time.monotonic(), time.process_time()
     epoch = ranks.follow(model, epoch + 1, scaler)
     waited, used = waited + time.monotonic() - before, used + time.process_time() - cpu
     model.zero_grad(set_to_none=False)
-assert ranks.agree(ranks.number != 1) is (ranks.count == 1)  # one that stops is enough
-torch.save(
-    {"weights": dict(model.named_parameters()), "losses": losses, "told": told, "waited": waited, "used": used},
-    os.path.join(observed, f"{ranks.count}_{ranks.number}.pt"),
-)
+assert not ranks.agree(ranks.number != 1)  # one that stops is enough
+seen = {"weights": dict(model.named_parameters()), "losses": losses, "told": told, "waited": waited, "used": used}
+torch.save(seen, os.path.join(observed, f"rank{ranks.number}.pt"))
+if ranks.number == 0:
+    feed, args = iter(batches), TrainerArguments(device="cpu", gradient_accumulation_steps=4)
+    optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
+    for _ in range(3):
+        losses.append(accumulate_gradients(reference, feed, args, device, autocast, scaler, stop).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, os.path.join(observed, "alone.pt"))
 ranks.end()
 """
 
@@ -166,12 +171,11 @@ def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, tiny_data):
     """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
-    for count in (1, 2):
-        command = [sys.executable, "-c", STEPS, tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path]
-        env = {**os.environ, "COUNT": str(count), "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-        assert result.returncode == 0, result.stderr[-3000:]
-    alone, first, second = (torch.load(tmp_path / name) for name in ("1_0.pt", "2_0.pt", "2_1.pt"))
+    command = [sys.executable, "-c", STEPS, tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    alone, first, second = (torch.load(tmp_path / name) for name in ("alone.pt", "rank0.pt", "rank1.pt"))
     assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5)
     assert first["losses"] == second["losses"]
     for name, weight in alone["weights"].items():
@@ -202,7 +206,8 @@ def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, 
     half.assert_clean_end(60)
     first, second, other = (torch.load(tmp_path / path) for path in ("two/rank0.pt", "two/rank1.pt", "half/rank0.pt"))
     for name, weight in first["weights"].items():
-        assert second["weights"][name].equal(weight), name
+        # an averaging of parameters may end after the last step
+        torch.testing.assert_close(second["weights"][name], weight, atol=1e-5, rtol=0)
         torch.testing.assert_close(other["weights"][name], weight, atol=1e-5, rtol=0)
     # each rank has data of its own, and each step counts the samples of both
     assert len(set(first["rows"]) & set(second["rows"])) < 0.7 * len(set(first["rows"]))
@@ -338,9 +343,21 @@ def test_a_batch_size_is_found_and_nothing_is_left_behind(trial, caplog):
     assert size < 8 or "16 samples: too much for this device's memory" in caplog.text
 
 
+class OneLayer(torch.nn.Module):
+    """A model that is compiled in a second."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = torch.nn.Embedding(500, 8)
+
+    def forward(self, input_ids, labels, **_):
+        return {"loss": self.embeddings(input_ids).pow(2).mean() + labels.eq(-100).float().mean()}
+
+
 def test_compiler_that_fails_leaves_the_model_as_it_was(trial, monkeypatch, caplog):
-    model, batch = trial
-    names, before = list(model.state_dict()), model.eval()(**move_batch(batch, CPU))["loss"]
+    _, batch = trial
+    model = OneLayer()
+    names, before = list(model.state_dict()), model(**move_batch(batch, CPU))["loss"]
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
     devices.compile_model(model, batch, CPU, contextlib.nullcontext())
     assert caplog.text.count("--torch_compile: the compiler failed (") == 1
