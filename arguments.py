@@ -553,8 +553,12 @@ class TrainerArguments:
         default=False,
         metadata={"help": "Train nothing: check this machine, the data and the way to the others, and print a table."},
     )
-    per_device_train_batch_size: int = field(
-        default=4, metadata={"help": "Samples per forward pass. As many as memory holds."}
+    per_device_train_batch_size: str = field(
+        default="4",
+        metadata={
+            "help": "Samples per forward pass of each device. As many as memory holds; auto: try at the start what "
+            "this machine can do, and choose gradient_accumulation_steps too."
+        },
     )
     gradient_accumulation_steps: int = field(
         default=2,
@@ -563,11 +567,40 @@ class TrainerArguments:
             "0.5 to 10 seconds: each may report progress to the swarm."
         },
     )
+    device: str = field(
+        default="auto",
+        metadata={
+            "help": "What to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, "
+            "untested) or xla (a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu. Each peer as "
+            "it has."
+        },
+    )
+    num_devices: int | None = field(
+        default=None,
+        metadata={
+            "help": "Devices of this machine to use, each in a process of its own; together they are one peer. "
+            "Default: all visible GPUs, or one CPU. With torchrun it says how many."
+        },
+    )
     fp16: bool = field(
         default=False, metadata={"help": "Mixed precision with float16 and loss scaling; needs a CUDA GPU."}
     )
     bf16: bool = field(
         default=False, metadata={"help": "Mixed precision with bfloat16; needs a GPU or CPU that supports it."}
+    )
+    tf32: bool = field(
+        default=False,
+        metadata={
+            "help": "Let NVIDIA GPUs from 2020 on multiply float32 numbers with 10 bits of mantissa, several times as "
+            "fast. Useful without --bf16 and --fp16; each peer as it likes."
+        },
+    )
+    torch_compile: bool = field(
+        default=False,
+        metadata={
+            "help": "Compile the model's forward and backward passes: a slower start (up to minutes), faster steps. "
+            "Each peer as it likes; needs a C++ compiler, and on GPUs triton."
+        },
     )
     gradient_checkpointing: bool = field(
         default=False,
@@ -660,8 +693,18 @@ class TrainerArguments:
     def __post_init__(self):
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
+            raise ValueError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
+        if self.num_devices is not None and self.num_devices < 1:
+            raise ValueError("--num_devices must be at least 1")
+        if self.per_device_train_batch_size != "auto":
+            try:
+                self.per_device_train_batch_size = int(self.per_device_train_batch_size)
+            except ValueError:
+                raise ValueError("--per_device_train_batch_size must be a number, or auto") from None
+            if self.per_device_train_batch_size < 1:
+                raise ValueError("--per_device_train_batch_size must be at least 1")
         for name in (
-            "per_device_train_batch_size",
             "gradient_accumulation_steps",
             "per_device_eval_batch_size",
             "logging_steps",

@@ -43,6 +43,7 @@ class CollaborativeCallback:
     """The state that lives across a trainer's steps: sums since the last epoch, the backup, the progress bar.
 
     :param arguments: of the whole command line, by name: checkpoints note them
+    :param num_devices: those of this machine that share each step
     """
 
     def __init__(
@@ -58,11 +59,13 @@ class CollaborativeCallback:
         tokenizer,
         scaler: torch.amp.GradScaler | None,
         arguments: dict,
+        num_devices: int = 1,
     ):
         self.dht, self.optimizer, self.swarm, self.args = dht, optimizer, swarm, args
         self.public_key, self.contract = public_key, contract
         self.model, self.tokenizer, self.scaler, self.arguments = model, tokenizer, scaler, arguments
-        self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.batches_per_step = args.gradient_accumulation_steps * num_devices
+        self.batch_size = args.per_device_train_batch_size * self.batches_per_step
         self.next_contract_time = 0.0
         self.loss_sum: torch.Tensor | float = 0.0
         self.mini_steps = self.skipped_steps = 0
@@ -82,6 +85,9 @@ class CollaborativeCallback:
         self.next_bar_time = 0.0
         #: data.StreamedBatches, when it is to be known where to read on
         self.stream = None
+        #: devices.Feed, which knows how long the device has waited for data, and for how many epochs that was too long
+        self.feed = None
+        self.wait_share, self.hungry_epochs = 0.0, 0
         #: wandb, when this trainer reports its own curves
         self.dashboard = None
 
@@ -116,14 +122,13 @@ class CollaborativeCallback:
         self.on_step_end()
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Note the loss of one batch (a scalar on the device) without waiting for it."""
-        self.loss_sum = self.loss_sum + loss.detach()
-        self.mini_steps += 1
+        """Note the mean loss of one step (a scalar on the device) without waiting for it."""
+        self.loss_sum = self.loss_sum + loss * self.batches_per_step
+        self.mini_steps += self.batches_per_step
 
     def skip_step(self) -> None:
         """Count a step whose loss or gradients were not finite."""
         self.skipped_steps += 1
-        self.loss_sum, self.mini_steps = 0.0, 0
         logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")
 
     def on_step_end(self, samples: int = 0) -> None:
@@ -154,6 +159,7 @@ class CollaborativeCallback:
             self.restore()
         optimizer, epoch = self.optimizer, self.optimizer.local_epoch
         self.epochs += 1
+        self.look_at_feed(now - self.epoch_start)
         self.averaged_epochs += optimizer.averaged_with > 1
         # the only place where the loop waits for the device on behalf of reports
         loss_sum = float(self.loss_sum)
@@ -204,6 +210,7 @@ class CollaborativeCallback:
             "pending_samples": optimizer.grad_averager.local_samples_accumulated + optimizer.grad_averager.kept_samples,
             "longest_step": self.longest_step,
             "compute_seconds": compute_seconds(metrics),
+            "data_wait_share": self.wait_share,
         }
         append_line(self.history, json.dumps(metrics | own))
         self.dashboard = report_to_dashboard(self.dashboard, metrics | own)
@@ -221,6 +228,19 @@ class CollaborativeCallback:
             self.save()
         self.save_stream()
         self.last_epoch, self.epoch_start = epoch, now
+
+    def look_at_feed(self, seconds: float) -> None:
+        """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
+        if self.feed is None:
+            return
+        self.wait_share = min(1.0, self.feed.take_waited() / max(seconds, 1e-9))
+        # not the first epoch, in which the data's workers start
+        self.hungry_epochs = self.hungry_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
+        if self.hungry_epochs == 3:
+            logger.warning(
+                f"{self.wait_share:.0%} of the time goes into waiting for data: raise --dataloader_num_workers (now "
+                f"{self.args.dataloader_num_workers}), if this machine has cores to spare"
+            )
 
     def measure_rounds(self) -> dict:
         """Time and bytes that rounds took since the epoch before."""
@@ -248,6 +268,7 @@ class CollaborativeCallback:
         return (
             f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  "
             f"peers {peers}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
+            f"waits for data {self.wait_share:.0%}  "
             f"mine {optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated:,} samples"
         )
 

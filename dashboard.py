@@ -47,7 +47,7 @@ MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
 # The dashboards' groups and what is in them, by the names of our metrics; dashboards show those of no group first.
 GROUPS = {
     "": ("loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
-    "epoch/": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds"),
+    "epoch/": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds", "data_wait_share"),
     "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
     "traffic/": ("bytes_sent", "bytes_received"),
 }

