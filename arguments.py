@@ -8,6 +8,7 @@ that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad
 """
 
 import ipaddress
+import math
 import os
 import re
 import sys
@@ -619,6 +620,14 @@ class TrainerArguments:
             "help": "End at this epoch of the swarm; default: at total_steps, where the learning rate is lowest."
         },
     )
+    num_train_epochs: float | None = field(
+        default=None,
+        metadata={
+            "help": "Leave the swarm after so many passes over this trainer's own data (here, as in other scripts, not "
+            "epochs of the swarm), if --max_steps does not come first; restarts from a checkpoint go on counting. What "
+            "it has computed for the epoch under way is lost, as at any end. Default: no such end."
+        },
+    )
     logging_steps: int = field(
         default=1, metadata={"help": "Log every so many epochs. The progress bar of a terminal shows all of them."}
     )
@@ -665,7 +674,16 @@ class TrainerArguments:
     )
     do_eval: bool = field(
         default=False,
-        metadata={"help": "Measure the loss on the validation split, before training and after it."},
+        metadata={"help": "Measure loss and accuracy on the validation split, before training and after it."},
+    )
+    eval_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "With --do_eval: measure every so many epochs too, and at the last one, and report it to the "
+            "monitor; one trainer of a swarm is enough. It trains nothing meanwhile. The others do not wait for it: at "
+            "an epoch's end they look for it for matchmaking_time at most, step without it, and it takes over their "
+            "state when it is done. Choose --max_eval_samples so that it takes less than an epoch."
+        },
     )
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Samples per forward pass in evaluation."})
     max_eval_samples: int | None = field(
@@ -693,6 +711,14 @@ class TrainerArguments:
     def __post_init__(self):
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+        if self.eval_steps is not None and not self.do_eval:
+            raise ValueError("--eval_steps needs --do_eval: add it")
+        if self.max_eval_samples is not None and self.max_eval_samples < 1:
+            raise ValueError("--max_eval_samples must be at least 1")
+        if self.eval_steps is not None and self.eval_steps < 1:
+            raise ValueError("--eval_steps must be at least 1")
+        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
+            raise ValueError("--num_train_epochs must be greater than 0")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
             raise ValueError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
         if self.num_devices is not None and self.num_devices < 1:

@@ -281,8 +281,8 @@ class History(list):
         self.stride, self.added = 1, 0
 
     def add(self, entry: dict) -> None:
-        """Append an epoch; those beyond it are of an earlier run with the same name, and are forgotten. A second line on
-        the newest epoch takes the place of the first."""
+        """Append an epoch; those beyond it are of an earlier run with the same name, and are forgotten. A second
+        line on the newest epoch takes the place of the first."""
         if self and self[-1]["epoch"] == entry["epoch"] and not entry.get("begins_anew"):
             self[-1] = entry
             self.add_validation(entry)

@@ -20,6 +20,7 @@ and all of them together are one peer (see ranks.py).
 
 import json
 import logging
+import math
 import os
 import platform
 import signal
@@ -78,7 +79,7 @@ from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
 from ranks import RankLost, Ranks, list_gradients, start_ranks
 from status import StatusServer
-from utils import keep_signing_key, log_to_folder, setup_logging
+from utils import keep_signing_key, log_to_folder, perplexity, setup_logging
 
 logger = logging.getLogger("trainer")
 
@@ -129,6 +130,8 @@ def train(
         f"python {platform.python_version()}, {device}{f' and {ranks.count - 1} more' if ranks.count > 1 else ''}"
     )
 
+    if args.num_train_epochs and data_args.streaming:
+        stop_for_user("--num_train_epochs: --streaming reads text without end, in no passes: give --max_steps instead")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
     model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
@@ -200,14 +203,21 @@ def train(
     if page:
         page.serve(dht, callback.read_progress)
 
-    eval_options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
+    def measure() -> dict:
+        """Loss and accuracy on the validation split, see utils.Evaluation."""
+        options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
+        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **options)
+        with autocast:
+            result = evaluate(model, batches, device)
+        samples = sum(len(batch["input_ids"]) for batch in batches)
+        return {"epoch": optimizer.local_epoch, "samples": samples, **result}
+
     summary = {"unigram_entropy": corpus["unigram_entropy"], "peer_id": str(dht.peer_id)}
     if args.do_eval:
-        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **eval_options)
-        summary["start_loss"] = evaluate(model, batches, device)["loss"]
-        logger.info(
-            f"validation loss {summary['start_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
-        )
+        callback.evaluate = measure
+        if callback.measure():
+            summary["start_loss"] = callback.evaluation["loss"]
+            logger.info(f"unigram entropy {corpus['unigram_entropy']:.3f} nats")
 
     callback.on_train_begin()
     if optimizer.local_epoch >= max_epoch:
@@ -229,9 +239,13 @@ def train(
     ranks.share((str(dht.peer_id), optimizer.local_epoch, sizes))
     ranks.follow(model, optimizer.local_epoch, scaler)
 
+    most_samples = args.num_train_epochs * len(dataset["train"]) if args.num_train_epochs else math.inf
     failure, exit_code = None, 0
     try:
         while optimizer.local_epoch < max_epoch:
+            if callback.has_read_all(most_samples):
+                logger.info(f"{args.num_train_epochs:g} passes over {len(dataset['train']):,} samples are done: ending")
+                stop.set()
             loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
             if not ranks.agree(loss is not None):
                 break
@@ -278,12 +292,11 @@ def train(
     ranks.end()
     shut_down(dht, optimizer)
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
-    if args.do_eval and not failure:
-        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **eval_options)
-        summary["final_loss"] = evaluate(model, batches, device)["loss"]
-        logger.info(
-            f"validation loss {summary['final_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
-        )
+    if args.do_eval and not failure and callback.measure():
+        final = callback.evaluation
+        summary |= {"final_loss": final["loss"], "final_perplexity": perplexity(final["loss"])}
+        summary["final_accuracy"] = final["accuracy"]
+        logger.info(f"validation loss {final['loss']:.3f}, unigram entropy {corpus['unigram_entropy']:.3f} nats")
     summary_text = json.dumps(summary, indent=2) + "\n"
     write_file(os.path.join(args.output_dir, "summary.json"), lambda file: file.write(summary_text.encode()))
     logger.info(
