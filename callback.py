@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -283,17 +284,22 @@ class CollaborativeCallback:
         with self.optimizer.tracker.performance_ema.pause():
             measured = self.evaluate()
         try:
-            self.evaluation = Evaluation.parse_obj(measured).dict()
+            self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__}).dict()
         except ValidationError as e:
             self.evaluation, message = None, "; ".join(error["msg"] for error in e.errors())
             logger.warning(f"the evaluation of epoch {measured['epoch']} came to nothing: {message}")
             return False
+        seconds = time.monotonic() - start
         with self.bar.external_write_mode():
             logger.info(
                 f"validation loss {measured['loss']:.4f} nats, perplexity {perplexity(measured['loss']):,.1f}, "
-                f"accuracy {measured['accuracy']:.1%} at epoch {measured['epoch']}, measured in "
-                f"{time.monotonic() - start:.1f} s"
+                f"accuracy {measured['accuracy']:.1%} at epoch {measured['epoch']}, measured in {seconds:.1f} s"
             )
+            if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
+                logger.warning(
+                    f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
+                    f"{measured['samples']:,}), or the swarm goes on without this trainer meanwhile"
+                )
         return True
 
     def has_read_all(self, samples: float) -> bool:

@@ -179,7 +179,9 @@ class RunReport:
                 self.next_table = time.monotonic() + self.table_period
                 self.table_period = min(2 * self.table_period, TABLE_PERIOD)
                 rows = self.contributions.make_rows()
-            self.dashboard = report_to_dashboard(self.dashboard, entry, rows)
+            # of a second line only what is new: dashboards have the rest
+            news = entry if is_new else {"epoch": entry["epoch"], **describe_evaluation(evaluation)}
+            self.dashboard = report_to_dashboard(self.dashboard, news, rows)
         if self.history and (is_last or time.monotonic() >= self.next_drawing):
             draw_learning_curve(self.history, self.prefix, self.output_dir / "learning_curve.png")
             self.write_summary()

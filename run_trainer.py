@@ -284,6 +284,7 @@ def train(
         "epochs_averaged": callback.averaged_epochs,
         "failed_rounds": optimizer.failed_rounds,
         "skipped_steps": callback.skipped_steps,
+        "computed_samples": callback.samples_before + callback.computed_samples,
     }
     if data_args.streaming:
         summary["sources"] = dataset["train"].count_records()
