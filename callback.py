@@ -231,6 +231,7 @@ class CollaborativeCallback:
             "longest_step": self.longest_step,
             "compute_seconds": compute_seconds(metrics),
             "data_wait_share": self.wait_share,
+            **({"peak_memory_bytes": torch.cuda.max_memory_allocated()} if self.model.device.type == "cuda" else {}),
             **self.measure_progress(),
             **validation,
         }
