@@ -397,7 +397,7 @@ def collect_state(
             # an array is not among the types that weights_only=True allows
             "numpy": numpy_state | {"state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         },
         "arguments": arguments,
         "versions": {
@@ -429,7 +429,7 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
         random.setstate(randomness["python"])
         numpy.random.set_state(randomness["numpy"])
         torch.set_rng_state(randomness["torch"])
-        if randomness["cuda"] is not None and torch.cuda.is_available():
+        if randomness["cuda"] is not None and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(randomness["cuda"])
 
 

@@ -114,8 +114,9 @@ def main() -> None:
         # a monitor that saves nothing needs neither the model's code nor the time to load it
         from archive import CheckpointHandler, make_observer
         from data import load_tokenizer
+        from model import find_objective
 
-        tokenizer = load_tokenizer(model_args.tokenizer_path)
+        tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args))
         model, optimizer, contract = make_observer(dht, swarm, model_args, optimizer_args, averaging_args, tokenizer)
         archive = CheckpointHandler(
             archive_args,

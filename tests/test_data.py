@@ -192,7 +192,7 @@ def test_pairs_of_tiny_documents(sentences, count):
 def test_masking_rates(dataset, tokenizer):
     batches = data.MaskedBatches(dataset, tokenizer, DataArguments())
     flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
-    masked = batches.collator.mask_tokens(flat, lengths, np.random.default_rng(0))
+    masked = batches.collator.add_labels(flat, lengths, np.random.default_rng(0))
     before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
     chosen = labels != -100
     ordinary = before >= 5
@@ -343,7 +343,7 @@ def test_one_word_of_a_batch_is_masked_at_least(piecewise):
 
 
 def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer, capsys):
-    pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("Ġ", "")), "▁", "##"]
+    pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("·", "")), "▁", "##"]
     backend = Tokenizer(BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), WORDPIECE, strict=True))
     unmarked = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
