@@ -494,10 +494,11 @@ def main() -> None:
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
     model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-    device = choose_devices(args)[0]
-    autocast, _ = place_model(model, device, args)
+    devices = choose_devices(args)
+    autocast, _ = place_model(model, devices[0], args)
     trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-    sizes = find_batch_size(model, trial, device, autocast, averaging.target_batch_size // 8)
+    largest_step = averaging.target_batch_size // (8 * len(devices))
+    sizes = find_batch_size(model, trial, devices[0], autocast, largest_step)
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
 
 

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -49,10 +50,10 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
     are several devices; or the only one. Starts no thread, and makes no CUDA context."""
     devices = choose_devices(args)
     number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if count == 1 and len(devices) == 1:
-        return Ranks(0, devices)
-    if count == 1:
+    if "WORLD_SIZE" not in os.environ and len(devices) > 1:
         return start_others(devices)
+    if count == 1:
+        return Ranks(0, devices[:1])
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         stop_for_user(
             "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
@@ -81,11 +82,14 @@ def start_others(devices: list[torch.device]) -> "Ranks":
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
     children = []
+    # inherited: until a child listens itself, Ctrl-C is rank 0's, which ends the child
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in range(1, count):
         where = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
         env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}
         command = [sys.executable, *sys.orig_argv[1:]]
         children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
+    signal.signal(signal.SIGINT, handler)
     return Ranks(0, devices, dist.FileStore(path, count), children, folder)
 
 
@@ -165,8 +169,15 @@ class Ranks:
         except RuntimeError as e:
             if is_out_of_memory(e):
                 raise
-            who = "rank 0" if self.number else "another rank"
-            raise RankLost(f"{who} of this machine is gone ({str(e).splitlines()[0][-200:]})") from e
+            who, reason = "another rank", str(e).splitlines()[0]
+            if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
+                reason = "its connection is closed"
+            time.sleep(0.5 * bool(self.children))  # a process closes its connections before it ends
+            for number, child in enumerate(self.children, start=1):
+                if child.poll() is not None:
+                    who, reason = f"rank {number}", f"exit code {child.returncode}"
+                    break
+            raise RankLost(f"{who} of this machine is gone ({reason})") from e
 
     # -- afterwards: each is called by all ranks, in the same order
 
@@ -223,6 +234,9 @@ class Ranks:
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, deadline - time.monotonic()))
+
+    def remove_files(self) -> None:
+        """However this process ends."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -111,6 +111,8 @@ def main() -> None:
         if not STOP_REQUESTED.is_set():
             logger.error(f"{e}; ending")
             raise SystemExit(1) from e
+    finally:
+        ranks.remove_files()
 
 
 def train(
