@@ -274,17 +274,16 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        "roberta",
         "gpt2",
-        *(pytest.param(name, marks=slow) for name in ("bert", "distilbert", "modernbert", "fnet", "albert")),
-        *(pytest.param(name, marks=slow) for name in ("lean_albert", "llama")),
+        *(pytest.param(name, marks=slow) for name in ("bert", "roberta", "distilbert", "modernbert", "fnet")),
+        *(pytest.param(name, marks=slow) for name in ("albert", "lean_albert", "llama")),
     ],
 )
 def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, tmp_path, tiny_data, text_data, name):
     """Two trainers and an auxiliary peer that keeps their states."""
     data = text_data if name in CAUSAL else tiny_data
-    own = {"--config_path": write(name), "--max_steps": 8, "--total_steps": 20, "--target_batch_size": 256}
-    own |= {"--target_group_size": 2, "--learning_rate": 5e-3}
+    own = {"--config_path": write(name), "--max_steps": 10, "--total_steps": 40, "--target_batch_size": 1024}
+    own |= {"--target_group_size": 2}
     shared = {
         flag: value for flag, value in (TRAINER | own).items() if not flag.startswith(("--per", "--gradient", "--d"))
     }
@@ -302,8 +301,8 @@ def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, 
     assert largest_difference(tmp_path, *names) < 1e-6
     for who in names:
         summary = json.loads((tmp_path / who / "summary.json").read_text())
-        assert summary["epoch"] == 8 and summary["final_loss"] < summary["start_loss"] - 0.1, summary
-    assert summary["epochs_averaged"] >= 4
+        assert summary["epoch"] == 10 and summary["final_loss"] < summary["start_loss"] - 0.1, summary
+    assert summary["epochs_averaged"] >= 3
 
     wait_until(lambda: find_checkpoints(archive), 30, "a checkpoint")
     aux.interrupt()
@@ -339,7 +338,7 @@ def test_a_pretrained_model_learns_faster_than_from_scratch(tmp_path):
         optimizer = make_local_optimizer(options, make_param_groups(model))
         batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=8, seed=1))
         torch.manual_seed(0)  # of dropout
-        for _ in range(12):
+        for _ in range(10):
             optimizer.zero_grad()
             compute_losses(model, move_batch(next(batches), CPU))["loss"].backward()
             optimizer.step()
