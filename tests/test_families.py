@@ -17,9 +17,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from archive import USES
-from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
+from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from checkpoint import find_checkpoints
 from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
+from joining import find_differences
 from model import (
     compute_losses,
     describe_architecture,
@@ -30,7 +31,8 @@ from model import (
     make_trained_model,
     move_batch,
 )
-from optimizer import make_local_optimizer, make_param_groups
+from optimizer import describe_contract, make_local_optimizer, make_param_groups
+from utils import RunContract
 
 VOCABULARY = 300
 CPU = torch.device("cpu")
@@ -213,6 +215,10 @@ def test_every_role_has_the_same_architecture_whatever_its_configuration_is_read
     assert len(described) == 1
     assert model.initial_weights == scratch.initial_weights == "random"
     assert re.fullmatch(r"pretrained \w{12}", pretrained.initial_weights)
+    groups = OptimizerArguments(), AveragingArguments()
+    run, mine = (RunContract(joined=1.0, contract=describe_contract(m, "a", *groups)) for m in (pretrained, scratch))
+    [difference] = find_differences(mine, [run])
+    assert difference.startswith("initial weights: the run has pretrained") and "you have random" in difference
     # what no shape of a weight tells
     for change in (dict(num_attention_heads=4), dict(hidden_act="relu"), dict(layer_norm_eps=1e-6)):
         assert describe_architecture(make_model(ModelArguments(write("bert", **change)), VOCABULARY)) not in described
