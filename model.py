@@ -75,7 +75,11 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
         with contextlib.nullcontext() if os.path.exists(name) else hub(f"{flag} {name}", "a folder that exists"):
             return AutoConfig.from_pretrained(name)
     except (OSError, ValueError, TypeError) as e:
-        stop_for_user(f"{flag} {name} is no model's configuration ({str(e).splitlines()[0]})")
+        stop_for_user(f"{flag} {name} is no model's configuration ({first_line(e)})")
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def find_objective(args: ModelArguments) -> str:
@@ -126,18 +130,19 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
                     model, report = model_class.from_pretrained(
                         name, config=config, output_loading_info=True, **options
                     )
-                # those of a pretrained vocabulary that was rounded up stay
-                if vocab_size > rows:
-                    model.resize_token_embeddings(vocab_size, mean_resizing=False)
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
                 if report["missing_keys"]:
-                    logger.info(f"{name} lacks, and random weights make up for: {', '.join(report['missing_keys'])}")
+                    missing = ", ".join(sorted(report["missing_keys"]))
+                    logger.info(f"{name} lacks these weights, which begin at random: {missing}")
+                # rows of a pretrained vocabulary that was rounded up stay
+                if vocab_size > rows:
+                    model.resize_token_embeddings(vocab_size, mean_resizing=False)
             else:
                 config.get_text_config().vocab_size = vocab_size
                 model = make(config, **options)
     except (OSError, ValueError, TypeError, ImportError, RuntimeError) as e:
         where = f"--attn_implementation {args.attn_implementation}: " if args.attn_implementation else ""
-        stop_for_user(f"{where}the model {name} cannot be made ({str(e).strip().splitlines()[0]})")
+        stop_for_user(f"{where}the model {name} cannot be made ({first_line(e)})")
     model.train()
     model.objective, model.initial_weights = objective, initial_weights
     accepted = inspect.signature(model.forward).parameters
@@ -272,8 +277,7 @@ def try_out(model: PreTrainedModel) -> None:
                 with torch.no_grad():
                     before, after = (model.eval()(ids[:, :end], use_cache=False).logits[:, :4] for end in (5, 8))
     except Exception as e:  # whatever a model comes up with that wants more than text, or has no loss
-        reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
-        stop_for_user(f"the model {kind} cannot be trained on text alone ({reason})")
+        stop_for_user(f"the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})")
     if model.objective == "clm" and not torch.allclose(before, after, atol=1e-3):
         stop_for_user(f"the model {kind} sees the words that it is to predict: it is none for --objective clm")
     if changed := [name for name, value in model.named_buffers() if name in buffers and not value.equal(buffers[name])]:

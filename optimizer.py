@@ -5,7 +5,7 @@ tensors to the wrong place: never build a peer's optimizer by other means. `desc
 peers must agree on; it is published and compared when a peer joins.
 
     python -c "from optimizer import *; from model import *; \\
-        print(make_param_groups(make_model(ModelArguments('configs/demo.json'), vocab_size=1000))[1]['names'])"
+        print(make_param_groups(make_model(ModelArguments('configs/demo.json'), 1000))[1]['names'])"
 """
 
 from functools import partial

@@ -528,11 +528,11 @@ def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArgume
 def load_hub_splits(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]]:
     """(name, documents of the train split, and of the validation split if there is one) of --dataset_name: a record is
     a document, but text in WikiText format is split into its articles."""
-    import datasets
-
     name = [args.dataset_name, *([args.dataset_config_name] if args.dataset_config_name else [])]
     is_folder = Path(args.dataset_name).is_dir()
     with contextlib.nullcontext() if is_folder else fetch.hub(f"the dataset {args.dataset_name}", "--train_file"):
+        import datasets  # now: it looks once whether there is a connection
+
         try:
             found = datasets.load_dataset(*name, cache_dir=str(Path(args.dataset_cache_dir) / "hub"))
         except (OSError, ValueError) as e:
@@ -540,7 +540,7 @@ def load_hub_splits(args: DataArguments) -> tuple[str, dict[str, list[list[str]]
                 raise
             stop_for_user(f"--dataset_name {args.dataset_name} holds no dataset ({str(e).splitlines()[0]})")
     splits = {}
-    for split in {"train", "validation"} & set(found):
+    for split in [name for name in ("train", "validation") if name in found]:
         if args.text_column not in found[split].column_names:
             columns = ", ".join(found[split].column_names)
             stop_for_user(f"--dataset_name {args.dataset_name} has the columns {columns}: give one in --text_column")

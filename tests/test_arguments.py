@@ -64,6 +64,15 @@ def test_steps_count_epochs_and_say_so():
             ["--max_sequence_length", "--sequence_length_warmup_steps"],
         ),
         (["--run_id", "a", "--sequence_length_warmup_steps", "9"], ["--initial_sequence_length"]),
+        (["--run_id", "a", "--objective", "nsp"], ["--objective", "mlm_sop"]),
+        (
+            ["--run_id", "a", "--model_name_or_path", "b", "--config_name", "c"],
+            ["--model_name_or_path", "--config_path"],
+        ),
+        (["--run_id", "a", "--train_file", "b", "--dataset_name", "c"], ["--train_file", "--dataset_name"]),
+        (["--run_id", "a", "--train_file", "b", "--streaming"], ["--train_file", "--streaming"]),
+        (["--run_id", "a", "--validation_file", "b"], ["--validation_file", "--train_file"]),
+        (["--run_id", "a", "--dataset_config_name", "b"], ["--dataset_config_name", "--dataset_name"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
