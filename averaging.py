@@ -941,15 +941,15 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         for it in a round, as its record names an epoch too long past for that; nor do they take it for slow later."""
         own = self.local_progress
         with self.performance_ema.pause():
-            if self.present:
+            if self.present and not self.shutdown_triggered.is_set():
                 self.local_progress = self._get_local_progress(max(0, own.epoch - 2), 0)
-                self.should_report_progress.set()
+                self.announce()
             try:
                 yield
             finally:
                 if self.local_progress is not own:
                     self.local_progress = self._get_local_progress(own.epoch, own.samples_accumulated)
-                    self.should_report_progress.set()
+                    self.announce()
                     self.fetch_soon(0.0)
 
     def leave_out(self, peer_ids: Iterable[bytes]) -> None:

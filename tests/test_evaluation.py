@@ -12,6 +12,7 @@ import transformers
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
 from test_metrics import make_metrics, run_dhts
 from test_monitor import read_epochs, start_monitor
@@ -163,16 +164,15 @@ def test_nobody_counts_on_a_peer_that_has_stepped_aside():
     prefix = make_prefix()
     with run_dhts([], []) as dhts:
         one, other = trackers = [
-            ProgressTracker(dht, prefix, target_batch_size=1000, start=True, **periods) for dht in dhts
+            ProgressTracker(dht, prefix, target_batch_size=1000, private_key=RSAPrivateKey(), start=True, **periods)
+            for dht in dhts
         ]
         try:
             one_id = dhts[0].peer_id.to_bytes()
             for tracker in trackers:
                 tracker.report_local_progress(5, 30)
-            one.fetch_soon(0)
 
             def other_counts(samples: int, is_in_step: bool) -> bool:
-                other.fetch_soon(0)
                 progress = other.global_progress
                 seen = progress.epoch, progress.samples_accumulated, progress.num_peers
                 return seen == (5, samples, 1 + is_in_step) and (one_id in other.in_step) == is_in_step
