@@ -680,9 +680,9 @@ class TrainerArguments:
         default=None,
         metadata={
             "help": "With --do_eval: measure every so many epochs too, and at the last one, and report it to the "
-            "monitor; one trainer of a swarm is enough. It trains nothing meanwhile. The others do not wait for it: at "
-            "an epoch's end they look for it for matchmaking_time at most, step without it, and it takes over their "
-            "state when it is done. Choose --max_eval_samples so that it takes less than an epoch."
+            "monitor; one trainer of a swarm is enough. It trains nothing meanwhile, and the "
+            "others do not wait for it: when an epoch ends before it is done, they step without it and it takes over "
+            "their state. Choose --max_eval_samples so that this is rare."
         },
     )
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Samples per forward pass in evaluation."})

@@ -281,8 +281,7 @@ class CollaborativeCallback:
         if versions == self.evaluated:
             return self.evaluation is not None
         start, self.evaluated = time.monotonic(), versions
-        # or the swarm would take this peer for a slow one
-        with self.optimizer.tracker.performance_ema.pause():
+        with self.optimizer.tracker.step_aside():
             measured = self.evaluate()
         try:
             self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__}).dict()

@@ -196,15 +196,17 @@ def choose_sizes(args: argparse.Namespace, compute) -> dict[str, int]:
     """Samples that take --epoch_seconds, and how many batches a step of one second has."""
     import torch
 
+    # on a CPU that others use as well, seconds of this process
+    clock = time.monotonic if args.device.startswith("cuda") else time.process_time
     for _ in range(3):
         compute()
-    start, count = time.monotonic(), 0
-    while time.monotonic() < start + 3:
+    start, count = clock(), 0
+    while clock() < start + 2:
         compute()
         count += 1
         if args.device.startswith("cuda"):
             torch.cuda.synchronize()
-    per_second = count / (time.monotonic() - start)
+    per_second = count / (clock() - start)
     accumulation = max(1, round(per_second))
     steps = max(1, round(per_second * args.epoch_seconds / accumulation))
     return {"accumulation": accumulation, "target_batch_size": steps * accumulation * args.batch_size}

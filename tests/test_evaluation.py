@@ -12,12 +12,14 @@ import transformers
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
-from test_metrics import make_metrics
+from test_metrics import make_metrics, run_dhts
 from test_monitor import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments
+from averaging import ProgressTracker
 from dashboard import History, draw_learning_curve
 from data import load_tokenized_dataset, load_tokenizer, make_eval_batches
 from model import evaluate, make_model
@@ -155,6 +157,36 @@ def test_history_and_curve_have_evaluations(tmp_path):
     assert line.sum() > 500
     history.forget_from(25)
     assert [values["epoch"] for values in history.validation] == [9, 19]
+
+
+def test_nobody_counts_on_a_peer_that_has_stepped_aside():
+    periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
+    prefix = make_prefix()
+    with run_dhts([], []) as dhts:
+        one, other = trackers = [
+            ProgressTracker(dht, prefix, target_batch_size=1000, private_key=RSAPrivateKey(), start=True, **periods)
+            for dht in dhts
+        ]
+        try:
+            one_id = dhts[0].peer_id.to_bytes()
+            for tracker in trackers:
+                tracker.report_local_progress(5, 30)
+
+            def other_counts(samples: int, is_in_step: bool) -> bool:
+                progress = other.global_progress
+                seen = progress.epoch, progress.samples_accumulated, progress.num_peers
+                return seen == (5, samples, 1 + is_in_step) and (one_id in other.in_step) == is_in_step
+
+            wait_until(lambda: other_counts(60, True) and one.present, 20, "both together")
+            speed = one.performance_ema.samples_per_second
+            with one.step_aside():
+                wait_until(lambda: other_counts(30, False), 20, "one aside")
+                assert one_id in other.present
+            wait_until(lambda: other_counts(60, True), 20, "both together again")
+            assert one.local_progress.epoch == 5 and one.performance_ema.samples_per_second == speed
+        finally:
+            for tracker in trackers:
+                tracker.shutdown()
 
 
 def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path, tiny_data):
