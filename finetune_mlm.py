@@ -150,7 +150,7 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
     for name, value in config.to_dict().items():
         # LeanALBERT has dropout in front of the head alone
         exists = config.model_type != "lean_albert" or name == "classifier_dropout_prob"
-        if exists and name.endswith(("dropout", "dropout_prob")) and isinstance(value, int | float):
+        if exists and name.endswith(("dropout", "dropout_prob", "pdrop")) and isinstance(value, int | float):
             setattr(config, name, dropout)
     auto_class = AutoModelForSequenceClassification if task.head in ("classes", "choices") else AutoModel
     if pretrained.encoder is None:
