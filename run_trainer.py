@@ -238,7 +238,7 @@ def train(
     batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
     callback.feed = feed = Feed(batches, device)
     sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    ranks.share((str(dht.peer_id), optimizer.local_epoch, sizes))
+    ranks.share((str(dht.peer_id), optimizer.local_epoch, sizes, tokenizer_fingerprint(tokenizer)))
     ranks.follow(model, optimizer.local_epoch, scaler)
 
     most_samples = args.num_train_epochs * len(dataset["train"]) if args.num_train_epochs else math.inf
@@ -327,13 +327,15 @@ def compute_for_rank_0(
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
     # what is wrong with data or flags, rank 0 has said
     ranks.wait_for("is well", [0])
-    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
+    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
     model = make_trained_model(model_args, args, tokenizer)
     ranks.announce("is ready")
     ranks.connect()
     stop = handle_stop_signals()
     autocast, scaler = place_model(model, device, args)
-    peer_id, epoch, sizes = ranks.share()
+    peer_id, epoch, sizes, fingerprint = ranks.share()
+    if fingerprint != tokenizer_fingerprint(tokenizer):
+        stop_for_user(f"{tokenizer.name_or_path} has changed while the ranks of this machine started: start them again")
     args = set_batch_size(args, sizes)
     seed = data_seed(f"{peer_id} rank {ranks.number}", model_args.seed, epoch)
     batches = make_train_batches(
