@@ -452,6 +452,8 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
     if unknown := sorted(state["model"].keys() - own.keys()):
         raise CheckpointError(f"{where} is of another model: it has {unknown[0]}")
     saved, ours = state.get("architecture"), describe_architecture(model)
-    if saved not in (None, ours):
+    # in states of earlier versions no objective stands behind the model's type, and the digest is of other fields
+    is_old = saved is None or " " not in saved.split(",")[0]
+    if not is_old and saved != ours:
         raise CheckpointError(f"{where} is of another model (see --config_path): {saved} there, {ours} here")
     return {name: found[id(tensor)] for name, tensor in own.items()}
