@@ -308,9 +308,10 @@ class CollaborativeCallback:
 
     def measure_progress(self) -> dict:
         """How far the swarm has come, and when this trainer ends: see utils.measure_progress."""
-        optimizer = self.optimizer
+        # not the tracker's, which is less --batch_size_lead
+        target_batch_size = self.arguments.get("target_batch_size")
         return measure_progress(
-            optimizer.local_epoch, self.final_epoch, optimizer.tracker.target_batch_size, list(self.recent_seconds)
+            self.optimizer.local_epoch, self.final_epoch, target_batch_size, list(self.recent_seconds)
         )
 
     def look_at_feed(self, seconds: float) -> None:
