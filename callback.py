@@ -35,6 +35,7 @@ from checkpoint import (
     write_file,
 )
 from dashboard import report_to_dashboard
+from devices import is_out_of_memory
 from joining import publish_contract
 from preflight import warn_of_speed
 from utils import (
@@ -281,8 +282,18 @@ class CollaborativeCallback:
         if versions == self.evaluated:
             return self.evaluation is not None
         start, self.evaluated = time.monotonic(), versions
-        with self.optimizer.tracker.step_aside():
-            measured = self.evaluate()
+        try:
+            with self.optimizer.tracker.step_aside():
+                measured = self.evaluate()
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e):
+                raise
+            self.evaluation = None
+            logger.warning(
+                "out of memory in evaluation: lower --per_device_eval_batch_size (now "
+                f"{self.args.per_device_eval_batch_size}); the model is not evaluated"
+            )
+            return False
         try:
             self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__}).dict()
         except ValidationError as e:

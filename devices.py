@@ -97,7 +97,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(args: TrainerArguments, device: torch.device) -> str:
     """One line that names the cures that are left."""
     cures = []
-    if args.per_device_train_batch_size > 1:
+    if args.per_device_train_batch_size not in ("auto", 1):
         cures.append(
             f"a smaller --per_device_train_batch_size (now {args.per_device_train_batch_size}) with more "
             f"--gradient_accumulation_steps (now {args.gradient_accumulation_steps})"
@@ -107,7 +107,18 @@ def explain_out_of_memory(args: TrainerArguments, device: torch.device) -> str:
     if not args.bf16 and not args.fp16:
         cures.append("--bf16")
     cures.append("shorter sequences (--max_sequence_length)")
-    return f"out of memory on {device}: {', or '.join(cures)}. The state is saved: the same command goes on from there"
+    return f"out of memory on {device}: {', or '.join(cures)}"
+
+
+@contextlib.contextmanager
+def stop_when_out_of_memory(args: TrainerArguments, device: torch.device) -> Iterator[None]:
+    """Before training: end the process with that line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
+            raise
+        stop_for_user(explain_out_of_memory(args, device))
 
 
 def measure_memory(device: torch.device) -> float:
@@ -232,9 +243,9 @@ def compile_model(
         with leave_no_trace(model, device):
             for trial in (full, padded):
                 time_pass(model, move_batch(trial, device), autocast)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as e:  # the compiler, and those that it calls, raise many kinds
+        if is_out_of_memory(e):
+            raise
         model._compiled_call_impl = None  # what compile() has set
         torch.compiler.reset()
         reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)

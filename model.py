@@ -350,14 +350,16 @@ def evaluate(
     sop_loss where the model has one, in nats per row. The device is waited for once."""
     model.eval()
     sums, labels, rows = Counter(), 0, 0
-    for batch in batches:
-        batch = move_batch(batch, device)
-        losses, count, size = compute_losses(model, batch), len(batch["labelled_positions"]), len(batch["input_ids"])
-        sums["loss"] += losses["lm_loss" if model.objective == "clm" else "mlm_loss"] * count
-        sums["correct"] += losses["correct"]
-        if "sop_loss" in losses:
-            sums["sop_loss"] += losses["sop_loss"] * size
-        labels, rows = labels + count, rows + size
-    model.train()
+    try:
+        for batch in batches:
+            batch = move_batch(batch, device)
+            losses, count, size = compute_losses(model, batch), len(batch["labelled_positions"]), len(batch["input_ids"])
+            sums["loss"] += losses["lm_loss" if model.objective == "clm" else "mlm_loss"] * count
+            sums["correct"] += losses["correct"]
+            if "sop_loss" in losses:
+                sums["sop_loss"] += losses["sop_loss"] * size
+            labels, rows = labels + count, rows + size
+    finally:  # training goes on where memory was short here
+        model.train()
     result = {"loss": float(sums["loss"]) / max(1, labels), "accuracy": float(sums["correct"]) / max(1, labels)}
     return result | ({"sop_loss": float(sums["sop_loss"]) / max(1, rows)} if "sop_loss" in sums else {})

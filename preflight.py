@@ -57,7 +57,15 @@ from data import (
     make_train_batches,
     tokenizer_fingerprint,
 )
-from devices import choose_devices, find_batch_size, make_trial_batch, place_model, set_batch_size, time_pass
+from devices import (
+    choose_devices,
+    find_batch_size,
+    make_trial_batch,
+    place_model,
+    set_batch_size,
+    stop_when_out_of_memory,
+    time_pass,
+)
 from joining import (
     check_addresses,
     explain_clock,
@@ -267,7 +275,8 @@ def measure_step(
     # the first is slower, and the last of a long series changes nothing
     for batch in itertools.islice(batches, 12):
         start = time.monotonic()
-        time_pass(model, move_batch(batch, device), autocast)
+        with stop_when_out_of_memory(args, device):
+            time_pass(model, move_batch(batch, device), autocast)
         model.zero_grad()
         times.append(time.monotonic() - start)
         if time.monotonic() - began > MEASURED_SECONDS:
@@ -379,7 +388,11 @@ def check_all(
             trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
             args = set_batch_size(args, find_batch_size(model, trial, devices[0], autocast, largest_step))
         options = (model, dataset, tokenizer, model_args, data_args, args, devices[0], autocast)
-        seconds, peers = measure_step(*options), len(reports) + 1
+        seconds, failure = attempt("step time", lambda: measure_step(*options))
+        if failure:
+            yield failure
+            return
+        peers = len(reports) + 1
         batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(devices)
         yield check_step_time(seconds, batch_size)
         speed = batch_size / seconds + sum(report.samples_per_second for report in reports)

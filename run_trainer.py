@@ -72,6 +72,7 @@ from devices import (
     make_trial_batch,
     place_model,
     set_batch_size,
+    stop_when_out_of_memory,
 )
 from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from model import compute_losses, evaluate, find_longest_sequence, make_trained_model, move_batch
@@ -170,7 +171,8 @@ def train(
     if args.torch_compile or args.per_device_train_batch_size == "auto":
         trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed)
     if args.torch_compile:
-        compile_model(model, trial, device, autocast)
+        with stop_when_out_of_memory(args, device):
+            compile_model(model, trial, device, autocast)
     if args.per_device_train_batch_size == "auto":
         largest_step = averaging_args.target_batch_size // (8 * ranks.count)
         args = set_batch_size(args, find_batch_size(model, trial, device, autocast, largest_step))
@@ -271,7 +273,8 @@ def train(
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        failure, exit_code = explain_out_of_memory(args, device), 2
+        cure = explain_out_of_memory(args, device)
+        failure, exit_code = f"{cure}. The state is saved: the same command goes on from there", 2
     if failure:
         logger.error(failure)
 
@@ -349,7 +352,8 @@ def compute_for_rank_0(
     )
     if args.torch_compile:
         trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed)
-        compile_model(model, trial, device, autocast)
+        with stop_when_out_of_memory(args, device):
+            compile_model(model, trial, device, autocast)
     feed = Feed(batches, device)
     epoch = ranks.follow(model, epoch, scaler)
     batches.set_sequence_length(sequence_length_at(epoch, data_args))
