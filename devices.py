@@ -91,7 +91,9 @@ def place_model(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or this machine, has no memory left for what was to be computed."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    # torch's allocators, the driver, and CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED) each say it in their own way
+    says_so = any(words in str(error).lower() for words in ("out of memory", "can't allocate memory", "alloc_failed"))
+    return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def explain_out_of_memory(args: TrainerArguments, device: torch.device) -> str:

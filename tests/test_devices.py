@@ -412,6 +412,14 @@ def test_a_device_that_is_not_there_is_one_line(options, words, capsys):
     assert all(word in said for word in words), said
 
 
+def test_out_of_memory_is_known_by_all_its_names():
+    names = ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+    names += ["CUDA out of memory. Tried to allocate 2.00 GiB.", "DefaultCPUAllocator: can't allocate memory"]
+    assert all(devices.is_out_of_memory(RuntimeError(name)) for name in names)
+    assert devices.is_out_of_memory(MemoryError())
+    assert not devices.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
 def test_cpu_ranks_are_as_many_as_asked_for():
     assert devices.choose_devices(TrainerArguments(device="cpu", num_devices=3)) == [CPU] * 3
     assert devices.choose_devices(TrainerArguments(device="cpu")) == [CPU]
