@@ -353,7 +353,8 @@ def evaluate(
     try:
         for batch in batches:
             batch = move_batch(batch, device)
-            losses, count, size = compute_losses(model, batch), len(batch["labelled_positions"]), len(batch["input_ids"])
+            losses = compute_losses(model, batch)
+            count, size = len(batch["labelled_positions"]), len(batch["input_ids"])
             sums["loss"] += losses["lm_loss" if model.objective == "clm" else "mlm_loss"] * count
             sums["correct"] += losses["correct"]
             if "sop_loss" in losses:

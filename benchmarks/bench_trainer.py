@@ -130,11 +130,9 @@ class Meter:
 
 def prepare(args: argparse.Namespace) -> tuple:
     """(model, its device, autocast, optimizer, endless batches): what run_trainer.py makes of the same flags."""
-    import torch
-
     from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
     from data import load_data, make_train_batches
-    from devices import place_model
+    from devices import choose_devices, place_model
     from model import make_trained_model
     from optimizer import make_local_optimizer, make_param_groups
 
@@ -143,7 +141,7 @@ def prepare(args: argparse.Namespace) -> tuple:
     data_args = DataArguments(dataset_path=args.dataset_path)
     tokenizer, dataset, _ = load_data(model_args, data_args, needs_validation=False)
     model = make_trained_model(model_args, trainer_args, tokenizer)
-    device = torch.device(args.device)
+    device = choose_devices(trainer_args)[0]
     autocast, _ = place_model(model, device, trainer_args)
     optimizer = make_local_optimizer(OptimizerArguments(optim="adamw", learning_rate=1e-4), make_param_groups(model))
     batches = make_train_batches(
@@ -448,7 +446,7 @@ def main() -> None:
     parser.add_argument("--seq_length", type=int, default=64)
     parser.add_argument("--vocab_size", type=int, default=4000, help="of the tokenizer that is made, at most")
     parser.add_argument("--batch_size", type=int, default=16, help="samples per forward pass")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the first GPU that is visible")
     parser.add_argument("--bf16", action="store_true", help="autocast")
     parser.add_argument("--num_workers", type=int, help="processes that prepare batches; default: 0, on a GPU 4")
     parser.add_argument("--turns", type=int, default=3)
@@ -465,6 +463,9 @@ def main() -> None:
     args.folder = str(Path(args.folder).absolute())
     if args.num_workers is None:
         args.num_workers = 4 if args.device.startswith("cuda") else 0
+    if args.device == "cuda":
+        # transformers' Trainer and run_trainer.py take all that are visible
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     if args.way:
         {"plain": run_plain, "transformers": run_transformers}[args.way](args)
         return
