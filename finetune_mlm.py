@@ -127,10 +127,12 @@ def load_old_checkpoint(path: Path) -> Pretrained:
 
 def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
     """
-    :param is_own: a checkpoint of this project, where the tokenizer has as many pieces as the model; others round up
+    :param is_own: a checkpoint of this project, where the tokenizer of an ALBERT has as many pieces as the model; other
+        models may have begun as a pretrained one, whose vocabulary was rounded up
     """
     pieces, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
-    if pieces > rows or (is_own and pieces != rows):
+    is_exact = is_own and pretrained.config.model_type in ("albert", "lean_albert")
+    if pieces > rows or (is_exact and pieces != rows):
         stop_for_user(
             f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, take the "
             "tokenizer that it was trained with"
