@@ -36,6 +36,7 @@ import shutil
 import signal
 import sys
 import unicodedata
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -393,6 +394,16 @@ def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
     return pyarrow.table(lists)
 
 
+def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
+    """Arrow tables of full blocks, of so many numbers each at most: offsets in a list column have 32 bits."""
+    rows = most // int(lengths.max())
+    ends = np.concatenate([[0], lengths.cumsum()])
+    for start in range(0, len(lengths), rows):
+        part = lengths[start : start + rows]
+        first, end = ends[start], ends[start + len(part)]
+        yield make_table({name: values[first:end] for name, values in columns.items()}, part)
+
+
 def start_worker():
     # the tokenizer's threads do not survive a fork; and num_proc is what the user wants to spend
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -429,7 +440,7 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: str | Pa
                     tables[name] = pyarrow.concat_tables(parts)
                 else:
                     blocks = cut_blocks(np.concatenate(parts), args.seq_length, args.objective, tokenizer)
-                    tables[name] = make_table(*blocks)
+                    tables[name] = pyarrow.concat_tables(make_tables(*blocks))
     except BrokenProcessPool:
         stop_for_user("a tokenizing process was killed, probably for want of memory: lower --num_proc")
     finally:

@@ -374,3 +374,11 @@ def test_interrupted_run_leaves_nothing(written, tmp_path, number, code):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_full_blocks_are_sliced_into_tables_of_a_size_that_offsets_hold():
+    ids, lengths = np.arange(23, dtype=np.int32), np.array([5, 5, 5, 5, 3])
+    tables = list(make_tables({"input_ids": ids}, lengths, most=12))
+    assert [table.num_rows for table in tables] == [2, 2, 1]
+    rows = pyarrow.concat_tables(tables)["input_ids"].to_pylist()
+    assert rows == [part.tolist() for part in np.split(ids, lengths.cumsum()[:-1])]
