@@ -11,6 +11,8 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
+import numpy
+import pyarrow
 import pytest
 from transformers import AlbertTokenizer
 
@@ -377,8 +379,8 @@ def test_interrupted_run_leaves_nothing(written, tmp_path, number, code):
 
 
 def test_full_blocks_are_sliced_into_tables_of_a_size_that_offsets_hold():
-    ids, lengths = np.arange(23, dtype=np.int32), np.array([5, 5, 5, 5, 3])
-    tables = list(make_tables({"input_ids": ids}, lengths, most=12))
+    ids, lengths = numpy.arange(23, dtype=numpy.int32), numpy.array([5, 5, 5, 5, 3])
+    tables = list(tokenize_wikitext103.make_tables({"input_ids": ids}, lengths, most=12))
     assert [table.num_rows for table in tables] == [2, 2, 1]
     rows = pyarrow.concat_tables(tables)["input_ids"].to_pylist()
-    assert rows == [part.tolist() for part in np.split(ids, lengths.cumsum()[:-1])]
+    assert rows == [part.tolist() for part in numpy.split(ids, lengths.cumsum()[:-1])]
