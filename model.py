@@ -149,8 +149,8 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     has_types = objective != "clm" and (getattr(config, "type_vocab_size", None) or 0) > 1
     names = ("input_ids", "token_type_ids", "attention_mask") if has_types else ("input_ids", "attention_mask")
     model.input_names = [name for name in names if name in accepted]
-    if objective != "mlm_sop":
-        model.get_output_embeddings().register_forward_pre_hook(keep_wanted_positions)
+    if objective != "mlm_sop" and (head := model.get_output_embeddings()) is not None:
+        head.register_forward_pre_hook(keep_wanted_positions)
     if not isinstance(tokenizer, int):
         tokenizer.model_input_names = list(model.input_names)  # a folder that holds both must open in a pipeline
     return model
@@ -317,12 +317,14 @@ def compute_losses(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> di
         if model.objective == "clm":
             positions = positions - 1  # which sees what is before the label; the first of a row has none
             inputs["use_cache"] = False
-        head = model.get_output_embeddings()
-        head.wanted_positions = positions
+        head = model.get_output_embeddings()  # None where the model does not say which layer that is
+        if head is not None:
+            head.wanted_positions = positions
         try:
             logits = model(**inputs).logits
         finally:
-            head.wanted_positions = None
+            if head is not None:
+                head.wanted_positions = None
         if logits.dim() == 3:
             logits = logits.flatten(0, 1)[positions]
         # sum / count: the mean over no label at all would be 0 / 0
