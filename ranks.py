@@ -177,6 +177,9 @@ class Ranks:
                 if child.poll() is not None:
                     who, reason = f"rank {number}", f"exit code {child.returncode}"
                     break
+            else:
+                if "CUDA error" in str(e):  # this rank's own, of work that was queued before
+                    raise
             raise RankLost(f"{who} of this machine is gone ({reason})") from e
 
     # -- afterwards: each is called by all ranks, in the same order
