@@ -252,6 +252,9 @@ def train(
                 stop.set()
             loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
             if not ranks.agree(loss is not None):
+                # who stops all of them tells one after the other
+                if loss is not None and not stop.wait(1.0):
+                    failure, exit_code = "another rank of this machine was stopped; the state is saved", 1
                 break
             ranks.average([*list_gradients(model), loss])
             scaler.unscale_(optimizer)

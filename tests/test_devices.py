@@ -265,13 +265,20 @@ def test_torchrun_and_its_end(tmp_path, start, data, number):
     assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
 
 
-def test_a_rank_that_dies_ends_the_others_in_order(tmp_path, start, data):
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (signal.SIGKILL, "rank 1 of this machine is gone (exit code -9)"),
+        (signal.SIGTERM, "another rank of this machine was stopped; the state is saved"),
+    ],
+)
+def test_a_rank_that_ends_alone_ends_the_others_in_order(tmp_path, start, data, number, words):
     script, processes, rank = start_two_ranks(tmp_path, start, data)
-    rank.kill()
+    rank.send_signal(number)
     assert script.wait(60) == 1
     wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
     assert "Traceback" not in script.text
-    assert script.text.count("rank 1 of this machine is gone (exit code -9)") == 1
+    assert script.text.count(words) == 1
     assert list((tmp_path / "out").glob("checkpoint-*")), script.text
     assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
 
