@@ -21,6 +21,9 @@ from transformers import HfArgumentParser
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 
+DEFAULT_CONFIG_PATH = "configs/albert-large.json"
+DEFAULT_TOKENIZER_PATH = "data/tokenizer"
+
 LOGGING_DIR_HELP = (
     "Folder where log files and the dashboard's data go, beside what is printed. TRACKIO_DIR and WANDB_DIR of the "
     "environment go before. Default: no log file, and the dashboard's own folder."
@@ -142,11 +145,12 @@ class SwarmArguments:
 class ModelArguments:
     """Which model is trained. Read by trainers, and by a monitor that stores checkpoints."""
 
-    config_path: str = field(
-        default="configs/albert-large.json",
+    config_path: str | None = field(
+        default=None,
         metadata={
             "help": "Shape of a model to train from scratch: a JSON file (see configs/), or a model's folder or name "
-            "on the Hugging Face Hub. The vocabulary size is taken from the tokenizer. ALL PEERS.",
+            "on the Hugging Face Hub. The vocabulary size is taken from the tokenizer. Default: "
+            f"{DEFAULT_CONFIG_PATH}. ALL PEERS.",
             "aliases": ["--model_config_path", "--config_name"],
         },
     )
@@ -172,12 +176,12 @@ class ModelArguments:
             "Default: the fastest that the model has without further packages. Each peer as it likes."
         },
     )
-    tokenizer_path: str = field(
-        default="data/tokenizer",
+    tokenizer_path: str | None = field(
+        default=None,
         metadata={
-            "help": "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Where this is "
-            "left as it is, a trainer whose --dataset_path is an archive takes the tokenizer in there; else it is that "
-            "of --model_name_or_path, if one is given. ALL PEERS.",
+            "help": "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Default: that "
+            f"of --model_name_or_path, if one is given, else {DEFAULT_TOKENIZER_PATH}; a trainer whose --dataset_path "
+            "is an archive takes the tokenizer in there. ALL PEERS.",
             "aliases": ["--tokenizer", "--tokenizer_name"],
         },
     )
@@ -187,13 +191,11 @@ class ModelArguments:
     )
 
     def __post_init__(self):
-        if self.model_name_or_path:
-            if self.config_path != ModelArguments.config_path:
-                raise ValueError(
-                    "--model_name_or_path brings its own shape: leave --config_path away, or train that from scratch"
-                )
-            if self.tokenizer_path == ModelArguments.tokenizer_path:
-                self.tokenizer_path = self.model_name_or_path
+        if self.model_name_or_path and self.config_path:
+            raise ValueError("--model_name_or_path and --config_path exclude each other: a pretrained model has a shape")
+        if not self.model_name_or_path:
+            self.config_path = self.config_path or DEFAULT_CONFIG_PATH
+        self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
 
 
 @dataclass

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import DataArguments, ModelArguments, parse_arguments, stop_for_user
+from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments, parse_arguments, stop_for_user
 from fetch import Data, FetchError, NoRoomError, fetch, fetch_data, find_parts, hold, hub, make_room
 
 logger = logging.getLogger("data")
@@ -52,7 +52,7 @@ def load_tokenizer(path: str | Path, objective: str = "mlm_sop"):
     from transformers import AutoTokenizer
 
     is_folder = Path(path).is_dir()
-    is_default = str(path) == ModelArguments.tokenizer_path
+    is_default = str(path) == DEFAULT_TOKENIZER_PATH
     if not is_folder and (is_default or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path))):
         stop_for_user(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
     try:
@@ -98,7 +98,7 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 def choose_tokenizer(found: Data, args: ModelArguments) -> str | Path:
     """Folder of the tokenizer: the one that came in the dataset's archive, unless another one was named."""
-    is_named = args.tokenizer_path not in (ModelArguments.tokenizer_path, args.model_name_or_path)
+    is_named = args.tokenizer_path != (args.model_name_or_path or DEFAULT_TOKENIZER_PATH)
     return args.tokenizer_path if found.tokenizer is None or is_named else found.tokenizer
 
 

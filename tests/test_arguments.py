@@ -93,6 +93,21 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, words, monkeypatch, cap
     assert all(word in line for word in words), line
 
 
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, ("configs/albert-large.json", "data/tokenizer")),
+        ({"model_name_or_path": "a"}, (None, "a")),
+        # the default, named
+        ({"model_name_or_path": "a", "tokenizer_path": "data/tokenizer"}, (None, "data/tokenizer")),
+    ],
+)
+def test_shape_and_tokenizer_come_from_the_pretrained_model_unless_others_are_named(given, expected):
+    args = arguments.ModelArguments(**given)
+    assert (args.config_path, args.tokenizer_path) == expected
+    assert dataclasses.replace(args) == args
+
+
 def test_a_missing_tokenizer_names_the_script_that_makes_it():
     command = [sys.executable, "run_trainer.py", "--run_id", "a", "--tokenizer_path", "no/such/folder"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
