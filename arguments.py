@@ -192,7 +192,7 @@ class ModelArguments:
 
     def __post_init__(self):
         if self.model_name_or_path and self.config_path:
-            raise ValueError("--model_name_or_path and --config_path exclude each other: a pretrained model has a shape")
+            raise ValueError("--model_name_or_path and --config_path exclude each other: give one of them")
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH

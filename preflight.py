@@ -309,6 +309,8 @@ def check_all(
     """Every check, in the order in which they make sense; a later one is left out when an earlier one forbids it."""
     yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
     yield check_file_limit()
+    devices, failure = attempt("device", lambda: choose_devices(args))
+    yield failure or Check("device", "ok", ", ".join(map(str, devices)))
     model = dataset = None
     tokenizer = found = None
     objective, failure = attempt("model", lambda: find_objective(model_args))
@@ -380,13 +382,21 @@ def check_all(
                     yield check_contract(dht, swarm.experiment_prefix, contract)
                 dht.shutdown()
 
-    if model and dataset:
-        devices = choose_devices(args)
-        autocast, _ = place_model(model, devices[0], args)
+    if model and dataset and devices:
+        placed, failure = attempt("device", lambda: place_model(model, devices[0], args))
+        if failure:
+            yield failure
+            return
+        autocast, _ = placed
         if args.per_device_train_batch_size == "auto":
             largest_step = averaging.target_batch_size // (8 * len(devices))
             trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-            args = set_batch_size(args, find_batch_size(model, trial, devices[0], autocast, largest_step))
+            find = partial(find_batch_size, model, trial, devices[0], autocast, largest_step)
+            sizes, failure = attempt("batch size", find)
+            if failure:
+                yield failure
+                return
+            args = set_batch_size(args, sizes)
         options = (model, dataset, tokenizer, model_args, data_args, args, devices[0], autocast)
         seconds, failure = attempt("step time", lambda: measure_step(*options))
         if failure:

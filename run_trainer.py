@@ -100,8 +100,8 @@ def main() -> None:
     if args.logging_dir:
         log_to_folder("trainer", args.logging_dir)
     require_wandb(args)
-    if args.preflight:
-        raise SystemExit(run_preflight(*groups))
+    if args.preflight:  # of those that torchrun starts, one will do
+        raise SystemExit(run_preflight(*groups) if os.environ.get("RANK", "0") == "0" else 0)
     ranks = start_ranks(args)
     try:
         if ranks.number == 0:
