@@ -456,8 +456,19 @@ class DataArguments:
             "text, parquet, local or http(s). streaming.py explains each field. All trainers should use the same."
         },
     )
+    language: str = field(
+        default="english",
+        metadata={
+            "help": "With --dataset_name or --train_file: language of the text, for finding the ends of its sentences. "
+            "With --streaming each source names its own."
+        },
+    )
     sentence_splitter: Literal["auto", "punkt", "razdel"] = field(
-        default="auto", metadata={"help": f"With --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."}
+        default="auto",
+        metadata={
+            "help": f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its "
+            "own."
+        },
     )
     shuffle_buffer: int = field(
         default=8192,

@@ -497,6 +497,7 @@ def write_dataset(tables: dict, corpus: dict, folder: Path):
 def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArguments, objective: str) -> Path:
     """Folder of the dataset made of --train_file or --dataset_name, in the cache: made at the first start, found there
     later on, by other trainers too. The same text and flags give the same rows on every peer."""
+    load_sentence_splitter(args.language, args.sentence_splitter)
     if args.dataset_name:
         source, splits = load_hub_splits(args)
     else:
@@ -510,6 +511,7 @@ def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArgume
     options = TokenizeArguments(
         objective=objective,
         seq_length=args.max_sequence_length,
+        language=args.language,
         sentence_splitter=args.sentence_splitter,
         seed=model_args.seed,
         num_proc=min(8, os.cpu_count() or 1),

@@ -283,10 +283,11 @@ def test_a_trainer_tokenizes_text_once_and_finds_it_again(written, tmp_path, cap
     _, apart, corpus = load(validation_file=str(tmp_path / "other.txt"))
     assert corpus["documents"] == {"train": 40, "validation": 1} and len(apart["train"]) > len(splits["train"])
     load(max_sequence_length=32)
+    load(language="russian")
     if source == "--train_file":
         Path(where).write_text(text + "\n" + json.dumps({"text": "One more. And more."}))
         load()
-    assert len(list((tmp_path / "cache1").glob("text-*/corpus.json"))) == 3 + (source == "--train_file")
+    assert len(list((tmp_path / "cache1").glob("text-*/corpus.json"))) == 4 + (source == "--train_file")
 
 
 @pytest.mark.parametrize(
@@ -296,6 +297,7 @@ def test_a_trainer_tokenizes_text_once_and_finds_it_again(written, tmp_path, cap
         ({"train_file": "empty.txt"}, ["no text", "empty.txt"]),
         ({"dataset_name": "."}, ["--dataset_name .", "no dataset"]),
         ({"dataset_name": "texts", "text_column": "body"}, ["columns text", "--text_column"]),
+        ({"dataset_name": "texts", "language": "klingon"}, ["no language klingon", "russian"]),
         ({"dataset_name": "org/none"}, ["org/none", "--train_file"]),
     ],
     ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
