@@ -24,7 +24,7 @@ from model import compute_losses, find_longest_sequence, move_batch
 logger = logging.getLogger("trainer")
 
 LONGEST_PASS = 5.0  # seconds; a step of up to 10 is advised
-#: of the share of a GPU's memory that is used: rounds, and batches that are cut otherwise, need some
+#: share of the memory that is free without a batch: rounds, and batches that are cut otherwise, need some
 FULLEST_MEMORY = 0.8
 
 
@@ -185,17 +185,20 @@ def find_batch_size(
     device: torch.device,
     autocast: AbstractContextManager,
     largest_step: int,
+    num_devices: int = 1,
 ) -> tuple[int, int]:
     """(samples per forward pass, batches per step of this peer) that suit this machine, measured on the longest rows.
 
-    Doubles the batch while memory holds (four fifths of it, as rounds need some), while passes take less than
-    LONGEST_PASS, and while that makes samples faster (short passes are not asked: they vary); then gathers batches
-    until a step takes a second. Leaves gradients at zero and random numbers where they were.
+    Doubles the batch while memory holds (four fifths of what is free without a batch, as rounds need some), while
+    passes take less than LONGEST_PASS, and while that makes samples faster (short passes are not asked: they vary);
+    then gathers batches until a step takes a second. Leaves gradients at zero and random numbers where they were.
 
     :param batch: of make_trial_batch
     :param largest_step: samples of a step at most
+    :param num_devices: those of this peer: on a CPU they share one memory, and this one alone tries
     """
     best, best_seconds, size = 0, float("inf"), 1
+    at_start, sharing = measure_memory(device), 1 if device.type == "cuda" else num_devices
     with leave_no_trace(model, device):
         while size <= max(1, largest_step):
             try:
@@ -206,9 +209,9 @@ def find_batch_size(
                     raise
                 logger.info(f"{size:6} samples: too much for this device's memory")
                 break
-            used = measure_memory(device)
+            used = sharing * max(0.0, measure_memory(device) - at_start) / max(1 - at_start, 1e-9)
             logger.info(
-                f"{size:6} samples: {seconds:.3f} s, {size / seconds:,.1f} samples/s, {used:.0%} of the memory used"
+                f"{size:6} samples: {seconds:.3f} s, {size / seconds:,.1f} samples/s, {used:.0%} of the free memory"
             )
             is_faster = size / seconds > 1.05 * best / best_seconds
             if best and (used > FULLEST_MEMORY or seconds > LONGEST_PASS or (seconds > 0.25 and not is_faster)):

@@ -391,7 +391,7 @@ def check_all(
         if args.per_device_train_batch_size == "auto":
             largest_step = averaging.target_batch_size // (8 * len(devices))
             trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-            find = partial(find_batch_size, model, trial, devices[0], autocast, largest_step)
+            find = partial(find_batch_size, model, trial, devices[0], autocast, largest_step, len(devices))
             sizes, failure = attempt("batch size", find)
             if failure:
                 yield failure
@@ -521,7 +521,7 @@ def main() -> None:
     autocast, _ = place_model(model, devices[0], args)
     trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
     largest_step = averaging.target_batch_size // (8 * len(devices))
-    sizes = find_batch_size(model, trial, devices[0], autocast, largest_step)
+    sizes = find_batch_size(model, trial, devices[0], autocast, largest_step, len(devices))
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
 
 

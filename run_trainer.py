@@ -175,7 +175,7 @@ def train(
             compile_model(model, trial, device, autocast)
     if args.per_device_train_batch_size == "auto":
         largest_step = averaging_args.target_batch_size // (8 * ranks.count)
-        args = set_batch_size(args, find_batch_size(model, trial, device, autocast, largest_step))
+        args = set_batch_size(args, find_batch_size(model, trial, device, autocast, largest_step, ranks.count))
     batch_size_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks.count
     groups = (swarm, model_args, optimizer_args, averaging_args, data_args, args)
     arguments = {name: value for group in groups for name, value in asdict(group).items()}
