@@ -111,8 +111,9 @@ class CollaborativeCallback:
         self.evaluated: list[int] = []
         self.final_epoch = arguments.get("total_steps") if args.max_steps is None else args.max_steps
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
-        # of earlier starts, for --num_train_epochs
-        self.samples_before = 0
+        #: that this trainer is to compute, earlier starts included, where --num_train_epochs says so
+        self.most_samples = math.inf
+        self.samples_before, self.train_start = 0, time.monotonic()
 
     def resume(self, path: Path | None) -> None:
         """Go on from a training state, if there is one, with its history; otherwise begin a new history.
@@ -142,7 +143,7 @@ class CollaborativeCallback:
             self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
-        self.last_step_end = time.monotonic()
+        self.last_step_end = self.train_start = time.monotonic()
         self.on_step_end()
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -313,17 +314,22 @@ class CollaborativeCallback:
                 )
         return True
 
-    def has_read_all(self, samples: float) -> bool:
-        """Whether this trainer, earlier starts included, has computed so many samples."""
-        return self.samples_before + self.computed_samples >= samples
+    def has_read_all(self) -> bool:
+        """Whether this trainer has computed all samples of its --num_train_epochs."""
+        return self.samples_before + self.computed_samples >= self.most_samples
 
     def measure_progress(self) -> dict:
         """How far the swarm has come, and when this trainer ends: see utils.measure_progress."""
         # not the tracker's, which is less --batch_size_lead
         target_batch_size = self.arguments.get("target_batch_size")
-        return measure_progress(
+        progress = measure_progress(
             self.optimizer.local_epoch, self.final_epoch, target_batch_size, list(self.recent_seconds)
         )
+        if self.computed_samples and self.most_samples < math.inf:
+            seconds = (time.monotonic() - self.train_start) / self.computed_samples
+            left = max(0.0, self.most_samples - self.samples_before - self.computed_samples) * seconds
+            progress["seconds_left"] = min(left, progress.get("seconds_left", left))
+        return progress
 
     def look_at_feed(self, seconds: float) -> None:
         """Find the share of the epoch in which the device has waited for data; say once when that is too much."""

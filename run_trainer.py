@@ -20,7 +20,6 @@ and all of them together are one peer (see ranks.py).
 
 import json
 import logging
-import math
 import os
 import platform
 import signal
@@ -243,11 +242,12 @@ def train(
     ranks.share((str(dht.peer_id), optimizer.local_epoch, sizes, tokenizer_fingerprint(tokenizer)))
     ranks.follow(model, optimizer.local_epoch, scaler)
 
-    most_samples = args.num_train_epochs * len(dataset["train"]) if args.num_train_epochs else math.inf
+    if args.num_train_epochs:
+        callback.most_samples = args.num_train_epochs * len(dataset["train"])
     failure, exit_code = None, 0
     try:
         while optimizer.local_epoch < max_epoch:
-            if callback.has_read_all(most_samples):
+            if callback.has_read_all():
                 logger.info(f"{args.num_train_epochs:g} passes over {len(dataset['train']):,} samples are done: ending")
                 stop.set()
             loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
