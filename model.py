@@ -338,7 +338,10 @@ def compute_losses(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> di
 def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """The model's inputs on the device. What would make a GPU wait for the host is found out here, on the host: where
     the labels are; and whether there is no padding, so that attention needs no mask and takes its fastest way."""
-    batch = dict(batch, labelled_positions=find_labelled_positions(batch["labels"]))
+    positions = find_labelled_positions(batch["labels"])
+    if device.type == "cuda":  # as devices.Feed does with the rest: from other memory the host waits for the copy
+        positions = positions.pin_memory()
+    batch = dict(batch, labelled_positions=positions)
     if batch["attention_mask"].all():
         del batch["attention_mask"]
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
