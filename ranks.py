@@ -196,6 +196,9 @@ class Ranks:
         """Whether all ranks go on."""
         if self.count == 1:
             return goes_on
+        if self.device.type == "cuda":
+            # a rank whose passes fail is found here, over sockets, rather than by NCCL's timeout
+            torch.cuda.current_stream(self.device).synchronize()
         with self.explain():
             stopping = torch.tensor([float(not goes_on)])
             dist.all_reduce(stopping)
