@@ -51,6 +51,7 @@ from finetune_tasks import (
     predict_majority,
 )
 from lean_albert import load_ruleanalbert
+from model import find_longest_sequence
 from optimizer import make_param_groups
 from utils import setup_logging
 
@@ -145,6 +146,9 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
     """The pretrained encoder with a new head, or one line that names the cure; random numbers: torch's."""
     config = pretrained.config
     config.pad_token_id = pretrained.tokenizer.pad_token_id
+    if getattr(config, "is_decoder", False):
+        # a BERT that was trained with --objective clm; here its first place, which the head reads, must see the others
+        config.is_decoder = False
     config.num_labels = 1 if task.head == "choices" else len(task.labels)
     if task.head == "classes":
         config.id2label = {i: str(label) for i, label in enumerate(task.labels)}
@@ -200,14 +204,12 @@ class Row:
         return sum(len(inputs["input_ids"]) for inputs in self.inputs)
 
 
-def choose_length(pretrained: Pretrained, wanted: int) -> int:
-    """Tokens of a text, at most: what was asked for, or what the model's table of positions holds."""
-    config = pretrained.config
-    longest = getattr(config, "max_position_embeddings", None) or math.inf
-    if getattr(config, "position_embedding_type", "absolute") == "rotary":
-        longest = math.inf
-    elif config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        longest -= config.pad_token_id + 1  # their positions are numbered from there
+def choose_length(model: torch.nn.Module, wanted: int) -> int:
+    """Tokens of a text, at most: what was asked for, or what the model's table of positions holds.
+
+    :param model: of make_task_model
+    """
+    longest = find_longest_sequence(model)
     # batches are padded to a multiple of 8
     return int(min(wanted, longest if longest == math.inf else longest // 8 * 8))
 
@@ -468,7 +470,8 @@ def main() -> None:
     examples = load_examples(task, args.data_dir)
     pretrained = load_pretrained(args)
     check_tokenizer(pretrained, is_own=args.checkpoint is not None)
-    make_task_model(pretrained, task, args.dropout)  # what is wrong is said before anything is written
+    # what is wrong with the model is said before anything is written
+    max_length = choose_length(make_task_model(pretrained, task, args.dropout), args.max_length)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -476,7 +479,6 @@ def main() -> None:
     lock_folder("--output_dir", folder)
     seeds = load_results(args, folder)
 
-    max_length = choose_length(pretrained, args.max_length)
     rows, counts = {}, {"examples": {}, "texts_cut": {}}
     for split, part in examples.items():
         rows[split], cut = encode(part, pretrained, max_length)
