@@ -20,6 +20,7 @@ from archive import USES
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from checkpoint import find_checkpoints
 from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
+from documents import read_text
 from joining import find_differences
 from model import (
     compute_losses,
@@ -329,8 +330,8 @@ def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, 
 @needs_minilm
 def test_a_pretrained_model_learns_faster_than_from_scratch(tmp_path):
     """A real BERT whose masked-LM head is new, on the sample corpus."""
-    lines = (ROOT / "README.md").read_text().replace("\n", " ")
-    (tmp_path / "a.txt").write_text("\n\n".join(lines[start : start + 400] for start in range(0, 24_000, 400)))
+    text = read_text(ROOT / "sample_data" / "austen.txt.xz").replace("\n", " ")
+    (tmp_path / "a.txt").write_text("\n\n".join(text[start : start + 400] for start in range(50_000, 74_000, 400)))
     where = ["--dataset_path", str(tmp_path / "dataset"), "--tokenizer_path", str(tmp_path / "tokenizer")]
     command = [sys.executable, "tokenize_wikitext103.py", "--objective", "mlm", "--tokenizer", str(MINILM), *where]
     command += ["--text_files", str(tmp_path / "a.txt"), "--seq_length", "32"]
