@@ -327,6 +327,14 @@ def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, 
     assert run.returncode == 0 and answer in run.stdout, run.stderr[-2000:]
 
 
+def test_a_model_that_does_not_name_its_output_layer_has_the_same_loss(write, monkeypatch):
+    model, batch = make_model(ModelArguments(write("bert")), VOCABULARY).eval(), move_batch(make_batch(False), CPU)
+    expected = compute_losses(model, batch)["loss"]
+    monkeypatch.setattr(transformers.BertForMaskedLM, "get_output_embeddings", lambda self: None)
+    other = make_model(ModelArguments(write("bert")), VOCABULARY).eval()
+    torch.testing.assert_close(compute_losses(other, batch)["loss"], expected)
+
+
 @needs_minilm
 def test_a_pretrained_model_learns_faster_than_from_scratch(tmp_path):
     """A real BERT whose masked-LM head is new, on the sample corpus."""
