@@ -168,10 +168,13 @@ def find_label(record: dict, task: Task) -> list[int] | None:
 
 
 def read_texts(first: str, second: str | None = None) -> Callable[[dict, Task], Example]:
-    """Of a task that classifies the text in the column `first`, or the pair with that in `second`."""
+    """Of a task that classifies the text in the column `first`, or the pair with that in `second`; with the head
+    "spans" the pair's texts are what is looked at."""
 
     def make_example(record: dict, task: Task) -> Example:
-        return Example(record, [(record[first], record[second] if second else None)], find_label(record, task))
+        texts = (record[first], record[second] if second else None)
+        spans = [[(i, 0, len(text))] for i, text in enumerate(texts)] if task.head == "spans" else []
+        return Example(record, [texts], find_label(record, task), spans)
 
     return make_example
 
@@ -524,9 +527,10 @@ def load_task_file(path: str | Path) -> Task:
 
     Files are looked for beside it, and end in .csv, .tsv or .jsonl. `test`, `text_pair`, `labels` (default: those of
     the training data), `metric` (accuracy, f1: that of each class, averaged, or mcc; default: accuracy) and `id`
-    (default: the number of the record) may be left away.
+    (default: the number of the record) may be left away. "head": "spans" compares the averages of a pair's two texts,
+    and learns from fewer examples whether they are alike; by default the first token tells, as BERT does it.
     """
-    known = ("name", "train", "validation", "test", "text", "text_pair", "label", "labels", "metric", "id")
+    known = ("name", "train", "validation", "test", "text", "text_pair", "label", "labels", "metric", "id", "head")
     try:
         description = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -546,6 +550,9 @@ def load_task_file(path: str | Path) -> Task:
     if metric not in METRICS:
         stop_for_user(f"--task_file {path}: the metric {metric} is none of {', '.join(METRICS)}")
     text, pair, label = description["text"], description.get("text_pair"), description["label"]
+    head = description.get("head", "classes")
+    if head not in ("classes", "spans") or (head == "spans" and not pair):
+        stop_for_user(f"--task_file {path}: the head is classes or, with a text_pair, spans")
     labels = tuple(description.get("labels", ()))
     task = Task(
         # of a file with predictions, and of a folder
@@ -553,6 +560,7 @@ def load_task_file(path: str | Path) -> Task:
         (text, pair) if pair else (text,),
         read_texts(text, pair),
         METRICS[metric],
+        head=head,
         labels=labels,
         label_column=label,
         id_column=description.get("id", ""),
@@ -644,10 +652,11 @@ class SpanHead(nn.Module):
 
 
 class SpanClassifier(SpanHead):
-    """Classes of two places in a text or pair, from both and the first token."""
+    """Classes of two places in a text or pair, from both, their difference and product, and the first token: as
+    Sentence-BERT compares two texts (Reimers and Gurevych, 2019, arXiv:1908.10084)."""
 
     def __init__(self, encoder: nn.Module, num_labels: int, dropout: float):
-        super().__init__(encoder, 3, num_labels, dropout)
+        super().__init__(encoder, 5, num_labels, dropout)
 
     def forward(self, span_weights: torch.Tensor, **inputs) -> SequenceClassifierOutput:
         """
@@ -655,7 +664,8 @@ class SpanClassifier(SpanHead):
         :returns: logits [rows, labels]
         """
         hidden, spans = self.average_spans(span_weights, inputs)
-        features = torch.cat([hidden[:, 0], spans.flatten(1)], dim=1)
+        first, second = spans[:, 0], spans[:, 1]
+        features = torch.cat([hidden[:, 0], first, second, (first - second).abs(), first * second], dim=1)
         return SequenceClassifierOutput(logits=self.classifier(self.dropout(features)))
 
 

@@ -1,6 +1,6 @@
 """Is pretraining worth it? A task of the sample corpus, learned by models that have read before, and that have not.
 
-    python demo.py
+    python demo.py --config_path configs/lean-demo.json
     python benchmarks/finetuning.py --models demo_output/trainer1/model
 
 The task: does sentence B follow sentence A in a novel, or come from another novel? Training and validation are
@@ -65,7 +65,7 @@ def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -
             writer.writerow(("first", "second", "follows"))
             writer.writerows(rows[:size])
     description = {"name": "follows", "train": "train.csv", "validation": "validation.csv", "text": "first"}
-    description |= {"text_pair": "second", "label": "follows", "labels": [0, 1], "metric": "accuracy"}
+    description |= {"text_pair": "second", "label": "follows", "labels": [0, 1], "metric": "accuracy", "head": "spans"}
     (folder / "task.json").write_text(json.dumps(description, indent=2) + "\n")
     return folder / "task.json"
 
@@ -82,11 +82,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", required=True, help="folders of pretrained models")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/finetuning"))
-    parser.add_argument("--train_size", type=int, default=16_000)
-    parser.add_argument("--validation_size", type=int, default=2000)
+    parser.add_argument("--train_size", type=int, default=6000)
+    parser.add_argument("--validation_size", type=int, default=3000)
     parser.add_argument("--num_seeds", type=int, default=3)
-    parser.add_argument("--num_train_epochs", type=int, default=5)
-    parser.add_argument("--learning_rates", type=float, nargs="+", default=[1e-3], help="one for each model")
+    parser.add_argument("--num_train_epochs", type=int, default=3)
+    parser.add_argument("--learning_rates", type=float, nargs="+", default=[3e-4], help="one for each model")
     args = parser.parse_args()
     task = write_task(args.output_dir / "task", args.train_size, args.validation_size, seed=0)
     rates = args.learning_rates * len(args.models) if len(args.learning_rates) == 1 else args.learning_rates
@@ -97,7 +97,8 @@ def main() -> None:
             print(f"\n{folder}, {name}:", flush=True)
             command = [sys.executable, ROOT / "finetune_mlm.py", "--task_file", task, "--model-name", folder]
             command += ["--num_seeds", args.num_seeds, "--num_train_epochs", args.num_train_epochs]
-            command += ["--learning_rate", rate, "--output_dir", args.output_dir / f"{name.split()[-1]}{number}"]
+            command += ["--batch-size", 16, "--learning_rate", rate]
+            command += ["--output_dir", args.output_dir / f"{name.split()[-1]}{number}"]
             subprocess.run([str(word) for word in command], check=True)
 
 

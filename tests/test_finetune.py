@@ -38,23 +38,34 @@ from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassifica
 import finetune_mlm
 import predict_on_lidirus
 from arguments import FinetuneArguments
-from finetune_mlm import check_tokenizer, choose_length, encode, load_pretrained, make_task_model, tune
-from finetune_tasks import TASKS, load_examples, make_examples
+from finetune_mlm import (
+    check_tokenizer,
+    choose_length,
+    collate,
+    compute_logits,
+    encode,
+    load_pretrained,
+    make_task_model,
+    tune,
+)
+from finetune_tasks import TASKS, load_examples, load_task_file, make_examples
 from lean_albert import RULEANALBERT_MODULES, LeanAlbertForPreTraining
 
 CPU = torch.device("cpu")
+PAIRS = list(enumerate(make_toy_pairs()))
 QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]
 
 
 def run_main(module, *flags: object) -> None:
     """The script's main() in this process, which is left as it was."""
     argv, handler, root = sys.argv, signal.getsignal(signal.SIGINT), logging.getLogger()
-    handlers, verbosity = list(root.handlers), transformers.utils.logging.get_verbosity()
+    handlers, level, verbosity = list(root.handlers), root.level, transformers.utils.logging.get_verbosity()
     try:
         sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
         module.main()
     finally:
         sys.argv, root.handlers = argv, handlers
+        root.setLevel(level)
         signal.signal(signal.SIGINT, handler)
         transformers.utils.logging.set_verbosity(verbosity)
 
@@ -200,6 +211,27 @@ def test_a_task_of_ones_own(toy_model, tmp_path):
     predicted = [json.loads(line) for line in (tmp_path / "run" / "follows.jsonl").read_text().splitlines()]
     assert [row["idx"] for row in predicted] == [row["number"] for row in rows]
     assert sum(p["label"] == row["follows"] for p, row in zip(predicted, rows, strict=True)) >= 0.95 * 32
+
+
+def test_two_texts_are_compared(toy_model, tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"a": r["premise"], "b": r["hypothesis"], "c": i % 2} for i, r in PAIRS])
+    description = {"train": "a.jsonl", "validation": "a.jsonl", "text": "a", "text_pair": "b", "label": "c"}
+    (tmp_path / "my.json").write_text(json.dumps(description | {"head": "spans"}))
+    task = load_task_file(tmp_path / "my.json")
+    pretrained = load_pretrained(FinetuneArguments(task_file="my.json", checkpoint=str(toy_model)))
+    rows, _ = encode(load_examples(task, ".")["train"], pretrained, 64)
+    model = make_task_model(pretrained, task, dropout=0.1).eval()
+    batch = collate(rows[:4], task, pretrained.tokenizer, CPU)
+    logits, _ = compute_logits(model, batch)
+    for number, (_, record) in enumerate(PAIRS[:4]):
+        inputs = pretrained.tokenizer(
+            record["premise"], record["hypothesis"], return_tensors="pt", return_token_type_ids=True
+        )
+        hidden = model.encoder(**inputs).last_hidden_state[0]
+        text = torch.tensor([-1 if i is None else i for i in inputs.sequence_ids(0)])
+        first, second = hidden[text == 0].mean(0), hidden[text == 1].mean(0)
+        features = torch.cat([hidden[0], first, second, (first - second).abs(), first * second])
+        torch.testing.assert_close(logits[number], model.classifier(features), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")

@@ -344,6 +344,8 @@ def test_labels_of_a_task_file(tmp_path):
         ({"colour": "red"}, ["unknown field colour"]),
         ({"metric": "bleu"}, ["bleu", "accuracy, f1, mcc"]),
         ({"labels": "yes"}, ["labels is 'yes'", "a list"]),
+        ({"head": "spans"}, ["the head is classes or, with a text_pair, spans"]),
+        ({"head": "choices", "text_pair": "topic"}, ["the head is classes or"]),
         ({"text": 3}, ["text is 3", "a text"]),
         ({"train": "gone.csv"}, ["gone.csv does not exist"]),
         ({"validation": "gone.csv"}, ["gone.csv does not exist"]),
