@@ -215,7 +215,7 @@ def make_observer(
     :returns: model and optimizer as the trainers build them, and the contract that this implies; where that of live
         trainers differs, it stops with one line
     """
-    model = make_model(model_args, len(tokenizer))
+    model = make_model(model_args, tokenizer)
     contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
     compare_with_run(dht, swarm.experiment_prefix, contract)
     return model, make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True), contract
@@ -246,7 +246,7 @@ def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Pat
 CARD = """\
 ---
 library_name: transformers
-pipeline_tag: fill-mask
+pipeline_tag: {task}
 license: unknown
 tags:
 - {model_type}
@@ -270,14 +270,21 @@ swarm. This card is written anew with each upload; language and license are not 
 ```python
 from transformers import pipeline
 
-fill = pipeline("fill-mask", "{where}"{trust})
-print(fill(f"The captain was {{fill.tokenizer.mask_token}} to her."))
+predict = pipeline("{task}", "{where}"{trust})
+print(predict({example}))
 ```
 
-`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.
-`training_state.pt` holds the optimizer and everything else that training goes on from: download the folder and give it
-to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each file.
+{heads}`training_state.pt` holds the optimizer and everything else that training goes on from: download the folder and
+give it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each file.
 """
+
+
+#: by objective: what the training loss is of, the pipeline that the model opens in, and an example for it
+USES = {
+    "mlm_sop": ("masked words and sentence order", "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'),
+    "mlm": ("masked words", "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'),
+    "clm": ("the next word", "text-generation", '"The captain was", max_new_tokens=20'),
+}
 
 
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: str, has_curve: bool) -> str:
@@ -289,6 +296,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     :param has_curve: whether learning_curve.png lies beside it
     """
     settings, metrics = stamp["settings"], stamp["swarm"]
+    what, task, example = USES[model.objective]
+    trust = ", trust_remote_code=True" * hasattr(model.config, "auto_map")
+    heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
     samples = stamp["epoch"] * settings["target_batch_size"]
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
@@ -298,7 +308,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     precision = {"none": "32 bits", "float16": "16 bits", "8bit": "8 bits"}[settings["compression"]]
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
-        "training loss": f"{metrics['loss']:.4f} nats, masked words and sentence order, at epoch {metrics['epoch']:,}",
+        "training loss": f"{metrics['loss']:.4f} nats, {what}, at epoch {metrics['epoch']:,}",
         "samples": f"{samples:,} (epochs x batch size)",
         "peers": f"{metrics['alive_peers']} at this epoch, {max(entry['alive_peers'] for entry in history)} at most",
         "watched for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
@@ -319,7 +329,10 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         figures="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
         where=where,
         # the folder brings the model's code where transformers has none
-        trust=", trust_remote_code=True" * hasattr(model.config, "auto_map"),
+        trust=trust,
+        task=task,
+        example=example,
+        heads=heads * (model.objective == "mlm_sop"),
         curve="![learning curve](learning_curve.png)\n\n" * has_curve,
     )
 

@@ -8,6 +8,7 @@ that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad
 """
 
 import ipaddress
+import math
 import os
 import re
 import sys
@@ -17,6 +18,11 @@ from urllib.parse import urlsplit
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import HfArgumentParser
+
+OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
+
+DEFAULT_CONFIG_PATH = "configs/albert-large.json"
+DEFAULT_TOKENIZER_PATH = "data/tokenizer"
 
 LOGGING_DIR_HELP = (
     "Folder where log files and the dashboard's data go, beside what is printed. TRACKIO_DIR and WANDB_DIR of the "
@@ -139,26 +145,57 @@ class SwarmArguments:
 class ModelArguments:
     """Which model is trained. Read by trainers, and by a monitor that stores checkpoints."""
 
-    config_path: str = field(
-        default="configs/albert-large.json",
+    config_path: str | None = field(
+        default=None,
         metadata={
-            "help": "Model shape: a JSON file (see configs/), or a model's folder or name on the Hugging Face Hub. "
-            "The vocabulary size is taken from the tokenizer. ALL PEERS.",
-            "aliases": ["--model_config_path"],
+            "help": "Shape of a model to train from scratch: a JSON file (see configs/), or a model's folder or name "
+            "on the Hugging Face Hub. The vocabulary size is taken from the tokenizer. Default: "
+            f"{DEFAULT_CONFIG_PATH}. ALL PEERS.",
+            "aliases": ["--model_config_path", "--config_name"],
         },
     )
-    tokenizer_path: str = field(
-        default="data/tokenizer",
+    model_name_or_path: str | None = field(
+        default=None,
         metadata={
-            "help": "Folder of the tokenizer that made the dataset. Where this is left as it is, a trainer whose "
-            "--dataset_path is an archive takes the tokenizer in there. ALL PEERS.",
-            "aliases": ["--tokenizer"],
+            "help": "A pretrained model to go on training instead: its folder, or its name on the Hugging Face Hub. "
+            "Heads that it lacks begin with random weights. ALL PEERS."
+        },
+    )
+    objective: OBJECTIVES | None = field(
+        default=None,
+        metadata={
+            "help": "What the model learns to predict: mlm: masked words; mlm_sop: these and the order of sentences; "
+            "clm: the next word. Default: what suits the model's type: mlm_sop for ALBERT and LeanALBERT, mlm for "
+            "BERT, RoBERTa and their like, clm for GPT-2, Llama and their like. ALL PEERS."
+        },
+    )
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={
+            "help": "How attention is computed: eager, sdpa, flash_attention_2, or what else transformers knows. "
+            "Default: the fastest that the model has without further packages. Each peer as it likes."
+        },
+    )
+    tokenizer_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Default: that "
+            f"of --model_name_or_path, if one is given, else {DEFAULT_TOKENIZER_PATH}; a trainer whose --dataset_path "
+            "is an archive takes the tokenizer in there. ALL PEERS.",
+            "aliases": ["--tokenizer", "--tokenizer_name"],
         },
     )
     seed: int = field(
         default=42,
         metadata={"help": "Seed of the initial weights. ALL PEERS. (The data order comes from the peer id.)"},
     )
+
+    def __post_init__(self):
+        if self.model_name_or_path and self.config_path:
+            raise ValueError("--model_name_or_path and --config_path exclude each other: give one of them")
+        if not self.model_name_or_path:
+            self.config_path = self.config_path or DEFAULT_CONFIG_PATH
+        self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
 
 
 @dataclass
@@ -377,6 +414,33 @@ class DataArguments:
             "share it. Of data in shards, those that were read longest ago go when the disk is full."
         },
     )
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "help": "Text to train on, instead of --dataset_path: a dataset of the Hugging Face Hub, or its folder. "
+            "The trainer tokenizes it at its first start, into --dataset_cache_dir."
+        },
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "With --dataset_name: which configuration of it, if it has several."}
+    )
+    train_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "As --dataset_name: a file of your own, plain text or .jsonl (field --text_column), also .gz or "
+            ".xz. tokenize_wikitext103.py takes several files, and has more settings."
+        },
+    )
+    validation_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --train_file or --dataset_name: text for --do_eval. Default: the dataset's validation split, "
+            "or a twentieth of the documents, held out."
+        },
+    )
+    text_column: str = field(
+        default="text", metadata={"help": "With --dataset_name and .jsonl files: the field that holds the text."}
+    )
     streaming: bool = field(
         default=False,
         metadata={
@@ -392,8 +456,19 @@ class DataArguments:
             "text, parquet, local or http(s). streaming.py explains each field. All trainers should use the same."
         },
     )
+    language: str = field(
+        default="english",
+        metadata={
+            "help": "With --dataset_name or --train_file: language of the text, for finding the ends of its sentences. "
+            "With --streaming each source names its own."
+        },
+    )
     sentence_splitter: Literal["auto", "punkt", "razdel"] = field(
-        default="auto", metadata={"help": f"With --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."}
+        default="auto",
+        metadata={
+            "help": f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its "
+            "own."
+        },
     )
     shuffle_buffer: int = field(
         default=8192,
@@ -420,7 +495,8 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Tokens of an instance, at most: longer ones are cut, at the end of both segments. Default: as in "
-            "the dataset, 512 with --streaming. All trainers should use the same."
+            "the dataset; 512 with --streaming, --train_file or --dataset_name. All trainers should use the same.",
+            "aliases": ["--block_size", "--max_seq_length"],
         },
     )
     initial_sequence_length: int | None = field(
@@ -448,6 +524,15 @@ class DataArguments:
     def __post_init__(self):
         if self.dataset_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", self.dataset_sha256):
             raise ValueError(f"--dataset_sha256 {self.dataset_sha256} is none: it has 64 hexadecimal digits")
+        texts = [self.dataset_name, self.train_file]
+        if all(texts):
+            raise ValueError("--dataset_name and --train_file exclude each other: give one of them")
+        if self.streaming and any(texts):
+            raise ValueError("--streaming reads --sources: leave --dataset_name and --train_file away")
+        if self.validation_file and not any(texts):
+            raise ValueError("--validation_file needs --train_file or --dataset_name: add one of them")
+        if self.dataset_config_name and not self.dataset_name:
+            raise ValueError("--dataset_config_name needs --dataset_name: add it")
         if not 0 < self.mlm_probability < 1:
             raise ValueError("--mlm_probability must lie between 0 and 1")
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
@@ -455,7 +540,7 @@ class DataArguments:
         if self.shuffle_buffer < 1:
             raise ValueError("--shuffle_buffer must be at least 1")
         # zero is off, as in other scripts
-        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming else None)
+        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or any(texts) else None)
         self.initial_sequence_length = self.initial_sequence_length or None
         for name in ("max_sequence_length", "initial_sequence_length"):
             if getattr(self, name) is not None and getattr(self, name) < 8:
@@ -482,8 +567,12 @@ class TrainerArguments:
         default=False,
         metadata={"help": "Train nothing: check this machine, the data and the way to the others, and print a table."},
     )
-    per_device_train_batch_size: int = field(
-        default=4, metadata={"help": "Samples per forward pass. As many as memory holds."}
+    per_device_train_batch_size: str = field(
+        default="4",
+        metadata={
+            "help": "Samples per forward pass of each device. As many as memory holds; auto: try at the start what "
+            "this machine can do, and choose gradient_accumulation_steps too."
+        },
     )
     gradient_accumulation_steps: int = field(
         default=2,
@@ -492,11 +581,40 @@ class TrainerArguments:
             "0.5 to 10 seconds: each may report progress to the swarm."
         },
     )
+    device: str = field(
+        default="auto",
+        metadata={
+            "help": "What to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, "
+            "untested) or xla (a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu. Each peer as "
+            "it has."
+        },
+    )
+    num_devices: int | None = field(
+        default=None,
+        metadata={
+            "help": "Devices of this machine to use, each in a process of its own; together they are one peer. "
+            "Default: all visible GPUs, or one CPU. With torchrun it says how many."
+        },
+    )
     fp16: bool = field(
         default=False, metadata={"help": "Mixed precision with float16 and loss scaling; needs a CUDA GPU."}
     )
     bf16: bool = field(
         default=False, metadata={"help": "Mixed precision with bfloat16; needs a GPU or CPU that supports it."}
+    )
+    tf32: bool = field(
+        default=False,
+        metadata={
+            "help": "Let NVIDIA GPUs from 2020 on multiply float32 numbers with 10 bits of mantissa, several times as "
+            "fast. Useful without --bf16 and --fp16; each peer as it likes."
+        },
+    )
+    torch_compile: bool = field(
+        default=False,
+        metadata={
+            "help": "Compile the model's forward and backward passes: a slower start (up to minutes), faster steps. "
+            "Each peer as it likes; needs a C++ compiler, and on GPUs triton."
+        },
     )
     gradient_checkpointing: bool = field(
         default=False,
@@ -513,6 +631,14 @@ class TrainerArguments:
         default=None,
         metadata={
             "help": "End at this epoch of the swarm; default: at total_steps, where the learning rate is lowest."
+        },
+    )
+    num_train_epochs: float | None = field(
+        default=None,
+        metadata={
+            "help": "Leave the swarm after so many passes over this trainer's own data (here, as in other scripts, not "
+            "epochs of the swarm), if --max_steps does not come first; restarts from a checkpoint go on counting. What "
+            "it has computed for the epoch under way is lost, as at any end. Default: no such end."
         },
     )
     logging_steps: int = field(
@@ -561,7 +687,16 @@ class TrainerArguments:
     )
     do_eval: bool = field(
         default=False,
-        metadata={"help": "Measure the masked-LM loss on the validation split, before training and after it."},
+        metadata={"help": "Measure loss and accuracy on the validation split, before training and after it."},
+    )
+    eval_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "With --do_eval: measure every so many epochs too, and at the last one, and report it to the "
+            "monitor; one trainer of a swarm is enough. It trains nothing meanwhile, and the "
+            "others do not wait for it: when an epoch ends before it is done, they step without it and it takes over "
+            "their state. Choose --max_eval_samples so that this is rare."
+        },
     )
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Samples per forward pass in evaluation."})
     max_eval_samples: int | None = field(
@@ -589,8 +724,26 @@ class TrainerArguments:
     def __post_init__(self):
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+        if self.eval_steps is not None and not self.do_eval:
+            raise ValueError("--eval_steps needs --do_eval: add it")
+        if self.max_eval_samples is not None and self.max_eval_samples < 1:
+            raise ValueError("--max_eval_samples must be at least 1")
+        if self.eval_steps is not None and self.eval_steps < 1:
+            raise ValueError("--eval_steps must be at least 1")
+        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
+            raise ValueError("--num_train_epochs must be greater than 0")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
+            raise ValueError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
+        if self.num_devices is not None and self.num_devices < 1:
+            raise ValueError("--num_devices must be at least 1")
+        if self.per_device_train_batch_size != "auto":
+            try:
+                self.per_device_train_batch_size = int(self.per_device_train_batch_size)
+            except ValueError:
+                raise ValueError("--per_device_train_batch_size must be a number, or auto") from None
+            if self.per_device_train_batch_size < 1:
+                raise ValueError("--per_device_train_batch_size must be at least 1")
         for name in (
-            "per_device_train_batch_size",
             "gradient_accumulation_steps",
             "per_device_eval_batch_size",
             "logging_steps",
@@ -867,6 +1020,14 @@ class PredictArguments:
 class TokenizeArguments:
     """From text to a tokenized dataset. Read by tokenize_wikitext103.py."""
 
+    objective: OBJECTIVES = field(
+        default="mlm_sop",
+        metadata={
+            "help": "What the dataset is for: mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and its like "
+            "can take them too); mlm: full blocks of text, for BERT, RoBERTa and their like; clm: the same without "
+            "special tokens but an end token behind each document, for GPT-2, Llama and their like."
+        },
+    )
     corpus: Literal["wikitext103", "sample"] = field(
         default="wikitext103",
         metadata={"help": "WikiText-103 from the Hugging Face Hub, or the sample that this repository carries."},
@@ -884,15 +1045,22 @@ class TokenizeArguments:
         metadata={"help": "Tokenizer to use: a name on the Hugging Face Hub or a folder."},
     )
     train_tokenizer: bool = field(
-        default=False, metadata={"help": "Train an ALBERT-style Unigram tokenizer on the text instead."}
+        default=False,
+        metadata={
+            "help": "Train a tokenizer on the text instead: ALBERT's kind (Unigram), with --objective clm GPT-2's "
+            "(BPE of bytes)."
+        },
     )
     vocab_size: int = field(
         default=30_000, metadata={"help": "With --train_tokenizer: pieces in the vocabulary, at most."}
     )
-    cased: bool = field(default=False, metadata={"help": "With --train_tokenizer: tell capital letters from small."})
+    cased: bool = field(
+        default=False,
+        metadata={"help": "With --train_tokenizer: tell capital letters from small, as that for clm always does."},
+    )
     keep_accents: bool = field(
         default=False,
-        metadata={"help": "With --train_tokenizer: keep marks on letters; Russian needs them."},
+        metadata={"help": "With --train_tokenizer: keep marks on letters; Russian needs them. For clm always kept."},
     )
     language: str = field(
         default="english", metadata={"help": "Language of the text, for finding the ends of its sentences."}

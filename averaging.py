@@ -935,6 +935,23 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         epoch = self.local_progress.epoch - (self.local_progress.epoch != self.impatient_epoch)
         return [peer_id for peer_id, record in self.present.items() if record.epoch >= epoch]
 
+    @contextlib.contextmanager
+    def step_aside(self) -> Iterator[None]:
+        """For what takes this peer's time between two steps: the others neither count on its samples meanwhile nor wait
+        for it in a round, as its record names an epoch too long past for that; nor do they take it for slow later."""
+        own = self.local_progress
+        with self.performance_ema.pause():
+            if self.present and not self.shutdown_triggered.is_set():
+                self.local_progress = self._get_local_progress(max(0, own.epoch - 2), 0)
+                self.announce()
+            try:
+                yield
+            finally:
+                if self.local_progress is not own:
+                    self.local_progress = self._get_local_progress(own.epoch, own.samples_accumulated)
+                    self.announce()
+                    self.fetch_soon(0.0)
+
     def leave_out(self, peer_ids: Iterable[bytes]) -> None:
         """From now on these peers do not count, until they report something new."""
         gone = [peer_id for peer_id in peer_ids if peer_id in self.present]

@@ -8,7 +8,10 @@ import contextlib
 import json
 import logging
 import math
+import statistics
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -32,9 +35,20 @@ from checkpoint import (
     write_file,
 )
 from dashboard import report_to_dashboard
+from devices import is_out_of_memory
 from joining import publish_contract
 from preflight import warn_of_speed
-from utils import LocalMetrics, RunContract, compute_seconds
+from utils import (
+    RECENT_EPOCHS,
+    Evaluation,
+    LocalMetrics,
+    RunContract,
+    compute_seconds,
+    describe_evaluation,
+    measure_progress,
+    perplexity,
+    show_progress,
+)
 
 logger = logging.getLogger("trainer")
 
@@ -43,6 +57,7 @@ class CollaborativeCallback:
     """The state that lives across a trainer's steps: sums since the last epoch, the backup, the progress bar.
 
     :param arguments: of the whole command line, by name: checkpoints note them
+    :param num_devices: those of this machine that share each step
     """
 
     def __init__(
@@ -58,11 +73,13 @@ class CollaborativeCallback:
         tokenizer,
         scaler: torch.amp.GradScaler | None,
         arguments: dict,
+        num_devices: int = 1,
     ):
         self.dht, self.optimizer, self.swarm, self.args = dht, optimizer, swarm, args
         self.public_key, self.contract = public_key, contract
         self.model, self.tokenizer, self.scaler, self.arguments = model, tokenizer, scaler, arguments
-        self.batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.batches_per_step = args.gradient_accumulation_steps * num_devices
+        self.batch_size = args.per_device_train_batch_size * self.batches_per_step
         self.next_contract_time = 0.0
         self.loss_sum: torch.Tensor | float = 0.0
         self.mini_steps = self.skipped_steps = 0
@@ -82,8 +99,21 @@ class CollaborativeCallback:
         self.next_bar_time = 0.0
         #: data.StreamedBatches, when it is to be known where to read on
         self.stream = None
+        #: devices.Feed, which knows how long the device has waited for data, and for how many epochs that was too long
+        self.feed = None
+        self.wait_share, self.hungry_epochs = 0.0, 0
         #: wandb, when this trainer reports its own curves
         self.dashboard = None
+        #: measures loss and accuracy of the model as it is, see utils.Evaluation, where --do_eval asks for it
+        self.evaluate: Callable[[], dict] | None = None
+        self.evaluation: dict | None = None
+        #: versions of the parameters that were evaluated
+        self.evaluated: list[int] = []
+        self.final_epoch = arguments.get("total_steps") if args.max_steps is None else args.max_steps
+        self.recent_seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
+        #: that this trainer is to compute, earlier starts included, where --num_train_epochs says so
+        self.most_samples = math.inf
+        self.samples_before, self.train_start = 0, time.monotonic()
 
     def resume(self, path: Path | None) -> None:
         """Go on from a training state, if there is one, with its history; otherwise begin a new history.
@@ -98,6 +128,7 @@ class CollaborativeCallback:
             counters = state.get("counters", {})
             self.epochs, self.averaged_epochs = counters.get("epochs", 0), counters.get("averaged_epochs", 0)
             self.skipped_steps = counters.get("skipped_steps", 0)
+            self.samples_before = counters.get("computed_samples", 0)
             self.optimizer.failed_rounds = counters.get("failed_rounds", 0)
             # what came after the checkpoint was lost, and comes again
             lines = [line for line in read_history(self.history) if line["epoch"] <= self.optimizer.local_epoch]
@@ -112,18 +143,17 @@ class CollaborativeCallback:
             self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
-        self.last_step_end = time.monotonic()
+        self.last_step_end = self.train_start = time.monotonic()
         self.on_step_end()
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Note the loss of one batch (a scalar on the device) without waiting for it."""
-        self.loss_sum = self.loss_sum + loss.detach()
-        self.mini_steps += 1
+        """Note the mean loss of one step (a scalar on the device) without waiting for it."""
+        self.loss_sum = self.loss_sum + loss * self.batches_per_step
+        self.mini_steps += self.batches_per_step
 
     def skip_step(self) -> None:
         """Count a step whose loss or gradients were not finite."""
         self.skipped_steps += 1
-        self.loss_sum, self.mini_steps = 0.0, 0
         logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")
 
     def on_step_end(self, samples: int = 0) -> None:
@@ -154,6 +184,8 @@ class CollaborativeCallback:
             self.restore()
         optimizer, epoch = self.optimizer, self.optimizer.local_epoch
         self.epochs += 1
+        self.recent_seconds.append((now - self.epoch_start) / max(1, epoch - self.last_epoch))
+        self.look_at_feed(now - self.epoch_start)
         self.averaged_epochs += optimizer.averaged_with > 1
         # the only place where the loop waits for the device on behalf of reports
         loss_sum = float(self.loss_sum)
@@ -184,17 +216,13 @@ class CollaborativeCallback:
                 metrics["num_peers"],
                 optimizer.matchmaking_time,
             )
-        try:
-            self.dht.store(
-                f"{self.swarm.experiment_prefix}_metrics",
-                subkey=self.public_key,
-                value=LocalMetrics.parse_obj(metrics).dict(),
-                expiration_time=get_dht_time() + self.args.statistics_expiration,
-                return_future=True,
-            )
-        except ValidationError as e:
-            # a loss that has run away, say: the others would refuse the record
-            logger.warning(f"epoch {epoch} is not reported: {'; '.join(error['msg'] for error in e.errors())}")
+        if self.args.max_steps is not None:
+            metrics["final_epoch"] = self.args.max_steps
+        self.publish(metrics)
+        validation = {}
+        if self.is_evaluation_due(epoch) and self.measure():
+            validation = describe_evaluation(Evaluation(**self.evaluation))
+            self.publish(metrics)
         own = {
             "loss": self.epoch_loss,
             "time": time.time(),
@@ -204,6 +232,10 @@ class CollaborativeCallback:
             "pending_samples": optimizer.grad_averager.local_samples_accumulated + optimizer.grad_averager.kept_samples,
             "longest_step": self.longest_step,
             "compute_seconds": compute_seconds(metrics),
+            "data_wait_share": self.wait_share,
+            **({"peak_memory_bytes": torch.cuda.max_memory_allocated()} if self.model.device.type == "cuda" else {}),
+            **self.measure_progress(),
+            **validation,
         }
         append_line(self.history, json.dumps(metrics | own))
         self.dashboard = report_to_dashboard(self.dashboard, metrics | own)
@@ -211,7 +243,8 @@ class CollaborativeCallback:
         if self.bar.disable and (epoch % self.args.logging_steps == 0 or is_first):
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
-                f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}"
+                f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}  "
+                f"{show_progress(epoch, self.measure_progress())}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
         # a peer that takes over the swarm's state leaps over epochs, maybe over one that is due
@@ -221,6 +254,95 @@ class CollaborativeCallback:
             self.save()
         self.save_stream()
         self.last_epoch, self.epoch_start = epoch, now
+
+    def publish(self, metrics: dict) -> None:
+        """Store this peer's signed record, with the newest evaluation, without waiting."""
+        evaluation = {"evaluation": self.evaluation} if self.args.eval_steps else {}
+        try:
+            self.dht.store(
+                f"{self.swarm.experiment_prefix}_metrics",
+                subkey=self.public_key,
+                value=LocalMetrics.parse_obj(metrics | evaluation).dict(),
+                expiration_time=get_dht_time() + self.args.statistics_expiration,
+                return_future=True,
+            )
+        except ValidationError as e:
+            # a loss that has run away, say: the others would refuse the record
+            message = "; ".join(error["msg"] for error in e.errors())
+            logger.warning(f"epoch {metrics['epoch']} is not reported: {message}")
+
+    def is_evaluation_due(self, epoch: int) -> bool:
+        """Every --eval_steps epochs, over which a peer may leap, and at the last one."""
+        steps = self.args.eval_steps
+        return steps is not None and (epoch // steps != self.last_epoch // steps or epoch >= self.final_epoch)
+
+    def measure(self) -> bool:
+        """Evaluate the model as it is, unless these weights have been; False where nothing came of it that could be
+        reported."""
+        versions = [param._version for param in self.model.parameters()]
+        if versions == self.evaluated:
+            return self.evaluation is not None
+        start, self.evaluated = time.monotonic(), versions
+        try:
+            with self.optimizer.tracker.step_aside():
+                measured = self.evaluate()
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(e):
+                raise
+            self.evaluation = None
+            logger.warning(
+                "out of memory in evaluation: lower --per_device_eval_batch_size (now "
+                f"{self.args.per_device_eval_batch_size}); the model is not evaluated"
+            )
+            return False
+        try:
+            self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__}).dict()
+        except ValidationError as e:
+            self.evaluation, message = None, "; ".join(error["msg"] for error in e.errors())
+            logger.warning(f"the evaluation of epoch {measured['epoch']} came to nothing: {message}")
+            return False
+        seconds = time.monotonic() - start
+        with self.bar.external_write_mode():
+            logger.info(
+                f"validation loss {measured['loss']:.4f} nats, perplexity {perplexity(measured['loss']):,.1f}, "
+                f"accuracy {measured['accuracy']:.1%} at epoch {measured['epoch']}, measured in {seconds:.1f} s"
+            )
+            if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
+                logger.warning(
+                    f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
+                    f"{measured['samples']:,}), or the swarm goes on without this trainer meanwhile"
+                )
+        return True
+
+    def has_read_all(self) -> bool:
+        """Whether this trainer has computed all samples of its --num_train_epochs."""
+        return self.samples_before + self.computed_samples >= self.most_samples
+
+    def measure_progress(self) -> dict:
+        """How far the swarm has come, and when this trainer ends: see utils.measure_progress."""
+        # not the tracker's, which is less --batch_size_lead
+        target_batch_size = self.arguments.get("target_batch_size")
+        progress = measure_progress(
+            self.optimizer.local_epoch, self.final_epoch, target_batch_size, list(self.recent_seconds)
+        )
+        if self.computed_samples and self.most_samples < math.inf:
+            seconds = (time.monotonic() - self.train_start) / self.computed_samples
+            left = max(0.0, self.most_samples - self.samples_before - self.computed_samples) * seconds
+            progress["seconds_left"] = min(left, progress.get("seconds_left", left))
+        return progress
+
+    def look_at_feed(self, seconds: float) -> None:
+        """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
+        if self.feed is None:
+            return
+        self.wait_share = min(1.0, self.feed.take_waited() / max(seconds, 1e-9))
+        # not the first epoch, in which the data's workers start
+        self.hungry_epochs = self.hungry_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
+        if self.hungry_epochs == 3:
+            logger.warning(
+                f"{self.wait_share:.0%} of the time goes into waiting for data: raise --dataloader_num_workers (now "
+                f"{self.args.dataloader_num_workers}), if this machine has cores to spare"
+            )
 
     def measure_rounds(self) -> dict:
         """Time and bytes that rounds took since the epoch before."""
@@ -236,7 +358,9 @@ class CollaborativeCallback:
     def read_progress(self) -> dict:
         """For the status page, which asks from a thread of its own."""
         peers = len(self.optimizer.tracker.present) + 1
-        return {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
+        progress = {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
+        validation = describe_evaluation(Evaluation(**self.evaluation)) if self.evaluation else {}
+        return progress | self.measure_progress() | validation
 
     def describe_progress(self) -> str:
         """One line on the swarm, from what the tracker already knows."""
@@ -245,9 +369,11 @@ class CollaborativeCallback:
         eta = progress.eta_next_epoch - get_dht_time()
         speed = (progress.target_batch_size - progress.samples_accumulated) / eta if 0 < eta < math.inf else math.nan
         percent = min(100, 100 * progress.samples_accumulated // progress.target_batch_size)
+        course = show_progress(optimizer.local_epoch, self.measure_progress())
         return (
             f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  "
             f"peers {peers}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
+            f"{course}  waits for data {self.wait_share:.0%}  "
             f"mine {optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated:,} samples"
         )
 
@@ -271,6 +397,7 @@ class CollaborativeCallback:
             "averaged_epochs": self.averaged_epochs,
             "skipped_steps": self.skipped_steps,
             "failed_rounds": self.optimizer.failed_rounds,
+            "computed_samples": self.samples_before + self.computed_samples,
         }
         return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
 

@@ -397,7 +397,7 @@ def collect_state(
             # an array is not among the types that weights_only=True allows
             "numpy": numpy_state | {"state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         },
         "arguments": arguments,
         "versions": {
@@ -429,7 +429,7 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
         random.setstate(randomness["python"])
         numpy.random.set_state(randomness["numpy"])
         torch.set_rng_state(randomness["torch"])
-        if randomness["cuda"] is not None and torch.cuda.is_available():
+        if randomness["cuda"] is not None and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(randomness["cuda"])
 
 
@@ -452,6 +452,8 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
     if unknown := sorted(state["model"].keys() - own.keys()):
         raise CheckpointError(f"{where} is of another model: it has {unknown[0]}")
     saved, ours = state.get("architecture"), describe_architecture(model)
-    if saved not in (None, ours):
+    # in states of earlier versions no objective stands behind the model's type, and the digest is of other fields
+    is_old = saved is None or " " not in saved.split(",")[0]
+    if not is_old and saved != ours:
         raise CheckpointError(f"{where} is of another model (see --config_path): {saved} there, {ours} here")
     return {name: found[id(tensor)] for name, tensor in own.items()}

@@ -17,7 +17,7 @@ import shutil
 import sqlite3
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -25,7 +25,21 @@ import hivemind
 
 from arguments import ReportArguments, TrainerArguments, stop_for_user
 from checkpoint import append_line, lock_folder, write_file
-from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_records, select_believable
+from joining import Plan, find_plan
+from utils import (
+    RECENT_EPOCHS,
+    LocalMetrics,
+    SwarmMetrics,
+    aggregate_metrics,
+    describe_evaluation,
+    fetch_records,
+    find_evaluation,
+    find_final_epoch,
+    measure_progress,
+    perplexity,
+    select_believable,
+    show_progress,
+)
 
 logger = logging.getLogger("dashboard")
 
@@ -35,6 +49,10 @@ CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of
 # Seconds between two tables of thanks, of which dashboards keep every one: at the start, and later.
 FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
 FINAL_FETCH_TIMEOUT = 5.0
+PLAN_PERIOD = 60.0  # seconds between two looks at what never changes in a run
+# of the curves
+TRAINING = dict(color="#1f5fa8", linewidth=1.8)
+VALIDATION = dict(color="#b3367d", linewidth=1.4, marker="o", markersize=3.5)
 # A read of the DHT may miss a record that is there; so many reads that miss all newer ones mean that a run began anew.
 READS_BEFORE_GOING_BACK = 3
 # Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it goes on from an older
@@ -46,8 +64,10 @@ MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
 
 # The dashboards' groups and what is in them, by the names of our metrics; dashboards show those of no group first.
 GROUPS = {
-    "": ("loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
-    "epoch/": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds"),
+    "": ("loss", "validation_loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
+    "validation/": ("validation_perplexity", "validation_accuracy"),
+    "progress/": ("swarm_samples", "target_batch_size", "final_epoch", "seconds_left"),
+    "epoch/": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds", "data_wait_share"),
     "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
     "traffic/": ("bytes_sent", "bytes_received"),
 }
@@ -80,6 +100,7 @@ class RunReport:
         self.run_name = summary.get("run_name") or make_run_name(prefix)
         self.reported_to = summary.get("reported_to", [])
         self.dashboard, self.config, self.alive_peers = None, {}, 0
+        self.plan, self.next_plan, self.progress = Plan(), 0.0, {}
         self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
         self.table_period = FIRST_TABLE_PERIOD
 
@@ -127,15 +148,30 @@ class RunReport:
         begins_anew = is_new and self.last is not None and current.epoch < last_epoch and self.go_back(current.epoch)
         if is_new or not self.older_reads:  # else it is not clear yet to which run they belong
             self.contributions.update({label: records[label] for label, _ in believable}, time.time())
+        evaluation = None if self.older_reads and not is_new else find_evaluation(believable)
+        if evaluation and self.history.validation and evaluation.epoch <= self.history.validation[-1]["epoch"]:
+            evaluation = None
         if is_new:
             self.last, self.older_reads = current, 0
+            self.progress = self.measure_progress(dht, believable, is_last)
+            course = show_progress(current.epoch, self.progress)
             logger.info(
                 f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
                 f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
+                + f"  {course}"
+                * bool(course)
             )
-            entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(current)}
+        if evaluation:
+            logger.info(
+                f"Validation at epoch {evaluation.epoch}: loss {evaluation.loss:.4f}, perplexity "
+                f"{perplexity(evaluation.loss):,.1f}, accuracy {evaluation.accuracy:.1%}"
+            )
+        if is_new or (evaluation and self.last):
+            # an evaluation may come later than the metrics of its epoch: another line then, in place of the last
+            entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(self.last), **self.progress}
             entry["total_samples"] = self.contributions.total_samples()
             entry |= {"begins_anew": True} if begins_anew else {}
+            entry |= describe_evaluation(evaluation) if evaluation else {}
             self.history.add(entry)
             append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
             rows = []
@@ -143,12 +179,23 @@ class RunReport:
                 self.next_table = time.monotonic() + self.table_period
                 self.table_period = min(2 * self.table_period, TABLE_PERIOD)
                 rows = self.contributions.make_rows()
-            self.dashboard = report_to_dashboard(self.dashboard, entry, rows)
+            # of a second line only what is new: dashboards have the rest
+            news = entry if is_new else {"epoch": entry["epoch"], **describe_evaluation(evaluation)}
+            self.dashboard = report_to_dashboard(self.dashboard, news, rows)
         if self.history and (is_last or time.monotonic() >= self.next_drawing):
             draw_learning_curve(self.history, self.prefix, self.output_dir / "learning_curve.png")
             self.write_summary()
             self.next_drawing = time.monotonic() + CURVE_PERIOD
         return current if is_new else None
+
+    def measure_progress(self, dht: hivemind.DHT, records: list[tuple[str, LocalMetrics]], is_last: bool) -> dict:
+        """How far the swarm has come, and when it ends: see utils.measure_progress."""
+        if time.monotonic() >= self.next_plan and not is_last:
+            self.plan = find_plan(dht, self.prefix, FINAL_FETCH_TIMEOUT) or self.plan
+            self.next_plan = time.monotonic() + (PLAN_PERIOD if self.plan.total_steps else 0.0)
+        final_epoch = find_final_epoch(records, self.plan.total_steps)
+        recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [self.last.epoch_seconds]
+        return measure_progress(self.last.epoch, final_epoch, self.plan.target_batch_size, recent)
 
     def go_back(self, epoch: int) -> bool:
         """The swarm goes on from an older state, or, if True, has begun anew: what comes now is a curve of its own."""
@@ -167,7 +214,13 @@ class RunReport:
     def read_progress(self) -> dict:
         """For the status page, which asks from a thread of its own."""
         last = self.last
-        return {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
+        progress = {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
+        return progress | self.progress | self.last_validation()
+
+    def last_validation(self) -> dict:
+        """By the names of metrics.jsonl."""
+        values = self.history.validation[-1] if self.history.validation else {}
+        return {f"validation_{name}": value for name, value in values.items()}
 
     def finish(self) -> None:
         """Write the summary and end the dashboard."""
@@ -187,6 +240,7 @@ class RunReport:
             "experiment_prefix": self.prefix,
             "epochs": self.last.epoch if self.last else 0,
             "last_loss": self.last.loss if self.last else None,
+            **self.last_validation(),
             "total_samples": self.contributions.total_samples(),
             "run_name": self.run_name,
             "reported_to": self.reported_to,
@@ -218,18 +272,26 @@ class RunReport:
 class History(list):
     """A run's epochs, oldest first, as in metrics.jsonl: all of a short run, evenly thinned out for a long one.
 
-    The newest epoch is always the last element.
+    The newest epoch is always the last element. Evaluations, which are few, are kept apart as well.
     """
 
     def __init__(self):
         super().__init__()
+        #: epoch, loss, perplexity, accuracy of each, oldest first
+        self.validation: list[dict] = []
         # one epoch in `stride` is kept for good, `added` counts all
         self.stride, self.added = 1, 0
 
     def add(self, entry: dict) -> None:
-        """Append an epoch; those at or beyond it are of an earlier run with the same name, and are forgotten."""
+        """Append an epoch; those beyond it are of an earlier run with the same name, and are forgotten. A second
+        line on the newest epoch takes the place of the first."""
+        if self and self[-1]["epoch"] == entry["epoch"] and not entry.get("begins_anew"):
+            self[-1] = entry
+            self.add_validation(entry)
+            return
         if self and self[-1]["epoch"] >= entry["epoch"]:
             self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
+        self.add_validation(entry)
         if self and (self.added - 1) % self.stride:
             self.pop()
         self.append(entry)
@@ -239,7 +301,15 @@ class History(list):
             # every second of those kept for good, and the newest in any case
             self[:] = self[::2] + self[-1:] * (len(self) % 2 == 0)
 
+    def add_validation(self, entry: dict) -> None:
+        if "validation_loss" in entry:
+            names = ("epoch", "loss", "perplexity", "accuracy")
+            self.validation.append({name: entry[f"validation_{name}"] for name in names})
+        if len(self.validation) > MAX_POINTS:
+            self.validation[:] = self.validation[::2]
+
     def forget_from(self, epoch: int) -> None:
+        self.validation[:] = [values for values in self.validation if values["epoch"] < epoch]
         self[:] = [entry for entry in self if entry["epoch"] < epoch]
         self.stride, self.added = (self.stride, (len(self) - 1) * self.stride + 1) if self else (1, 0)
 
@@ -493,7 +563,7 @@ def finish_dashboard(dashboard) -> None:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def draw_learning_curve(history: list[dict], prefix: str, path: Path) -> bool:
+def draw_learning_curve(history: History, prefix: str, path: Path) -> bool:
     """Loss, and below it samples per second, over epochs; whether it could be written, whole."""
     pyplot = import_pyplot()
     epochs = [entry["epoch"] for entry in history]
@@ -501,8 +571,8 @@ def draw_learning_curve(history: list[dict], prefix: str, path: Path) -> bool:
         2, 1, sharex=True, figsize=(9, 6), height_ratios=[3, 1], layout="constrained"
     )
     dot = "." if len(epochs) < 50 else None
-    upper.plot(epochs, [entry["loss"] for entry in history], color="#1f5fa8", linewidth=1.8, marker=dot)
-    upper.set_ylabel("training loss (nats): masked words + order")
+    upper.plot(epochs, [entry["loss"] for entry in history], label="training", **TRAINING, marker=dot)
+    draw_validation(upper, history, lambda epoch: epoch)
     upper.set_title(describe_last(history, prefix))
     lower.plot(epochs, [entry["samples_per_second"] for entry in history], color="#c2571a", linewidth=1.2, marker=dot)
     lower.set_ylabel("samples/s")
@@ -513,32 +583,50 @@ def draw_learning_curve(history: list[dict], prefix: str, path: Path) -> bool:
     return save_figure(pyplot, figure, path)
 
 
-def plot_run(history: list[dict], prefix: str, path: Path) -> bool:
+def plot_run(history: History, prefix: str, path: Path) -> bool:
     """Loss over epochs, over samples and over hours, side by side; whether it could be written, whole."""
     pyplot = import_pyplot()
+    import numpy
     from matplotlib.ticker import EngFormatter
 
     losses = [entry["loss"] for entry in history]
     figure, panels = pyplot.subplots(1, 3, sharey=True, figsize=(15, 4.8), layout="constrained")
+    epochs = [entry["epoch"] for entry in history]
     over = {
-        "epoch (optimizer step of the swarm)": [entry["epoch"] for entry in history],
+        "epoch (optimizer step of the swarm)": epochs,
         "samples that the peers gave": [entry["total_samples"] for entry in history],
         "hours since the first epoch shown": [(entry["time"] - history[0]["time"]) / 3600 for entry in history],
     }
     for axes, (label, values) in zip(panels, over.items(), strict=True):
-        axes.plot(values, losses, color="#1f5fa8", linewidth=1.8, marker="." if len(losses) < 50 else None)
+        axes.plot(values, losses, label="training", **TRAINING, marker="." if len(losses) < 50 else None)
+        draw_validation(axes, history, lambda epoch, values=values: numpy.interp(epoch, epochs, values))
         axes.set_xlabel(label)
-    panels[0].set_ylabel("training loss (nats): masked words + order")
+    for axes in panels[1:]:
+        axes.set_ylabel(None)
     panels[0].xaxis.get_major_locator().set_params(integer=True)
     panels[1].xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.suptitle(describe_last(history, prefix))
     return save_figure(pyplot, figure, path)
 
 
-def describe_last(history: list[dict], prefix: str) -> str:
+def draw_validation(axes, history: History, place: Callable[[float], float]) -> None:
+    """The second line, if anybody evaluates: of the words to be predicted alone, without the order of sentences.
+
+    :param place: from an epoch to where it is on the horizontal axis
+    """
+    axes.set_ylabel("loss (nats)" if history.validation else "training loss (nats)")
+    if history.validation:
+        points = [(place(values["epoch"]), values["loss"]) for values in history.validation]
+        axes.plot(*zip(*points, strict=True), label="validation (words)", **VALIDATION)
+        axes.legend(frameon=False)
+
+
+def describe_last(history: History, prefix: str) -> str:
     last = history[-1]
     peers = last["alive_peers"]
     text = f"{prefix}: loss {last['loss']:.3f} at epoch {last['epoch']:,}, {peers} peer{'s'[: peers != 1]}"
+    if history.validation:
+        text += f"; validation {history.validation[-1]['loss']:.3f}"
     return text.replace("$", r"\$")  # two of them would be a formula
 
 

@@ -1,8 +1,9 @@
-"""Edit me: what the model reads. Corpora, sentence-order pairs, masking, batches.
+"""Edit me: what the model reads. Corpora, sentence-order pairs or full blocks, masking, batches.
 
-text -> documents (lists of paragraphs) -> sentences -> ids -> pairs of segments, half of them swapped: that part is run
-once, by tokenize_wikitext103.py. Dataset -> batches of similar length, masked anew each time: that part is run by every
-trainer. With --streaming a trainer does both at once, see make_training_dataset. To see what the model will see:
+text -> documents (lists of paragraphs) -> ids -> pairs of segments, half of them swapped, or full blocks: that part is
+run once, by tokenize_wikitext103.py. Dataset -> batches of similar length, masked anew each time: that part is run by
+every trainer. The columns of a dataset tell which kind of batches is made of it, see COLUMNS_OF. With --streaming a
+trainer does both at once, see make_training_dataset. To see what the model will see:
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python data.py
@@ -17,6 +18,8 @@ import itertools
 import json
 import logging
 import math
+import os
+import re
 import shutil
 import signal
 import sys
@@ -29,42 +32,53 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import DataArguments, ModelArguments, parse_arguments, stop_for_user
-from fetch import Data, FetchError, NoRoomError, fetch, fetch_data, find_parts, hold, make_room
+from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments, parse_arguments, stop_for_user
+from fetch import Data, FetchError, NoRoomError, fetch, fetch_data, find_parts, hold, hub, make_room
 
 logger = logging.getLogger("data")
 
 COLUMNS = ["input_ids", "token_type_ids", "special_tokens_mask", "sentence_order_label"]
+#: by objective, what an instance is: special_tokens_mask calls for masking, sentence_order_label for a swapped pair
+COLUMNS_OF = {"mlm_sop": COLUMNS, "mlm": ["input_ids", "special_tokens_mask"], "clm": ["input_ids"]}
 RETRY_SECONDS = 30.0  # until the next try, when a shard could not be had
 IGNORED_LABEL = -100  # what torch's cross_entropy leaves out by default
 
 # ---------------------------------------------------------------- loading what tokenize_wikitext103.py wrote
 
 
-def load_tokenizer(path: str | Path):
-    """The tokenizer in a folder, with the special tokens that pretraining needs, or one line that names the cure."""
+def load_tokenizer(path: str | Path, objective: str = "mlm_sop"):
+    """The tokenizer in a folder, or of that name on the Hub, with the special tokens that the objective needs, or one
+    line that names the cure."""
     from transformers import AutoTokenizer
 
-    if not Path(path).is_dir():
+    is_folder = Path(path).is_dir()
+    is_default = str(path) == DEFAULT_TOKENIZER_PATH
+    if not is_folder and (is_default or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path))):
         stop_for_user(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        with contextlib.nullcontext() if is_folder else hub(f"the tokenizer {path}", "a folder that exists"):
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_folder)
     except (OSError, ValueError, KeyError) as e:
         reason = str(e).split("\n")[0]
         stop_for_user(f"{path} holds no readable tokenizer ({reason}): make one with python tokenize_wikitext103.py")
-    return check_tokenizer(tokenizer, path)
+    return check_tokenizer(tokenizer, path, objective)
 
 
-def check_tokenizer(tokenizer, name):
-    """Return the tokenizer, or end the process when it lacks what masking and sentence-order pairs need."""
-    lacking = [
-        token for token in ("cls", "sep", "mask", "pad", "unk") if getattr(tokenizer, f"{token}_token_id") is None
-    ]
+def check_tokenizer(tokenizer, name, objective: str = "mlm_sop"):
+    """Return the tokenizer, or end the process when it lacks what the objective needs: masking and pairs their special
+    tokens, full text (clm) an end token, which then also pads where no other one does."""
+    if objective == "clm":
+        tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    needed = ("eos", "pad") if objective == "clm" else ("cls", "sep", "mask", "pad", "unk")
+    lacking = [token for token in needed if getattr(tokenizer, f"{token}_token_id") is None]
     if lacking or not tokenizer.is_fast:
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
-        stop_for_user(f"the tokenizer {name} has {reason}: take one of ALBERT or BERT, or --train_tokenizer")
-    # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
-    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+        cure = "one of GPT-2 or Llama" if objective == "clm" else "one of ALBERT or BERT"
+        stop_for_user(f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {objective})")
+    if objective == "mlm_sop":
+        # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
+        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     return tokenizer
 
 
@@ -84,17 +98,27 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 def choose_tokenizer(found: Data, args: ModelArguments) -> str | Path:
     """Folder of the tokenizer: the one that came in the dataset's archive, unless another one was named."""
-    if found.tokenizer is None or args.tokenizer_path != ModelArguments.tokenizer_path:
-        return args.tokenizer_path
-    return found.tokenizer
+    is_named = args.tokenizer_path != (args.model_name_or_path or DEFAULT_TOKENIZER_PATH)
+    return args.tokenizer_path if found.tokenizer is None or is_named else found.tokenizer
 
 
-def load_tokenized_dataset(found: Data | str | Path, tokenizer) -> tuple:
+def find_data(model_args: ModelArguments, args: DataArguments, objective: str) -> Data:
+    """Where the tokenized dataset is: fetched, or tokenized here and now if the flags name text."""
+    if not (args.train_file or args.dataset_name):
+        return fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
+    from tokenize_wikitext103 import tokenize_for_trainer
+
+    return Data(tokenize_for_trainer(load_tokenizer(model_args.tokenizer_path, objective), model_args, args, objective))
+
+
+def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str | None = None) -> tuple:
     """What tokenize_wikitext103.py wrote: (its splits train and validation by name, the corpus.json as a dictionary).
 
-    A missing or foreign folder, or one made by another tokenizer, ends the process with a line that names the cure.
+    A missing or foreign folder, or one made by another tokenizer or for another objective, ends the process with a line
+    that names the cure. For mlm, pairs of segments will do.
 
     :param found: what fetch_data has found, or just a folder
+    :param objective: whose columns to give; None: those that are there
     """
     from datasets import load_from_disk
 
@@ -104,8 +128,10 @@ def load_tokenized_dataset(found: Data | str | Path, tokenizer) -> tuple:
         stop_for_user(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
     try:
         corpus = json.loads((path / "corpus.json").read_text())
-        dataset = load_from_disk(str(path))
-        splits = {name: dataset[name].select_columns(COLUMNS) for name in names}
+        dataset, made_for = load_from_disk(str(path)), corpus.get("objective", "mlm_sop")
+        objective = objective or made_for
+        columns = [name for name in COLUMNS_OF[made_for] if objective != "mlm" or name != "sentence_order_label"]
+        splits = {name: dataset[name].select_columns(columns) for name in names}
     except (OSError, ValueError, KeyError) as e:
         stop_for_user(
             f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {str(e).splitlines()[0]}): "
@@ -116,8 +142,13 @@ def load_tokenized_dataset(found: Data | str | Path, tokenizer) -> tuple:
             f"{path} was made by another tokenizer than the one in {tokenizer.name_or_path}: give the --tokenizer_path "
             f"of that run, or tokenize again with --tokenizer {tokenizer.name_or_path}"
         )
+    if objective != made_for and (objective, made_for) != ("mlm", "mlm_sop"):
+        stop_for_user(
+            f"{path} was made for --objective {made_for}, and the model learns by {objective}: tokenize again with "
+            f"--objective {objective}, or train another model"
+        )
     if found.shards:
-        splits["train"] = ShardedSplit(found, corpus)
+        splits["train"] = ShardedSplit(found, corpus, columns)
     return splits, corpus
 
 
@@ -127,8 +158,8 @@ class ShardedSplit:
     The order of shards depends on the seed alone: a shard that is late is waited for, not passed over.
     """
 
-    def __init__(self, found: Data, corpus: dict):
-        self.shards, self.cache_dir, self.corpus = found.shards, found.cache_dir, corpus
+    def __init__(self, found: Data, corpus: dict, columns: list[str]):
+        self.shards, self.cache_dir, self.corpus, self.columns = found.shards, found.cache_dir, corpus, columns
         self.seed: int | None = None
 
     def __len__(self) -> int:
@@ -162,14 +193,14 @@ class ShardedSplit:
                 current.held.close()
 
     def load(self, folder: Path):
-        """The instances of one shard, a Dataset of COLUMNS that is mapped into memory, not read."""
+        """The instances of one shard, a Dataset of its columns that is mapped into memory, not read."""
         from datasets import load_from_disk
 
         path, _ = find_parts(folder)
         corpus = json.loads((path / "corpus.json").read_text())
         if corpus["tokenizer_fingerprint"] != self.corpus["tokenizer_fingerprint"]:
             stop_for_user(f"the shard in {folder} was made by another tokenizer than the others: tell who hosts it")
-        return load_from_disk(str(path))["train"].select_columns(COLUMNS)
+        return load_from_disk(str(path))["train"].select_columns(self.columns)
 
 
 class ShardFetch(threading.Thread):
@@ -228,10 +259,11 @@ def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions
 
     :param positions: max_position_embeddings of the model
     """
-    DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
+    if corpus.get("objective") != "clm":
+        DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
     stored, most = corpus["seq_length"], args.max_sequence_length
     if min(stored, most or stored) > positions:
-        source = "--streaming" if args.streaming else f"--dataset_path {args.dataset_path}"
+        source = "--streaming" if args.streaming else args.train_file or args.dataset_name or args.dataset_path
         stop_for_user(
             f"{source} gives instances of {stored} tokens, the model takes {positions}: add --max_sequence_length "
             f"{positions}"
@@ -264,10 +296,17 @@ def cut_rows(
     """Columns and lengths of rows, joined end to end, with no row longer than sequence_length.
 
     [CLS] A [SEP] B [SEP] stays that: each segment keeps its first tokens and its [SEP], and the longer one gives first.
-    With the end of A kept, text would go on from A to B in unswapped pairs alone, which would tell them apart.
+    With the end of A kept, text would go on from A to B in unswapped pairs alone, which would tell them apart. A block
+    keeps its first tokens, and its [SEP] if it has one.
     """
     if lengths.max() <= sequence_length:
         return flat, lengths
+    if "token_type_ids" not in flat:
+        kept = np.minimum(lengths, sequence_length)
+        positions = np.arange(len(flat["input_ids"])) - (np.cumsum(lengths) - lengths).repeat(lengths)
+        last = int("special_tokens_mask" in flat)
+        is_kept = (positions < (kept - last).repeat(lengths)) | (last * (positions + 1) == lengths.repeat(lengths))
+        return {name: values[is_kept] for name, values in flat.items()}, kept
     second = np.add.reduceat(flat["token_type_ids"], np.cumsum(lengths) - lengths)
     first = lengths - second
     kept_second = np.minimum(second, np.maximum(sequence_length // 2, sequence_length - first))
@@ -281,15 +320,18 @@ def cut_rows(
 
 
 def find_word_beginnings(tokenizer) -> np.ndarray | None:
-    """Which ids begin a word, bool [vocabulary]: in SentencePiece those that begin with "▁", in WordPiece those that do
-    not begin with "##". None where the tokenizer's pieces do not tell, as those of byte-level BPE."""
+    """Which ids begin a word, bool [vocabulary]: in SentencePiece those that begin with "▁", in byte-level BPE those
+    with "Ġ", a space, in WordPiece those that do not begin with "##". None where the tokenizer's pieces do not tell."""
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if prefix := getattr(getattr(backend, "model", None), "continuing_subword_prefix", None):
         return np.array([not piece.startswith(prefix) for piece in pieces])
-    begins_word = np.array([piece.startswith("▁") for piece in pieces])
-    # a vocabulary may hold the sign itself, or marks in a language without spaces: that is no way to find words
-    return begins_word if begins_word.mean() > 0.01 else None
+    for mark in "▁Ġ":
+        begins_word = np.array([piece.startswith(mark) for piece in pieces])
+        # a vocabulary may hold the sign itself, or marks in a language without spaces: that is no way to find words
+        if begins_word.mean() > 0.01:
+            return begins_word
+    return None
 
 
 def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, int]:
@@ -304,35 +346,16 @@ def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.n
     return words * is_ordinary, int(words[-1])
 
 
-class DataCollatorForWholeWordMask:
-    """From instances to a masked and padded batch: the one place where that is done, for every kind of data.
-
-    BERT's masking (arxiv.org/abs/1810.04805, section 3.1), of whole words as in its later models: each word is chosen
-    with mlm_probability, whatever its length, so that each token is, too. What becomes of the chosen tokens is drawn
-    for each by itself, as in BERT's code: 80 % become [MASK], 10 % a random token, 10 % stay. Special tokens are never
-    chosen, and end a word. At least one word of a batch is chosen, or its loss had no value.
+class DataCollator:
+    """From instances to a padded batch with labels: the one place where that is done, for every kind of data.
 
     :param pad_to_multiple_of: round the width of batches up to a multiple of this
-    :param whole_word_mask: False chooses tokens, each by itself
     """
 
-    def __init__(
-        self,
-        tokenizer,
-        mlm_probability: float = 0.15,
-        pad_to_multiple_of: int | None = None,
-        whole_word_mask: bool = True,
-    ):
-        self.mlm_probability, self.pad_to_multiple_of = mlm_probability, pad_to_multiple_of or 1
-        self.pad_id, self.mask_id = tokenizer.pad_token_id, tokenizer.mask_token_id
-        self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-        self.ordinary_ids = np.flatnonzero(~self.is_special)
-        self.begins_word = find_word_beginnings(tokenizer) if whole_word_mask else np.ones(len(tokenizer), dtype=bool)
-        if self.begins_word is None:
-            stop_for_user(
-                f"where words begin cannot be told from the pieces of the tokenizer {tokenizer.name_or_path}: add "
-                "--no_whole_word_mask, or take one of ALBERT or BERT"
-            )
+    def __init__(self, tokenizer, pad_to_multiple_of: int | None = None):
+        #: by the column of a batch, what fills it up where a row has no more
+        self.padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORED_LABEL}
+        self.pad_to_multiple_of = pad_to_multiple_of or 1
 
     def __call__(self, instances: list[dict], seed: int | list[int] | None = None, longest: float = math.inf) -> dict:
         """The batch, as tensors (see make_train_batches), of instances with input_ids and, if they have them,
@@ -362,10 +385,68 @@ class DataCollatorForWholeWordMask:
         generator: np.random.Generator,
         longest: float = math.inf,
     ) -> dict[str, np.ndarray]:
-        """The batch of rows whose columns are joined end to end; see `mask_tokens` and `pad`."""
-        return self.pad(self.mask_tokens(flat, lengths, generator), lengths, longest)
+        """The batch of rows whose columns are joined end to end; see `add_labels` and `pad`."""
+        return self.pad(self.add_labels(flat, lengths, generator), lengths, longest)
 
-    def mask_tokens(
+    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray, longest: float = math.inf) -> dict[str, np.ndarray]:
+        """Arrays [rows, width] of int64; width is the longest row's length, rounded up to pad_to_multiple_of.
+
+        :param longest: but no more than this: a model may have no position for it
+        """
+        width = int(min(-(-lengths.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of, longest))
+        is_filled = np.arange(width) < lengths[:, None]
+        batch = {"attention_mask": is_filled.astype(np.int64)}
+        if "sentence_order_label" in flat:
+            batch["sentence_order_label"] = flat["sentence_order_label"]
+        for name, value in self.padding.items():
+            batch[name] = np.full(is_filled.shape, value, dtype=np.int64)
+            batch[name][is_filled] = flat.get(name, value)
+        return batch
+
+
+class DataCollatorForCausalLM(DataCollator):
+    """Labels are the tokens themselves, as transformers' models take them: they shift them. All are to be predicted but
+    the first of a row, which nothing is before."""
+
+    def add_labels(
+        self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
+    ) -> dict[str, np.ndarray]:
+        """Rows joined end to end with the labels: IGNORED_LABEL where there is none."""
+        labels = flat["input_ids"].copy()
+        labels[np.cumsum(lengths) - lengths] = IGNORED_LABEL
+        return {**flat, "labels": labels}
+
+
+class DataCollatorForWholeWordMask(DataCollator):
+    """BERT's masking (arxiv.org/abs/1810.04805, section 3.1), of whole words as in its later models.
+
+    Each word is chosen with mlm_probability, whatever its length, so that each token is, too. What becomes of the
+    chosen tokens is drawn for each by itself, as in BERT's code: 80 % become [MASK], 10 % a random token, 10 % stay.
+    Special tokens are never chosen, and end a word. At least one word of a batch is chosen, or its loss had no value.
+
+    :param whole_word_mask: False chooses tokens, each by itself
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        mlm_probability: float = 0.15,
+        pad_to_multiple_of: int | None = None,
+        whole_word_mask: bool = True,
+    ):
+        super().__init__(tokenizer, pad_to_multiple_of)
+        self.padding["token_type_ids"] = 0
+        self.mlm_probability, self.mask_id = mlm_probability, tokenizer.mask_token_id
+        self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+        self.ordinary_ids = np.flatnonzero(~self.is_special)
+        self.begins_word = find_word_beginnings(tokenizer) if whole_word_mask else np.ones(len(tokenizer), dtype=bool)
+        if self.begins_word is None:
+            stop_for_user(
+                f"where words begin cannot be told from the pieces of the tokenizer {tokenizer.name_or_path}: add "
+                "--no_whole_word_mask, or take one of ALBERT or BERT"
+            )
+
+    def add_labels(
         self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
     ) -> dict[str, np.ndarray]:
         """Rows joined end to end with masked input_ids, and the labels: IGNORED_LABEL where nothing was chosen."""
@@ -385,20 +466,12 @@ class DataCollatorForWholeWordMask:
         input_ids[replaced] = generator.choice(self.ordinary_ids, len(replaced))
         return {**flat, "input_ids": input_ids, "labels": labels}
 
-    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray, longest: float = math.inf) -> dict[str, np.ndarray]:
-        """Arrays [rows, width] of int64; width is the longest row's length, rounded up to pad_to_multiple_of.
 
-        :param longest: but no more than this: a model may have no position for it
-        """
-        width = int(min(-(-lengths.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of, longest))
-        is_filled = np.arange(width) < lengths[:, None]
-        batch = {"attention_mask": is_filled.astype(np.int64)}
-        if "sentence_order_label" in flat:
-            batch["sentence_order_label"] = flat["sentence_order_label"]
-        for name, value in (("input_ids", self.pad_id), ("token_type_ids", 0), ("labels", IGNORED_LABEL)):
-            batch[name] = np.full(is_filled.shape, value, dtype=np.int64)
-            batch[name][is_filled] = flat.get(name, value)
-        return batch
+def make_collator(columns: list[str], tokenizer, args: DataArguments, multiple: int) -> DataCollator:
+    """For instances of these columns."""
+    if "special_tokens_mask" in columns:
+        return DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
+    return DataCollatorForCausalLM(tokenizer, multiple)
 
 
 def join_lists(lists: list, are_bytes: bool) -> np.ndarray:
@@ -420,7 +493,8 @@ class MaskedBatches:
     def __init__(self, dataset, tokenizer, args: DataArguments):
         import pyarrow.compute
 
-        self.dataset = dataset.select_columns(COLUMNS).with_format("arrow")
+        self.columns = dataset.column_names
+        self.dataset = dataset.with_format("arrow")
         self.lengths = np.concatenate(
             [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
         )
@@ -428,12 +502,12 @@ class MaskedBatches:
         multiple = choose_multiple(args, self.longest)
         # batches are grouped by these: more rows to choose from for a batch, and no more padding
         self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
-        self.collator = DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
+        self.collator = make_collator(self.columns, tokenizer, args, multiple)
 
     def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Columns of the rows, joined end to end as int64, and the rows' lengths."""
         table = self.dataset[rows.tolist()]
-        columns = {name: table[name].combine_chunks() for name in COLUMNS}
+        columns = {name: table[name].combine_chunks() for name in self.columns}
         flat = {
             name: (column.flatten() if name != "sentence_order_label" else column).to_numpy().astype(np.int64)
             for name, column in columns.items()
@@ -562,6 +636,12 @@ class LengthedOrder:
         return count
 
 
+def leave_process_group(_: int) -> None:
+    """What a worker does first: torchrun sends SIGTERM to a trainer's whole process group, and torch takes a worker
+    that dies for an error."""
+    os.setpgrp()
+
+
 def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
     """prepared[key] for each of the keys, from num_workers processes, or from this one. Workers never see Ctrl-C: the
     trainer still needs batches, or a quiet end of the workers, while it shuts down."""
@@ -574,6 +654,7 @@ def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
         collate_fn=keep_arrays,
         num_workers=num_workers,
         multiprocessing_context="fork" if num_workers else None,
+        worker_init_fn=leave_process_group,
     )
     # not SIGTERM: by it Python ends workers that are left at exit, and then waits for them
     with hold_signals(signal.SIGINT):
@@ -623,9 +704,9 @@ def make_train_batches(
 ):
     """Endless iterable of training batches from one split; the same for the same seed, whatever num_workers.
 
-    Each is a dictionary of int64 tensors: input_ids, attention_mask, token_type_ids, labels (-100 where nothing is to
-    be predicted), all [batch_size, longest row], and sentence_order_label [batch_size] (1: swapped). Sequences grow
-    when its set_sequence_length(sequence_length_at(epoch, args)) is called.
+    Each is a dictionary of int64 tensors: input_ids, attention_mask, labels (-100 where nothing is to be predicted),
+    and for masked models token_type_ids, all [batch_size, longest row]; for pairs sentence_order_label [batch_size] (1:
+    swapped). Sequences grow when its set_sequence_length(sequence_length_at(epoch, args)) is called.
 
     :param dataset: a Dataset; or a ShardedSplit: its order of shards is begun with this seed unless it has begun; or
         what make_training_dataset has returned
@@ -637,7 +718,7 @@ def make_train_batches(
     if isinstance(dataset, IterableDataset):
         dataset.seed = state["seed"] if state else seed
         multiple = choose_multiple(args, dataset.max_sequence_length)
-        collator = DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
+        collator = make_collator(COLUMNS_OF[dataset.objective], tokenizer, args, multiple)
         return StreamedBatches(
             dataset, collator, batch_size=batch_size, num_workers=num_workers, stop=stop, state=state
         )
@@ -665,14 +746,16 @@ def make_eval_batches(
     rows = generator.permutation(len(batches.lengths))[:max_samples]
     rows = rows[np.argsort(batches.lengths[rows], kind="stable")]
     flat, lengths = batches.read_rows(rows, batches.longest)
-    flat = batches.collator.mask_tokens(flat, lengths, generator)
+    flat = batches.collator.add_labels(flat, lengths, generator)
     ends = np.cumsum(lengths)
     result = []
     for start in range(0, len(rows), batch_size):
         stop = min(start + batch_size, len(rows))
         tokens = slice(ends[start] - lengths[start], ends[stop - 1])
-        part = {name: values[tokens] for name, values in flat.items() if name != "sentence_order_label"}
-        part["sentence_order_label"] = flat["sentence_order_label"][start:stop]
+        part = {
+            name: values[slice(start, stop) if name == "sentence_order_label" else tokens]
+            for name, values in flat.items()
+        }
         result.append(to_tensors(batches.collator.pad(part, lengths[start:stop], batches.longest)))
     return result
 
@@ -688,9 +771,11 @@ def make_training_dataset(
     seed: int = 0,
     shuffle_buffer: int = 8192,
     sentence_splitter: str = "auto",
+    objective: str = "mlm_sop",
 ):
     """Endless instances of a mixture of sources (see streaming.py), a torch IterableDataset of dictionaries:
-    input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and sentence_order_label (0 or 1).
+    input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and sentence_order_label (0 or 1); for
+    other objectives the columns of COLUMNS_OF.
 
     Sources that give nothing at their beginning end the process with one line. Edit me: documents may be chosen or
     changed in ChunkTokenizer.
@@ -706,10 +791,10 @@ def make_training_dataset(
     for source in found:
         if problem := source.find_problem(seed):
             stop_for_user(f"--sources {sources}: {source.name} gives no text: {problem}")
-    return TrainingDataset(found, tokenizer, max_sequence_length, seed, shuffle_buffer)
+    return TrainingDataset(found, tokenizer, max_sequence_length, seed, shuffle_buffer, objective)
 
 
-def make_streamed_split(tokenizer, args: DataArguments):
+def make_streamed_split(tokenizer, args: DataArguments, objective: str):
     """The train split of --streaming."""
     return make_training_dataset(
         tokenizer,
@@ -717,20 +802,26 @@ def make_streamed_split(tokenizer, args: DataArguments):
         max_sequence_length=args.max_sequence_length,
         shuffle_buffer=args.shuffle_buffer,
         sentence_splitter=args.sentence_splitter,
+        objective=objective,
     )
 
 
 def load_data(model_args: ModelArguments, args: DataArguments, needs_validation: bool) -> tuple:
     """(the tokenizer, splits by name, what is known of the corpus): a stored dataset, or with --streaming a stream of
-    text for training, beside a stored validation split if that is needed."""
+    text for training, beside a stored validation split if that is needed. All are for the model's objective."""
+    from model import find_objective
+
+    objective = find_objective(model_args)
     if args.streaming and not needs_validation:
-        tokenizer, splits, corpus = load_tokenizer(model_args.tokenizer_path), {}, {"unigram_entropy": None}
+        tokenizer, splits = load_tokenizer(model_args.tokenizer_path, objective), {}
+        corpus = {"unigram_entropy": None, "objective": objective}
     else:
-        found = fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
-        tokenizer = load_tokenizer(choose_tokenizer(found, model_args))
-        splits, corpus = load_tokenized_dataset(found, tokenizer)
+        found = find_data(model_args, args, objective)
+        tokenizer = load_tokenizer(choose_tokenizer(found, model_args), objective)
+        splits, corpus = load_tokenized_dataset(found, tokenizer, objective)
     if args.streaming:
-        splits["train"], corpus["seq_length"] = make_streamed_split(tokenizer, args), args.max_sequence_length
+        splits["train"] = make_streamed_split(tokenizer, args, objective)
+        corpus["seq_length"] = args.max_sequence_length
     return tokenizer, splits, corpus
 
 
@@ -811,7 +902,7 @@ class StreamedBatches:
                 begins.append(begin)
                 yield self.sequence_length, chunk
 
-        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed)
+        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed, dataset.objective)
         chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
 
         def gather(pool: dict, count: int) -> bool:
@@ -861,11 +952,12 @@ class StreamedBatches:
 BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES, MEASURED_BATCHES = 4, 2, 3, 250
 
 
-class MaskStatistics:
-    """What masking has done to batches, in numbers and as text. State: counts."""
+class BatchStatistics:
+    """What masking and padding have done to batches, in numbers and as text. State: counts."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, objective: str):
         self.tokenizer, self.counts = tokenizer, Counter()
+        self.is_causal, self.has_pairs = objective == "clm", objective == "mlm_sop"
         self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
         begins_word = find_word_beginnings(tokenizer)
         self.begins_word = np.ones(len(tokenizer), dtype=bool) if begins_word is None else begins_word
@@ -880,7 +972,7 @@ class MaskStatistics:
         is_mask = ids == self.tokenizer.mask_token_id
         self.counts.update(
             rows=len(is_filled),
-            swapped=int(batch["sentence_order_label"].sum()),
+            swapped=int(batch["sentence_order_label"].sum()) if "sentence_order_label" in batch else 0,
             places=is_filled.size,
             padding=int((~is_filled).sum()),
             tokens=int((words > 0).sum()),
@@ -894,6 +986,9 @@ class MaskStatistics:
 
     def describe(self) -> str:
         c = self.counts
+        padding = f"{c['padding'] / c['places']:.1%} of the batches is padding"
+        if self.is_causal:
+            return f"{c['rows']:,} instances of {c['places'] / c['rows']:.0f} tokens; {padding}"
         other = c["chosen"] - c["masked"] - c["kept"]
         fates = [count / max(1, c["chosen"]) for count in (c["masked"], other, c["kept"])]
         return (
@@ -901,12 +996,15 @@ class MaskStatistics:
             f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} as they were\n"
             f"{c['words']:,} words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted wholly, "
             f"{c['divided_words'] / max(1, c['words']):.1%} in part\n"
-            f"{c['padding'] / c['places']:.1%} of the batches is padding, {c['swapped'] / c['rows']:.1%} of the pairs "
-            "are swapped"
+            + padding
+            + (f", {c['swapped'] / c['rows']:.1%} of the pairs are swapped" if self.has_pairs else "")
         )
 
     def show_row(self, ids: np.ndarray, labels: np.ndarray) -> str:
-        """A row without padding as text: what the model sees, and in brackets behind it what it is to predict."""
+        """A row without padding as text: what the model sees, and in brackets behind it what it is to predict, unless
+        that is just the next word."""
+        if self.is_causal:
+            return " ".join(self.tokenizer.decode(ids).split())
         is_chosen = labels != IGNORED_LABEL
         true = np.where(is_chosen, labels, ids)
         words, _ = number_words(self.begins_word[true], ~self.is_special[true], np.array([len(ids)]))
@@ -915,7 +1013,7 @@ class MaskStatistics:
         text = ""
         for part in np.split(np.arange(len(ids)), np.flatnonzero(begins_part)[1:]):
             seen, expected = (
-                "".join(piece.removeprefix("▁").removeprefix("##") for piece in pieces)
+                "".join(piece.removeprefix("▁").removeprefix("Ġ").removeprefix("##") for piece in pieces)
                 for pieces in (self.tokenizer.convert_ids_to_tokens(values[part].tolist()) for values in (ids, true))
             )
             text += " " * bool(begins[part[0]]) + seen + (f"⟦{expected}⟧" if is_chosen[part[0]] else "")
@@ -924,25 +1022,31 @@ class MaskStatistics:
 
 def main() -> None:
     model_args, args = parse_arguments(
-        ModelArguments, DataArguments, description="Print masked batches as text, as a model will see them."
+        ModelArguments, DataArguments, description="Print batches as text, as a model will see them."
     )
+    from model import find_objective
+
+    objective = find_objective(model_args)
     tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)
     batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
     batches.set_sequence_length(sequence_length_at(0, args))
-    statistics = MaskStatistics(tokenizer)
+    statistics = BatchStatistics(tokenizer, objective)
     stored = "" if args.streaming else f"{len(dataset['train']):,} instances for training, "
-    print(f"{args.sources if args.streaming else args.dataset_path}: {stored}{len(tokenizer):,} pieces")
-    print("As the model sees them; in brackets what it is to predict:")
+    source = args.sources if args.streaming else args.train_file or args.dataset_name or args.dataset_path
+    print(f"{source}: {stored}{len(tokenizer):,} pieces, objective {objective}")
+    what = "of each word it predicts the next" if objective == "clm" else "in brackets what it is to predict"
+    print(f"As the model sees them; {what}:")
     for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
         statistics.add(batch)
         for row in range(SHOWN_ROWS * (number <= SHOWN_BATCHES)):
             length, width = int(batch["attention_mask"][row].sum()), batch["attention_mask"].shape[1]
             ids, labels = (batch[name][row, :length].numpy() for name in ("input_ids", "labels"))
-            order = "swapped" if batch["sentence_order_label"][row] else "in order"
-            size = f"{length} tokens, {width - length} of padding"
-            count = (labels != IGNORED_LABEL).sum()
-            print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {size}, {order}, {count} to be predicted")
+            facts = [f"{length} tokens, {width - length} of padding"]
+            if "sentence_order_label" in batch:
+                facts.append("swapped" if batch["sentence_order_label"][row] else "in order")
+            facts.append(f"{(labels != IGNORED_LABEL).sum()} to be predicted")
+            print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {', '.join(facts)}")
             width = min(120, shutil.get_terminal_size().columns)
             lines = textwrap.wrap(statistics.show_row(ids, labels), width - 4, break_on_hyphens=False)
             text = textwrap.indent("\n".join(lines), "    ")

@@ -1,4 +1,4 @@
-"""From files to documents, sentences and sentence-order pairs: the part of the data's way that is gone once.
+"""From files to documents, and on to sentence-order pairs or full blocks: the part of the data's way that is gone once.
 
 A document is a list of paragraphs. To see a file's sentences:
 
@@ -28,6 +28,7 @@ SAMPLE_TITLE = re.compile(
     r"EMMA|MANSFIELD PARK|NORTHANGER ABBEY|Persuasion|PRIDE AND PREJUDICE|SENSE AND SENSIBILITY|VOLUME [IVX]+"
 )
 SAMPLE_CHAPTER = re.compile(r"(?:CHAPTER|Chapter) (?:[IVXLC]+|\d+)")
+PART_CHARACTERS = 50_000  # of a document that are encoded at once: some tokenizers take memory by the square of a text
 
 
 def read_text(path: str | Path) -> str:
@@ -240,3 +241,56 @@ def make_instances(
         "sentence_order_label": np.array(labels, dtype=np.int8),
     }
     return columns, lengths
+
+
+# ---------------------------------------------------------------- full blocks
+
+
+def encode_documents(documents: list[list[str]], objective: str, tokenizer, encoder) -> np.ndarray:
+    """Ids of documents, each a list of paragraphs, end to end: int32. Behind each stands an end token (objective clm,
+    where paragraphs are lines), or [SEP] (mlm, where they are not told apart).
+
+    :param encoder: of make_text_encoder
+    """
+    joint, end = ("\n", tokenizer.eos_token_id) if objective == "clm" else (" ", tokenizer.sep_token_id)
+    parts, are_last = [], []
+    for document in documents:
+        size = PART_CHARACTERS
+        for paragraph in document:
+            if size >= PART_CHARACTERS:
+                parts.append([])
+                are_last.append(False)
+                size = 0
+            parts[-1].append(paragraph)
+            size += len(paragraph)
+        are_last[-1] = True
+    follows = [False, *(not is_last for is_last in are_last)]
+    texts = [joint * is_next + joint.join(part) for is_next, part in zip(follows, parts, strict=False)]
+    encodings = zip(encoder.encode_batch_fast(texts, add_special_tokens=False), are_last, strict=True)
+    lists = ([*encoding.ids, end] if is_last else encoding.ids for encoding, is_last in encodings)
+    return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int32)
+
+
+def cut_blocks(
+    ids: np.ndarray, seq_length: int, objective: str, tokenizer, keep_rest: bool = False
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Instances of seq_length ids each from text without end (of encode_documents): (columns joined end to end, lengths
+    of the instances). For mlm, [CLS] and [SEP] are two of them, and each block begins where the one before ended (the
+    full sentences of arxiv.org/abs/1907.11692, section 4.2, but that a block may begin and end within a sentence).
+
+    :param keep_rest: have what does not fill a block as a shorter one; it is also kept where it is all there is
+    """
+    room = seq_length if objective == "clm" else seq_length - 2
+    count, rest = divmod(len(ids), room)
+    sizes = np.full(count, room, dtype=np.int64)
+    if rest and (keep_rest or not count):
+        sizes = np.append(sizes, rest)
+    ids = ids[: sizes.sum()]
+    if objective == "clm":
+        return {"input_ids": ids}, sizes
+    begins = sizes.cumsum() - sizes
+    places = np.stack([begins, sizes.cumsum()], axis=1).ravel()
+    around = np.tile(np.array([tokenizer.cls_token_id, tokenizer.sep_token_id], dtype=np.int32), len(sizes))
+    input_ids = np.insert(ids, places, around)
+    special = np.isin(input_ids, tokenizer.all_special_ids).astype(np.int8)
+    return {"input_ids": input_ids, "special_tokens_mask": special}, sizes + 2

@@ -52,6 +52,7 @@ from finetune_tasks import (
     predict_majority,
 )
 from lean_albert import load_ruleanalbert
+from model import find_longest_sequence
 from optimizer import make_param_groups
 from utils import setup_logging
 
@@ -124,10 +125,12 @@ def load_old_checkpoint(path: Path) -> Pretrained:
 
 def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
     """
-    :param is_own: a checkpoint of this project, where the tokenizer has as many pieces as the model; others round up
+    :param is_own: a checkpoint of this project, where the tokenizer of an ALBERT has as many pieces as the model; other
+        models may have begun as a pretrained one, whose vocabulary was rounded up
     """
     pieces, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
-    if pieces > rows or (is_own and pieces != rows):
+    is_exact = is_own and pretrained.config.model_type in ("albert", "lean_albert")
+    if pieces > rows or (is_exact and pieces != rows):
         stop_for_user(
             f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, take the "
             "tokenizer that it was trained with"
@@ -140,6 +143,9 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
     """The pretrained encoder with a new head, or one line that names the cure; random numbers: torch's."""
     config = pretrained.config
     config.pad_token_id = pretrained.tokenizer.pad_token_id
+    if getattr(config, "is_decoder", False):
+        # a BERT that was trained with --objective clm; here its first place, which the head reads, must see the others
+        config.is_decoder = False
     config.num_labels = 1 if task.head == "choices" else len(task.labels)
     if task.head == "classes":
         config.id2label = {i: str(label) for i, label in enumerate(task.labels)}
@@ -195,14 +201,12 @@ class Row:
         return sum(len(inputs["input_ids"]) for inputs in self.inputs)
 
 
-def choose_length(pretrained: Pretrained, wanted: int) -> int:
-    """Tokens of a text, at most: what was asked for, or what the model's table of positions holds."""
-    config = pretrained.config
-    longest = getattr(config, "max_position_embeddings", None) or math.inf
-    if getattr(config, "position_embedding_type", "absolute") == "rotary":
-        longest = math.inf
-    elif config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        longest -= config.pad_token_id + 1  # their positions are numbered from there
+def choose_length(model: torch.nn.Module, wanted: int) -> int:
+    """Tokens of a text, at most: what was asked for, or what the model's table of positions holds.
+
+    :param model: of make_task_model
+    """
+    longest = find_longest_sequence(model)
     # batches are padded to a multiple of 8
     return int(min(wanted, longest if longest == math.inf else longest // 8 * 8))
 
@@ -463,7 +467,8 @@ def main() -> None:
     examples = load_examples(task, args.data_dir)
     pretrained = load_pretrained(args)
     check_tokenizer(pretrained, is_own=args.checkpoint is not None)
-    make_task_model(pretrained, task, args.dropout)  # what is wrong is said before anything is written
+    # what is wrong with the model is said before anything is written
+    max_length = choose_length(make_task_model(pretrained, task, args.dropout), args.max_length)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -471,7 +476,6 @@ def main() -> None:
     lock_folder("--output_dir", folder)
     seeds = load_results(args, folder)
 
-    max_length = choose_length(pretrained, args.max_length)
     rows, counts = {}, {"examples": {}, "texts_cut": {}}
     for split, part in examples.items():
         rows[split], cut = encode(part, pretrained, max_length)

@@ -635,7 +635,7 @@ class SpanHead(nn.Module):
 
     def __init__(self, encoder: nn.Module, features: int, answers: int, dropout: float):
         super().__init__()
-        self.encoder = encoder
+        self.encoder, self.config = encoder, encoder.config
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(features * encoder.config.hidden_size, answers)
         nn.init.normal_(self.classifier.weight, std=0.02)

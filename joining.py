@@ -538,6 +538,32 @@ def fetch_contracts(dht: hivemind.DHT, prefix: str, timeout: float = FETCH_TIMEO
     return {key: RunContract.parse_obj(entry.value) for key, entry in found.items() if entry.value is not None}
 
 
+@dataclasses.dataclass
+class Plan:
+    """What the contracts of a run's trainers say about its course."""
+
+    target_batch_size: int | None = None  # samples that make an epoch
+    total_steps: int | None = None  # epochs, at the end of which the learning rate is lowest
+
+
+def find_plan(dht: hivemind.DHT, prefix: str, timeout: float) -> Plan | None:
+    """By the contract that most trainers have published; None while there is none.
+
+    :param timeout: seconds to wait for the DHT
+    """
+    contracts = [contract.contract for contract in fetch_contracts(dht, prefix, timeout).values()]
+
+    def find_most_frequent(name: str, pattern: str) -> int | None:
+        matches = [re.fullmatch(pattern, contract.get(name, ""), re.ASCII) for contract in contracts]
+        numbers = Counter(int(match[1]) for match in matches if match)
+        return numbers.most_common(1)[0][0] if numbers else None
+
+    plan = Plan(
+        find_most_frequent("target_batch_size", r"(\d{1,9})"), find_most_frequent("schedule", r".*\btotal (\d{1,9})")
+    )
+    return plan if contracts else None
+
+
 def publish_contract(
     dht: hivemind.DHT, prefix: str, public_key: bytes, contract: RunContract | None, expiration: float
 ):

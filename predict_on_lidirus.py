@@ -73,7 +73,7 @@ def main() -> None:
     pretrained, model = load_tuned(args)
     examples = load_examples(task, args.data_dir)["test"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    max_length = choose_length(pretrained, args.max_length)
+    max_length = choose_length(model, args.max_length)
     rows, cut = encode(examples, pretrained, max_length)
     logger.info(f"{task.name}: {len(rows):,} pairs; {cut:,} are longer than {max_length} tokens and were cut; {device}")
     predictions = predict(model.to(device), rows, task, pretrained.tokenizer, args.batch_size, device)

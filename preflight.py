@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 
 import hivemind
-import numpy as np
 import psutil
 import torch
 from hivemind.dht.node import DHTNode
@@ -45,22 +44,28 @@ from arguments import (
     TrainerArguments,
     parse_arguments,
     show_bytes,
-    stop_for_user,
 )
 from averaging import calm_log, clean_end, raise_file_limit
 from data import (
-    MaskedBatches,
     check_data_arguments,
     choose_tokenizer,
+    find_data,
     load_data,
     load_tokenized_dataset,
     load_tokenizer,
     make_streamed_split,
     make_train_batches,
-    to_tensors,
     tokenizer_fingerprint,
 )
-from fetch import fetch_data
+from devices import (
+    choose_devices,
+    find_batch_size,
+    make_trial_batch,
+    place_model,
+    set_batch_size,
+    stop_when_out_of_memory,
+    time_pass,
+)
 from joining import (
     check_addresses,
     explain_clock,
@@ -72,7 +77,13 @@ from joining import (
     measure_bandwidth,
     start_dht,
 )
-from model import find_longest_sequence, make_trained_model, move_batch
+from model import (
+    describe_architecture,
+    find_longest_sequence,
+    find_objective,
+    make_trained_model,
+    move_batch,
+)
 from optimizer import describe_contract
 from utils import RunContract, fetch_progress, make_validators, setup_logging
 
@@ -87,7 +98,6 @@ STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb
 ROUND_OVERHEAD = 1.45
 GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1}
 MEASURED_SECONDS = 20.0
-LONGEST_PASS = 5.0  # seconds; a step of up to 10 is advised
 
 
 @dataclass
@@ -246,14 +256,6 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
     return Check("bandwidth", level, finding, cure)
 
 
-def prepare(model: torch.nn.Module, args: TrainerArguments) -> tuple[torch.device, contextlib.AbstractContextManager]:
-    """Move the model to where it is going to be trained; that device, and the precision of its passes."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
-    model.to(device).train()
-    return device, torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
-
-
 def measure_step(
     model: torch.nn.Module,
     dataset,
@@ -261,10 +263,11 @@ def measure_step(
     model_args: ModelArguments,
     data_args: DataArguments,
     args: TrainerArguments,
+    device: torch.device,
+    autocast: contextlib.AbstractContextManager,
 ) -> float:
     """Seconds of one step of this peer: forward and backward passes of real batches, without averaging; with the
     longest sequences where these grow."""
-    device, autocast = prepare(model, args)
     batch_size = args.per_device_train_batch_size
     batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=batch_size, seed=model_args.seed)
     times = []
@@ -272,72 +275,14 @@ def measure_step(
     # the first is slower, and the last of a long series changes nothing
     for batch in itertools.islice(batches, 12):
         start = time.monotonic()
-        time_pass(model, move_batch(batch, device), autocast)
+        with stop_when_out_of_memory(args, device):
+            time_pass(model, move_batch(batch, device), autocast)
         model.zero_grad()
         times.append(time.monotonic() - start)
         if time.monotonic() - began > MEASURED_SECONDS:
             break
     times = times[1:] or times
     return sum(times) / len(times) * args.gradient_accumulation_steps
-
-
-def find_batch_size(
-    model: torch.nn.Module,
-    dataset,
-    tokenizer,
-    data_args: DataArguments,
-    args: TrainerArguments,
-    target_batch_size: int,
-) -> tuple[int, int]:
-    """(samples per forward pass, batches per step of this peer) that suit this machine, measured on the longest rows.
-
-    Doubles the batch while memory holds (four fifths of it, as rounds need some), while passes take less than
-    LONGEST_PASS, and while that makes samples faster (short passes are not asked: they vary); then gathers batches
-    until a step takes a second. A step is an eighth of the swarm's batch at most. Prints what it measures.
-    """
-    device, autocast = prepare(model, args)
-    batches = MaskedBatches(dataset, tokenizer, data_args)
-    longest = batches.lengths.argsort()[::-1]
-    largest_step = max(1, target_batch_size // 8)
-    best, best_seconds, size = 0, math.inf, 1
-    while size <= largest_step:
-        batch = move_batch(to_tensors(batches[np.resize(longest, size), [0], None]), device)
-        try:
-            seconds = [time_pass(model, batch, autocast) for _ in range(3)][1:]
-        except torch.cuda.OutOfMemoryError:
-            print(f"{size:6} samples: too much for this GPU's memory", flush=True)
-            break
-        seconds = min(seconds)
-        used = measure_memory(device)
-        finding = f"{size:6} samples: {seconds:.3f} s, {size / seconds:,.1f} samples/s, {used:.0%} of the memory used"
-        print(finding, flush=True)
-        is_faster = size / seconds > 1.05 * best / best_seconds
-        if best and (used > 0.8 or seconds > LONGEST_PASS or (seconds > 0.25 and not is_faster)):
-            break
-        best, best_seconds, size = size, seconds, 2 * size
-    if not best:
-        stop_for_user("not even one sample fits into this GPU's memory: use another one, or a smaller --config_path")
-    return best, max(1, min(round(1 / best_seconds), largest_step // best))
-
-
-def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast) -> float:
-    """Seconds of one forward and backward pass."""
-    start = time.monotonic()
-    with autocast:
-        loss = model(**batch)["loss"]
-    loss.backward()
-    loss.item()
-    if loss.is_cuda:
-        torch.cuda.synchronize()
-    return time.monotonic() - start
-
-
-def measure_memory(device: torch.device) -> float:
-    """The share of the device's memory that is used, at its peak where that is known."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return 1 - free / total  # what torch holds, and what other programs hold
-    return psutil.virtual_memory().percent / 100
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -364,33 +309,37 @@ def check_all(
     """Every check, in the order in which they make sense; a later one is left out when an earlier one forbids it."""
     yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
     yield check_file_limit()
+    devices, failure = attempt("device", lambda: choose_devices(args))
+    yield failure or Check("device", "ok", ", ".join(map(str, devices)))
     model = dataset = None
-    tokenizer = found = failure = None
-    if not data_args.streaming or args.do_eval:
-        found, failure = attempt(
-            "dataset", lambda: fetch_data(data_args.dataset_path, data_args.dataset_sha256, data_args.dataset_cache_dir)
-        )
+    tokenizer = found = None
+    objective, failure = attempt("model", lambda: find_objective(model_args))
+    if not failure and (not data_args.streaming or args.do_eval):
+        found, failure = attempt("dataset", lambda: find_data(model_args, data_args, objective))
     if failure:
         yield failure
     else:
         tokenizer_path = choose_tokenizer(found, model_args) if found else model_args.tokenizer_path
-        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path))
+        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path, objective))
         yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
     if tokenizer:
         if found:
-            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer))
+            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, objective))
             if loaded:
                 dataset, corpus = loaded
                 count = len(dataset["validation" if data_args.streaming else "train"])
-                yield Check("dataset", "ok", f"{count:,} instances in {data_args.dataset_path}, made by this tokenizer")
+                yield Check(
+                    "dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {objective}"
+                )
             else:
                 yield failure
         if data_args.streaming:
-            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args))
+            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args, objective))
             yield failure or check_stream(train, tokenizer, data_args, args)
-            dataset, corpus = train and {"train": train}, {"seq_length": data_args.max_sequence_length}
-        model, failure = attempt("model", lambda: make_trained_model(model_args, args, len(tokenizer)))
-        yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {model_args.config_path}")
+            corpus = {"seq_length": data_args.max_sequence_length, "objective": objective}
+            dataset = train and {"train": train}
+        model, failure = attempt("model", lambda: make_trained_model(model_args, args, tokenizer))
+        yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {describe_architecture(model)}")
         if model and dataset:
             positions = find_longest_sequence(model)
             _, failure = attempt("batches", lambda: check_data_arguments(data_args, tokenizer, corpus, positions))
@@ -433,9 +382,28 @@ def check_all(
                     yield check_contract(dht, swarm.experiment_prefix, contract)
                 dht.shutdown()
 
-    if model and dataset:
-        seconds, peers = measure_step(model, dataset, tokenizer, model_args, data_args, args), len(reports) + 1
-        batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    if model and dataset and devices:
+        placed, failure = attempt("device", lambda: place_model(model, devices[0], args))
+        if failure:
+            yield failure
+            return
+        autocast, _ = placed
+        if args.per_device_train_batch_size == "auto":
+            largest_step = averaging.target_batch_size // (8 * len(devices))
+            trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
+            find = partial(find_batch_size, model, trial, devices[0], autocast, largest_step, len(devices))
+            sizes, failure = attempt("batch size", find)
+            if failure:
+                yield failure
+                return
+            args = set_batch_size(args, sizes)
+        options = (model, dataset, tokenizer, model_args, data_args, args, devices[0], autocast)
+        seconds, failure = attempt("step time", lambda: measure_step(*options))
+        if failure:
+            yield failure
+            return
+        peers = len(reports) + 1
+        batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(devices)
         yield check_step_time(seconds, batch_size)
         speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
         epoch_seconds = averaging.target_batch_size / speed
@@ -447,6 +415,7 @@ def check_all(
 def check_stream(train, tokenizer, data_args: DataArguments, args: TrainerArguments) -> Check:
     """Makes a first batch as training would, and shows it."""
     size, start = args.per_device_train_batch_size, time.monotonic()
+    size = 8 if size == "auto" else size
     batch = next(iter(make_train_batches(train, tokenizer, data_args, batch_size=size, seed=0)))
     begin = tokenizer.decode(batch["input_ids"][0, :16])
     return Check(
@@ -546,17 +515,13 @@ def main() -> None:
     _, model_args, _, averaging, data_args, args = parse_arguments(*groups, description=__doc__)
     setup_logging("preflight")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
-    model = make_trained_model(model_args, args, len(tokenizer))
+    model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-    if data_args.streaming:
-        from datasets import Dataset
-
-        dataset["train"].shuffle_buffer = 0
-        rows = Dataset.from_list(list(itertools.islice(dataset["train"], 256)))
-    else:
-        # the validation split is always there, and its rows are as long as those of training
-        rows = dataset["validation"]
-    sizes = find_batch_size(model, rows, tokenizer, data_args, args, averaging.target_batch_size)
+    devices = choose_devices(args)
+    autocast, _ = place_model(model, devices[0], args)
+    trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
+    largest_step = averaging.target_batch_size // (8 * len(devices))
+    sizes = find_batch_size(model, trial, devices[0], autocast, largest_step, len(devices))
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
 
 

@@ -39,6 +39,7 @@ from averaging import TRAFFIC, clean_end, handle_stop_signals, shut_down
 from dashboard import RunReport
 from data import load_tokenizer
 from joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
+from model import find_objective
 from status import StatusServer
 from utils import log_to_folder, setup_logging
 
@@ -65,7 +66,7 @@ def main() -> None:
         log_to_folder("aux peer", args.logging_dir)
     report = RunReport(args, swarm.experiment_prefix)
     needs_model = args.assist_in_averaging or archive_args.store_checkpoints
-    tokenizer = load_tokenizer(model_args.tokenizer_path) if needs_model else None
+    tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args)) if needs_model else None
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     dht, _ = make_dht(swarm)
     if dht.client_mode:

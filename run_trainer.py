@@ -14,15 +14,18 @@ The same on a laptop's CPU, alone, on the sample corpus:
 The model is the same on every peer; the data order is not: it comes from the peer's id. The same command again goes on
 where the last one ended, however it ended: from the newest whole checkpoint in --output_dir, or from the swarm if that
 is further (--resume_from_checkpoint none starts anew). With --streaming it reads text on the way (see streaming.py),
-and a restart goes on behind the last batch of the last whole epoch.
+and a restart goes on behind the last batch of the last whole epoch. With several GPUs each gets a process of its own,
+and all of them together are one peer (see ranks.py).
 """
 
-import contextlib
 import json
 import logging
 import os
 import platform
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -44,7 +47,7 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, shut_down
+from averaging import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from callback import CollaborativeCallback
 from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
 from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
@@ -59,12 +62,24 @@ from data import (
     sequence_length_at,
     tokenizer_fingerprint,
 )
+from devices import (
+    Feed,
+    compile_model,
+    explain_out_of_memory,
+    find_batch_size,
+    is_out_of_memory,
+    make_trial_batch,
+    place_model,
+    set_batch_size,
+    stop_when_out_of_memory,
+)
 from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
-from model import evaluate, find_longest_sequence, make_trained_model, move_batch
+from model import compute_losses, evaluate, find_longest_sequence, make_trained_model, move_batch
 from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
+from ranks import RankLost, Ranks, list_gradients, start_ranks
 from status import StatusServer
-from utils import keep_signing_key, log_to_folder, setup_logging
+from utils import keep_signing_key, log_to_folder, perplexity, setup_logging
 
 logger = logging.getLogger("trainer")
 
@@ -79,28 +94,48 @@ def main() -> None:
         TrainerArguments,
         description=__doc__,
     )
-    swarm, model_args, optimizer_args, averaging_args, data_args, args = groups
+    args = groups[-1]
     setup_logging("trainer")
     if args.logging_dir:
         log_to_folder("trainer", args.logging_dir)
     require_wandb(args)
-    if args.preflight:
-        raise SystemExit(run_preflight(*groups))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if args.fp16 and device.type != "cuda":
-        stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
-    if args.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        stop_for_user("--bf16 is not supported by this GPU: use --fp16")
-    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    if args.preflight:  # of those that torchrun starts, one will do
+        raise SystemExit(run_preflight(*groups) if os.environ.get("RANK", "0") == "0" else 0)
+    ranks = start_ranks(args)
+    try:
+        if ranks.number == 0:
+            train(ranks, *groups)
+        else:
+            compute_for_rank_0(ranks, *groups)
+    except RankLost as e:
+        if not STOP_REQUESTED.is_set():
+            logger.error(f"{e}; ending")
+            raise SystemExit(1) from e
+    finally:
+        ranks.remove_files()
+
+
+def train(
+    ranks: Ranks,
+    swarm: SwarmArguments,
+    model_args: ModelArguments,
+    optimizer_args: OptimizerArguments,
+    averaging_args: AveragingArguments,
+    data_args: DataArguments,
+    args: TrainerArguments,
+) -> None:
+    """The trainer's life from its first look at the data to the saved model. Of several ranks, that of rank 0."""
+    device = ranks.device
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
-    batch_size_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     logger.info(
         f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"python {platform.python_version()}, {device}"
+        f"python {platform.python_version()}, {device}{f' and {ranks.count - 1} more' if ranks.count > 1 else ''}"
     )
 
+    if args.num_train_epochs and data_args.streaming:
+        stop_for_user("--num_train_epochs: --streaming reads text without end, in no passes: give --max_steps instead")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
-    model = make_trained_model(model_args, args, len(tokenizer))
+    model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
         try:
@@ -115,6 +150,8 @@ def main() -> None:
         stream_state = load_stream_state(Path(args.output_dir) / "stream.json")
 
     warn_at_start(model, args)
+    ranks.announce("is well")
+    ranks.wait_for("is ready", ranks.others)
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
     dht, public_key = make_dht(swarm)
@@ -126,10 +163,20 @@ def main() -> None:
     averaging_args = measure_bandwidth(dht, averaging_args)
     optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     stop = handle_stop_signals()
-    model.to(device).train()
+    ranks.connect()
+    autocast, scaler = place_model(model, device, args)
     optimizer.accumulate_on(device)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.fp16)
-    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    seed = data_seed(str(dht.peer_id), model_args.seed)
+    if args.torch_compile or args.per_device_train_batch_size == "auto":
+        trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed)
+    if args.torch_compile:
+        with stop_when_out_of_memory(args, device):
+            compile_model(model, trial, device, autocast)
+    if args.per_device_train_batch_size == "auto":
+        largest_step = averaging_args.target_batch_size // (8 * ranks.count)
+        args = set_batch_size(args, find_batch_size(model, trial, device, autocast, largest_step, ranks.count))
+    batch_size_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks.count
+    groups = (swarm, model_args, optimizer_args, averaging_args, data_args, args)
     arguments = {name: value for group in groups for name, value in asdict(group).items()}
     callback = CollaborativeCallback(
         dht,
@@ -142,6 +189,7 @@ def main() -> None:
         tokenizer=tokenizer,
         scaler=scaler,
         arguments=arguments,
+        num_devices=ranks.count,
     )
     try:
         callback.resume(saved_state)
@@ -158,14 +206,21 @@ def main() -> None:
     if page:
         page.serve(dht, callback.read_progress)
 
-    eval_options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
+    def measure() -> dict:
+        """Loss and accuracy on the validation split, see utils.Evaluation."""
+        options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
+        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **options)
+        with autocast:
+            result = evaluate(model, batches, device)
+        samples = sum(len(batch["input_ids"]) for batch in batches)
+        return {"epoch": optimizer.local_epoch, "samples": samples, **result}
+
     summary = {"unigram_entropy": corpus["unigram_entropy"], "peer_id": str(dht.peer_id)}
     if args.do_eval:
-        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **eval_options)
-        summary["start_loss"] = evaluate(model, batches, device)
-        logger.info(
-            f"validation loss {summary['start_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
-        )
+        callback.evaluate = measure
+        if callback.measure():
+            summary["start_loss"] = callback.evaluation["loss"]
+            logger.info(f"unigram entropy {corpus['unigram_entropy']:.3f} nats")
 
     callback.on_train_begin()
     if optimizer.local_epoch >= max_epoch:
@@ -182,28 +237,49 @@ def main() -> None:
     )
     callback.stream = batches if data_args.streaming else None
     batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
+    callback.feed = feed = Feed(batches, device)
+    sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    ranks.share((str(dht.peer_id), optimizer.local_epoch, sizes, tokenizer_fingerprint(tokenizer)))
+    ranks.follow(model, optimizer.local_epoch, scaler)
 
-    for number, batch in enumerate(batches, start=1):
-        if stop.is_set() or optimizer.local_epoch >= max_epoch:
-            break
-        with autocast:
-            losses = model(**move_batch(batch, device))
-        scaler.scale(losses["loss"] / args.gradient_accumulation_steps).backward()
-        callback.add_loss(losses["loss"])
-        if number % args.gradient_accumulation_steps:
-            continue
-
-        scaler.unscale_(optimizer)
-        # the one point of a step where the host waits for the device: what is not finite must not be contributed
-        is_finite = gradients_are_finite(model)
-        if is_finite:
-            optimizer.step(batch_size=batch_size_per_step)
-        else:
-            callback.skip_step()
-        scaler.update()
-        optimizer.zero_grad()
-        callback.on_step_end(samples=batch_size_per_step * is_finite)
-        batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
+    if args.num_train_epochs:
+        callback.most_samples = args.num_train_epochs * len(dataset["train"])
+    failure, exit_code = None, 0
+    try:
+        while optimizer.local_epoch < max_epoch:
+            if callback.has_read_all():
+                logger.info(f"{args.num_train_epochs:g} passes over {len(dataset['train']):,} samples are done: ending")
+                stop.set()
+            loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
+            if not ranks.agree(loss is not None):
+                # who stops all of them tells one after the other
+                if loss is not None and not stop.wait(1.0):
+                    failure, exit_code = "another rank of this machine was stopped; the state is saved", 1
+                break
+            ranks.average([*list_gradients(model), loss])
+            scaler.unscale_(optimizer)
+            # the one point of a step where the host waits for the device: what is not finite must not be contributed
+            is_finite = all_finite([*list_gradients(model), loss])
+            if is_finite:
+                callback.add_loss(loss)
+                optimizer.step(batch_size=batch_size_per_step)
+            else:
+                callback.skip_step()
+            scaler.update()
+            optimizer.zero_grad()
+            callback.on_step_end(samples=batch_size_per_step * is_finite)
+            ranks.follow(model, optimizer.local_epoch, scaler)
+            batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
+    except RankLost as e:
+        if not stop.is_set():
+            failure, exit_code = f"{e}; the state is saved", 1
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
+            raise
+        cure = explain_out_of_memory(args, device)
+        failure, exit_code = f"{cure}. The state is saved: the same command goes on from there", 2
+    if failure:
+        logger.error(failure)
 
     # rounds that run in the background still change the parameters
     optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
@@ -216,19 +292,20 @@ def main() -> None:
         "epochs_averaged": callback.averaged_epochs,
         "failed_rounds": optimizer.failed_rounds,
         "skipped_steps": callback.skipped_steps,
+        "computed_samples": callback.samples_before + callback.computed_samples,
     }
     if data_args.streaming:
         summary["sources"] = dataset["train"].count_records()
         for name, counts in summary["sources"].items():
             logger.info(f"source {name}: {counts['documents']:,} documents read, {counts['broken']:,} broken records")
+    ranks.end()
     shut_down(dht, optimizer)
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
-    if args.do_eval:
-        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **eval_options)
-        summary["final_loss"] = evaluate(model, batches, device)
-        logger.info(
-            f"validation loss {summary['final_loss']:.3f} nats, unigram entropy {corpus['unigram_entropy']:.3f}"
-        )
+    if args.do_eval and not failure and callback.measure():
+        final = callback.evaluation
+        summary |= {"final_loss": final["loss"], "final_perplexity": perplexity(final["loss"])}
+        summary["final_accuracy"] = final["accuracy"]
+        logger.info(f"validation loss {final['loss']:.3f}, unigram entropy {corpus['unigram_entropy']:.3f} nats")
     summary_text = json.dumps(summary, indent=2) + "\n"
     write_file(os.path.join(args.output_dir, "summary.json"), lambda file: file.write(summary_text.encode()))
     logger.info(
@@ -236,12 +313,95 @@ def main() -> None:
         f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "
         + (f"in {args.output_dir}" if saved else "NOT SAVED, see the warning above")
     )
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
-def gradients_are_finite(model: torch.nn.Module) -> bool:
-    """Whether the norm of the gradients is a finite number; waits for the device."""
-    norms = [torch.linalg.vector_norm(param.grad) for param in model.parameters() if param.grad is not None]
-    return bool(torch.stack(norms).isfinite().all())
+def compute_for_rank_0(
+    ranks: Ranks,
+    swarm: SwarmArguments,
+    model_args: ModelArguments,
+    optimizer_args: OptimizerArguments,
+    averaging_args: AveragingArguments,
+    data_args: DataArguments,
+    args: TrainerArguments,
+) -> None:
+    """The life of another rank: gradients of its own data for rank 0, which speaks to the swarm and to the user."""
+    setup_logging(f"trainer rank {ranks.number}")
+    logging.getLogger().setLevel(logging.WARNING)
+    device = ranks.device
+    max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
+    # what is wrong with data or flags, rank 0 has said
+    ranks.wait_for("is well", [0])
+    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
+    model = make_trained_model(model_args, args, tokenizer)
+    ranks.announce("is ready")
+    ranks.connect()
+    stop = handle_stop_signals()
+    autocast, scaler = place_model(model, device, args)
+    peer_id, epoch, sizes, fingerprint = ranks.share()
+    if fingerprint != tokenizer_fingerprint(tokenizer):
+        stop_for_user(f"{tokenizer.name_or_path} has changed while the ranks of this machine started: start them again")
+    args = set_batch_size(args, sizes)
+    seed = data_seed(f"{peer_id} rank {ranks.number}", model_args.seed, epoch)
+    batches = make_train_batches(
+        dataset["train"],
+        tokenizer,
+        data_args,
+        batch_size=args.per_device_train_batch_size,
+        seed=seed,
+        num_workers=args.dataloader_num_workers,
+        stop=stop,
+    )
+    if args.torch_compile:
+        trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed)
+        with stop_when_out_of_memory(args, device):
+            compile_model(model, trial, device, autocast)
+    feed = Feed(batches, device)
+    epoch = ranks.follow(model, epoch, scaler)
+    batches.set_sequence_length(sequence_length_at(epoch, data_args))
+    try:
+        while epoch < max_epoch:
+            loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
+            if not ranks.agree(loss is not None):
+                break
+            ranks.average([*list_gradients(model), loss])
+            model.zero_grad()
+            epoch = ranks.follow(model, epoch, scaler)
+            batches.set_sequence_length(sequence_length_at(epoch, data_args))
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
+            raise
+        logger.error(explain_out_of_memory(args, device))
+        raise SystemExit(2) from e
+
+
+def accumulate_gradients(
+    model: torch.nn.Module,
+    feed: Iterator[dict[str, torch.Tensor]],
+    args: TrainerArguments,
+    device: torch.device,
+    autocast: AbstractContextManager,
+    scaler: torch.amp.GradScaler,
+    stop: threading.Event,
+) -> torch.Tensor | None:
+    """One step's forward and backward passes; their mean loss on the device, or None when it is time to stop."""
+    mean_loss = torch.zeros((), device=device)
+    for _ in range(args.gradient_accumulation_steps):
+        batch = None if stop.is_set() else next(feed, None)
+        if batch is None:
+            return None
+        with autocast:
+            losses = compute_losses(model, move_batch(batch, device))
+        loss = losses["loss"] / args.gradient_accumulation_steps
+        scaler.scale(loss).backward()
+        mean_loss += loss.detach()
+    return mean_loss
+
+
+def all_finite(tensors: list[torch.Tensor]) -> bool:
+    """Whether these are finite numbers throughout; waits for the device."""
+    return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ On one machine, to try it out:
     python run_training_monitor.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2
 
 It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line an
-epoch), learning_curve.png, and at the end (Ctrl-C) summary.json. With --store_checkpoints it also downloads the swarm's
+epoch, and another one where a trainer's evaluation comes later), learning_curve.png, and at the end (Ctrl-C)
+summary.json. With --store_checkpoints it also downloads the swarm's
 state every few epochs and saves it; give it then the trainers' model, optimizer and averaging flags.
 
 To look at a swarm from any terminal, as a reader that leaves no trace; and to draw what a monitor has written:
@@ -114,8 +115,9 @@ def main() -> None:
         # a monitor that saves nothing needs neither the model's code nor the time to load it
         from archive import CheckpointHandler, make_observer
         from data import load_tokenizer
+        from model import find_objective
 
-        tokenizer = load_tokenizer(model_args.tokenizer_path)
+        tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args))
         model, optimizer, contract = make_observer(dht, swarm, model_args, optimizer_args, averaging_args, tokenizer)
         archive = CheckpointHandler(
             archive_args,

@@ -59,7 +59,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
     def serve(self, dht: DHT, read_progress: Callable[[], dict]) -> None:
         """Begin to answer, in a thread: call it when all helper processes are forked.
 
-        :param read_progress: called by that thread; epoch, loss and peers, any of them None or NaN while unknown
+        :param read_progress: called by that thread; epoch, loss, peers and what else is known, None or NaN if unknown
         """
         self.dht, self.read_progress = dht, read_progress
         self.maddrs, self.next_look, self.look = [], 0.0, threading.Lock()

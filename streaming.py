@@ -55,6 +55,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from arguments import stop_for_user
 from documents import (
+    cut_blocks,
+    encode_documents,
     load_sentence_splitter,
     make_document_random,
     make_instances,
@@ -604,15 +606,20 @@ class DocumentStream:
 
 class ChunkTokenizer:
     """Chunks of a DocumentStream to instances: (seq_length, chunk) -> (seq_length, columns joined end to end, lengths).
-    For DataLoader's workers. State: the tokenizer's engine, in each process its own."""
+    For DataLoader's workers. Full blocks begin anew with each chunk, the last of which is shorter. State: the
+    tokenizer's engine, in each process its own."""
 
-    def __init__(self, sources: list[Source], tokenizer, seed: int):
-        self.sources, self.tokenizer, self.seed = sources, tokenizer, seed
+    def __init__(self, sources: list[Source], tokenizer, seed: int, objective: str = "mlm_sop"):
+        self.sources, self.tokenizer, self.seed, self.objective = sources, tokenizer, seed, objective
         self.encoder = None
 
     def __getitem__(self, key: tuple[int, list[tuple[int, int, str]]]) -> tuple[int, dict[str, np.ndarray], np.ndarray]:
         seq_length, chunk = key
         self.encoder = self.encoder or make_text_encoder(self.tokenizer)
+        if self.objective != "mlm_sop":
+            paragraphs = [split_paragraphs(text) for *_, text in chunk]
+            ids = encode_documents([p for p in paragraphs if p], self.objective, self.tokenizer, self.encoder)
+            return seq_length, *cut_blocks(ids, seq_length, self.objective, self.tokenizer, keep_rest=True)
         documents = []
         for _, index, text in chunk:
             source = self.sources[index]
@@ -624,21 +631,29 @@ class ChunkTokenizer:
 def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict]:
     """One dictionary of arrays for each instance, from columns joined end to end."""
     ends = lengths.cumsum()
-    labels = columns["sentence_order_label"].tolist()
     names = [name for name in columns if name != "sentence_order_label"]
-    return [
-        {**{name: columns[name][start:end] for name in names}, "sentence_order_label": label}
-        for start, end, label in zip(ends - lengths, ends, labels, strict=True)
-    ]
+    rows = [{name: columns[name][start:end] for name in names} for start, end in zip(ends - lengths, ends, strict=True)]
+    if "sentence_order_label" in columns:
+        for row, label in zip(rows, columns["sentence_order_label"].tolist(), strict=True):
+            row["sentence_order_label"] = label
+    return rows
 
 
 class TrainingDataset(IterableDataset):
     """Endless instances, see data.make_training_dataset. The trainer's own loader, data.StreamedBatches, takes its
     parts instead: there, one process reads for all workers, and goes on where an earlier one has ended."""
 
-    def __init__(self, sources: list[Source], tokenizer, max_sequence_length: int, seed: int, shuffle_buffer: int):
+    def __init__(
+        self,
+        sources: list[Source],
+        tokenizer,
+        max_sequence_length: int,
+        seed: int,
+        shuffle_buffer: int,
+        objective: str = "mlm_sop",
+    ):
         self.sources, self.tokenizer, self.max_sequence_length = sources, tokenizer, max_sequence_length
-        self.seed, self.shuffle_buffer = seed, shuffle_buffer
+        self.seed, self.shuffle_buffer, self.objective = seed, shuffle_buffer, objective
 
     def count_records(self) -> dict[str, dict[str, int]]:
         """How many documents and broken records of each source this process has read."""
@@ -648,7 +663,7 @@ class TrainingDataset(IterableDataset):
         """In a worker of a DataLoader: its share. Each worker reads all of the text and tokenizes its own."""
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed)
+        tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed, self.objective)
         generator = np.random.default_rng([self.seed, number])
         pool: list[dict] = []
         for _, chunk in itertools.islice(DocumentStream(self.sources, self.seed), number, None, count):

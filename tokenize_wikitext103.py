@@ -1,4 +1,4 @@
-"""Text to a tokenized dataset on disk: sentence-order pairs for run_trainer.py, and the tokenizer they were made with.
+"""Text to a tokenized dataset on disk for run_trainer.py, and the tokenizer that it was made with.
 
 The real experiment (WikiText-103 and the tokenizer of albert-large-v2, both from the Hugging Face Hub; about ten
 minutes on one core):
@@ -9,6 +9,11 @@ Without the hub, in seconds, from the sample that this repository carries; and a
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python tokenize_wikitext103.py --text_files a.txt b.txt.gz c.jsonl --train_tokenizer --vocab_size 8000
+
+Instances are pairs of segments, half of them swapped, for ALBERT (--objective mlm_sop, the default), or full blocks:
+mlm, for BERT, RoBERTa and their like; clm, for GPT-2, Llama and their like:
+
+    python tokenize_wikitext103.py --objective clm --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
 
 With --archive NAME.tar.gz it also packs both, for volunteers who fetch them (see fetch.py); where they are there
 already, it does that alone.
@@ -21,6 +26,7 @@ it is. Both appear complete or not at all. All of it, the tokenizer included, de
 import contextlib
 import ctypes
 import functools
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -30,6 +36,7 @@ import shutil
 import signal
 import sys
 import unicodedata
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -38,8 +45,11 @@ import numpy as np
 
 import data
 import fetch
-from arguments import TokenizeArguments, parse_arguments, show_bytes, stop_for_user
+from arguments import DataArguments, ModelArguments, TokenizeArguments, parse_arguments, show_bytes, stop_for_user
 from documents import (
+    WIKITEXT_TITLE,
+    cut_blocks,
+    encode_documents,
     load_sentence_splitter,
     make_document_random,
     make_instances,
@@ -48,6 +58,7 @@ from documents import (
     read_text,
     split_articles,
     split_chapters,
+    split_paragraphs,
     split_sentences,
 )
 
@@ -75,22 +86,19 @@ def main():
         unfinished_dataset = stack.enter_context(unfinished_folder(dataset_path))
         unfinished_tokenizer = tokenizer_path
         if is_tokenizer_kept:
-            tokenizer = data.load_tokenizer(tokenizer_path)
+            tokenizer = data.load_tokenizer(tokenizer_path, args.objective)
         else:
             unfinished_tokenizer = stack.enter_context(unfinished_folder(tokenizer_path))
-            tokenizer = train_tokenizer(splits["train"], args) if args.train_tokenizer else find_tokenizer(args)
+            if args.train_tokenizer:
+                train = train_byte_tokenizer if args.objective == "clm" else train_tokenizer
+                tokenizer = train(splits["train"], args)
+            else:
+                tokenizer = find_tokenizer(args)
             tokenizer.save_pretrained(unfinished_tokenizer)
-            tokenizer = data.load_tokenizer(unfinished_tokenizer)  # what the peers will load is what tokenizes
+            # what the peers will load is what tokenizes
+            tokenizer = data.load_tokenizer(unfinished_tokenizer, args.objective)
 
-        tables = tokenize_splits(splits, unfinished_tokenizer, args)
-        for name, table in tables.items():
-            if not table.num_rows:
-                stop_for_user(f"too little text for a {name} split: give more text or another --validation_fraction")
-        corpus = describe_corpus(tables, tokenizer, args) | {
-            "documents": {name: len(documents) for name, documents in splits.items()},
-            "source": source,
-        }
-        write_dataset(tables, corpus, unfinished_dataset)
+        corpus = make_dataset(source, splits, tokenizer, unfinished_tokenizer, unfinished_dataset, args)
         try:
             if not is_tokenizer_kept:
                 unfinished_tokenizer.rename(tokenizer_path)
@@ -110,6 +118,22 @@ def main():
     if args.archive:
         make_archive(dataset_path, tokenizer_path, args)
     print("next: python run_training_monitor.py --experiment_prefix my_albert")
+
+
+def make_dataset(
+    source: str, splits: dict[str, list[list[str]]], tokenizer, tokenizer_path: str | Path, folder: Path, args
+) -> dict:
+    """Tokenize the splits into a folder; the contents of its corpus.json."""
+    tables = tokenize_splits(splits, tokenizer_path, args)
+    for name, table in tables.items():
+        if not table.num_rows:
+            stop_for_user(f"too little text for a {name} split: give more text or another --validation_fraction")
+    corpus = describe_corpus(tables, tokenizer, args) | {
+        "documents": {name: len(documents) for name, documents in splits.items()},
+        "source": source,
+    }
+    write_dataset(tables, corpus, folder)
+    return corpus
 
 
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
@@ -142,7 +166,10 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
 
     Row number r goes into shard r modulo their number: each shows the whole corpus.
     """
-    tokenizer = data.load_tokenizer(tokenizer_path)
+    objective = "mlm_sop"
+    with contextlib.suppress(OSError, ValueError):  # load_tokenized_dataset says what is wrong there
+        objective = json.loads((dataset_path / "corpus.json").read_text()).get("objective", objective)
+    tokenizer = data.load_tokenizer(tokenizer_path, objective)
     dataset, corpus = data.load_tokenized_dataset(dataset_path, tokenizer)
     archive, count = Path(args.archive), args.archive_shards
     made: list[Path] = []
@@ -229,7 +256,7 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
     else:
         # raw: the other one has <unk> for words that any subword tokenizer can spell
         name = ("Salesforce/wikitext", "wikitext-103-raw-v1")
-        with hub(f"the dataset {name[0]}", "--corpus sample or --text_files"):
+        with fetch.hub(f"the dataset {name[0]}", "--corpus sample or --text_files"):
             import datasets
 
             wikitext = datasets.load_dataset(*name, cache_dir=args.cache_dir)
@@ -265,37 +292,14 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
     return splits
 
 
-@contextlib.contextmanager
-def hub(what: str, alternative: str):
-    """Load something from the Hugging Face Hub or its cache; without a connection, one line instead of a minute of
-    retries and a traceback."""
-    import urllib.error
-    import urllib.request
-
-    from huggingface_hub import constants
-
-    try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
-    except urllib.error.HTTPError:
-        pass  # it answered
-    except OSError:
-        constants.HF_HUB_OFFLINE = True  # the cache may have it
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    except (OSError, ValueError) as e:
-        reason = "no connection" if constants.HF_HUB_OFFLINE else str(e).split("\n")[0]
-        stop_for_user(f"cannot load {what} from the Hugging Face Hub ({reason}): mend that, or use {alternative}")
-
-
 def find_tokenizer(args: TokenizeArguments):
     if Path(args.tokenizer).is_dir():
-        return data.load_tokenizer(args.tokenizer)
-    with hub(f"the tokenizer {args.tokenizer}", "--train_tokenizer, or --tokenizer with a folder"):
+        return data.load_tokenizer(args.tokenizer, args.objective)
+    with fetch.hub(f"the tokenizer {args.tokenizer}", "--train_tokenizer, or --tokenizer with a folder"):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, cache_dir=args.cache_dir)
-    return data.check_tokenizer(tokenizer, args.tokenizer)
+    return data.check_tokenizer(tokenizer, args.tokenizer, args.objective)
 
 
 def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
@@ -339,23 +343,65 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
     return AlbertTokenizer(vocab=vocabulary, model_input_names=names, model_max_length=args.seq_length, **flags)
 
 
+def train_byte_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+    """A tokenizer of GPT-2's kind: BPE of bytes, and one special token, behind documents."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers.trainers import BpeTrainer
+    from transformers import GPT2Tokenizer
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=args.vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    print(f"training a tokenizer of {args.vocab_size:,} pieces", flush=True)
+    backend.train_from_iterator(("\n".join(document) for document in documents), trainer)
+    model = json.loads(backend.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    return GPT2Tokenizer(vocab=model["vocab"], merges=merges, model_max_length=args.seq_length)
+
+
 @functools.cache
-def load_worker_tokenizer(path: Path):
-    tokenizer = data.load_tokenizer(path)
+def load_worker_tokenizer(path: str | Path, objective: str):
+    tokenizer = data.load_tokenizer(path, objective)
     return tokenizer, make_text_encoder(tokenizer)
 
 
-def tokenize_chunk(chunk: list[tuple[int, list[str]]], *, split: str, tokenizer_path: Path, args: TokenizeArguments):
-    """Arrow table (columns as data.COLUMNS) with the instances of some documents, given as (index, paragraphs)."""
-    import pyarrow
-
+def tokenize_chunk(
+    chunk: list[tuple[int, list[str]]], *, split: str, tokenizer_path: str | Path, args: TokenizeArguments
+):
+    """Of some documents, given as (index, paragraphs): an Arrow table of their pairs, or for full blocks, which reach
+    over the end of a chunk, their ids end to end."""
+    tokenizer = load_worker_tokenizer(tokenizer_path, args.objective)
+    if args.objective != "mlm_sop":
+        return encode_documents([paragraphs for _, paragraphs in chunk], args.objective, *tokenizer)
     documents = [split_sentences(paragraphs, args.language, args.sentence_splitter) for _, paragraphs in chunk]
     generators = [make_document_random(args.seed, split, index) for index, _ in chunk]
-    columns, lengths = make_instances(documents, generators, args.seq_length, *load_worker_tokenizer(tokenizer_path))
+    return make_table(*make_instances(documents, generators, args.seq_length, *tokenizer))
+
+
+def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
+    """Arrow table of instances: lists from columns joined end to end, and sentence_order_label as it is."""
+    import pyarrow
+
     offsets = pyarrow.array(np.concatenate([[0], lengths.cumsum()]), pyarrow.int32())
-    labels = columns.pop("sentence_order_label")
-    lists = [pyarrow.ListArray.from_arrays(offsets, pyarrow.array(values)) for values in columns.values()]
-    return pyarrow.table([*lists, pyarrow.array(labels)], names=data.COLUMNS)
+    arrays = {name: pyarrow.array(values) for name, values in columns.items()}
+    is_list = {name: name != "sentence_order_label" for name in columns}
+    lists = {name: pyarrow.ListArray.from_arrays(offsets, a) if is_list[name] else a for name, a in arrays.items()}
+    return pyarrow.table(lists)
+
+
+def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
+    """Arrow tables of full blocks, of so many numbers each at most: offsets in a list column have 32 bits."""
+    rows = most // int(lengths.max())
+    ends = np.concatenate([[0], lengths.cumsum()])
+    for start in range(0, len(lengths), rows):
+        part = lengths[start : start + rows]
+        first, end = ends[start], ends[start + len(part)]
+        yield make_table({name: values[first:end] for name, values in columns.items()}, part)
 
 
 def start_worker():
@@ -365,14 +411,15 @@ def start_worker():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed parent
 
 
-def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: Path, args: TokenizeArguments) -> dict:
+def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: str | Path, args: TokenizeArguments) -> dict:
     """{split: Arrow table of its instances}, in the order of the documents whatever the number of processes."""
     import pyarrow
     from tqdm import tqdm
 
     chunks = {name: list(make_chunks(documents)) for name, documents in splits.items()}
     sizes = {name: [sum(len(p) for _, document in c for p in document) for c in chunks[name]] for name in chunks}
-    load_worker_tokenizer(tokenizer_path)  # before the fork: once for all processes
+    # before the fork: once for all processes
+    tokenizer, _ = load_worker_tokenizer(tokenizer_path, args.objective)
     executor = None
     if args.num_proc > 1:
         executor = ProcessPoolExecutor(args.num_proc, multiprocessing.get_context("fork"), initializer=start_worker)
@@ -389,7 +436,11 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: Path, ar
                 for size, table in zip(sizes[name], results, strict=True):
                     parts.append(table)
                     progress.update(size)
-                tables[name] = pyarrow.concat_tables(parts)
+                if args.objective == "mlm_sop":
+                    tables[name] = pyarrow.concat_tables(parts)
+                else:
+                    blocks = cut_blocks(np.concatenate(parts), args.seq_length, args.objective, tokenizer)
+                    tables[name] = pyarrow.concat_tables(make_tables(*blocks))
     except BrokenProcessPool:
         stop_for_user("a tokenizing process was killed, probably for want of memory: lower --num_proc")
     finally:
@@ -412,15 +463,14 @@ def make_chunks(documents: list[list[str]]):
 
 def describe_corpus(tables: dict, tokenizer, args: TokenizeArguments) -> dict:
     """The contents of corpus.json. unigram_entropy, in nats, is that of the validation split's own tokens, special
-    ones left out: no model without context can have a lower masked-LM loss there."""
-    validation = tables["validation"]
-    ids = np.concatenate([chunk.flatten().to_numpy() for chunk in validation["input_ids"].chunks])
-    special = np.concatenate([chunk.flatten().to_numpy() for chunk in validation["special_tokens_mask"].chunks])
-    counts = np.bincount(ids[special == 0])
+    ones left out: no model without context can have a lower loss there."""
+    ids = np.concatenate([chunk.flatten().to_numpy() for chunk in tables["validation"]["input_ids"].chunks])
+    counts = np.bincount(ids[~np.isin(ids, tokenizer.all_special_ids)])
     shares = counts[counts > 0] / counts.sum()
     lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in tables["train"]["input_ids"].chunks])
     return {
         "unigram_entropy": float(-(shares * np.log(shares)).sum()),
+        "objective": args.objective,
         "vocab_size": len(tokenizer),
         "tokenizer_fingerprint": data.tokenizer_fingerprint(tokenizer),
         "instances": {name: table.num_rows for name, table in tables.items()},
@@ -442,6 +492,80 @@ def write_dataset(tables: dict, corpus: dict, folder: Path):
     splits = {split: datasets.Dataset(InMemoryTable(table), fingerprint=name) for split, table in tables.items()}
     datasets.DatasetDict(splits).save_to_disk(str(folder))
     (folder / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n")
+
+
+def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArguments, objective: str) -> Path:
+    """Folder of the dataset made of --train_file or --dataset_name, in the cache: made at the first start, found there
+    later on, by other trainers too. The same text and flags give the same rows on every peer."""
+    load_sentence_splitter(args.language, args.sentence_splitter)
+    if args.dataset_name:
+        source, splits = load_hub_splits(args)
+    else:
+        source = Path(args.train_file).name
+        splits = {"train": read_documents(args.train_file, args.text_column)}
+    if args.validation_file:
+        splits["validation"] = read_documents(args.validation_file, args.text_column)
+    for name, documents in splits.items():
+        if not documents:
+            stop_for_user(f"there is no text for the {name} split in {source}: give files that are not empty")
+    options = TokenizeArguments(
+        objective=objective,
+        seq_length=args.max_sequence_length,
+        language=args.language,
+        sentence_splitter=args.sentence_splitter,
+        seed=model_args.seed,
+        num_proc=min(8, os.cpu_count() or 1),
+    )
+    facts = [objective, options.seq_length, options.seed, options.language, options.sentence_splitter]
+    digest = hashlib.sha256(json.dumps([*facts, data.tokenizer_fingerprint(tokenizer)]).encode())
+    for name, documents in splits.items():
+        digest.update(f"{name} {len(documents)}".encode())
+        for document in documents:
+            digest.update("\n".join([*document, ""]).encode("utf-8", "replace") + b"\0")
+    cache_dir = Path(args.dataset_cache_dir)
+    folder = cache_dir / f"text-{digest.hexdigest()[:16]}"
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        stop_for_user(f"--dataset_cache_dir {cache_dir} cannot be written ({e.strerror}): choose another folder")
+    with fetch.locked(folder.with_suffix(".lock")):
+        if not folder.exists():
+            if "validation" not in splits:
+                splits = split_documents(splits["train"], options)
+            with unfinished_folder(folder) as unfinished:
+                make_dataset(source, splits, tokenizer, model_args.tokenizer_path, unfinished, options)
+                unfinished.rename(folder)
+    return folder
+
+
+def load_hub_splits(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]]:
+    """(name, documents of the train split, and of the validation split if there is one) of --dataset_name: a record is
+    a document, but text in WikiText format is split into its articles."""
+    name = [args.dataset_name, *([args.dataset_config_name] if args.dataset_config_name else [])]
+    is_folder = Path(args.dataset_name).is_dir()
+    with contextlib.nullcontext() if is_folder else fetch.hub(f"the dataset {args.dataset_name}", "--train_file"):
+        import datasets  # now: it looks once whether there is a connection
+
+        try:
+            found = datasets.load_dataset(*name, cache_dir=str(Path(args.dataset_cache_dir) / "hub"))
+        except (OSError, ValueError) as e:
+            if not is_folder:
+                raise
+            stop_for_user(f"--dataset_name {args.dataset_name} holds no dataset ({str(e).splitlines()[0]})")
+    splits = {}
+    for split in [name for name in ("train", "validation") if name in found]:
+        if args.text_column not in found[split].column_names:
+            columns = ", ".join(found[split].column_names)
+            stop_for_user(f"--dataset_name {args.dataset_name} has the columns {columns}: give one in --text_column")
+        texts = [text or "" for text in found[split][args.text_column]]
+        first = next((text for text in texts if text.strip()), "")
+        if WIKITEXT_TITLE.match(first.strip("\n")):
+            splits[split] = split_articles(texts)
+        else:
+            splits[split] = [paragraphs for text in texts if (paragraphs := split_paragraphs(text))]
+    if "train" not in splits:
+        stop_for_user(f"--dataset_name {args.dataset_name} has no split train, but {', '.join(found)}: use another one")
+    return "/".join(name), splits
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import math
 import os
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,15 +48,27 @@ MAX_RECORD_LIFETIME = 24 * 3600.0
 MAX_EPOCH_GAP = 1000
 FETCH_TIMEOUT = 30.0
 MAX_MEAN_LOSS = 1000.0  # nats; a model that guesses has ln(vocabulary), about 10
+RECENT_EPOCHS = 20  # whose median time tells when a run ends
 
 # hivemind's BytesWithPublicKey lets one owner add text of any length around its key, and so fill many subkeys.
 PublicKeyBytes = conbytes(regex=rb"\[owner:ssh-rsa [A-Za-z0-9+/]+=*\]\Z", max_length=1024)
+
+
+class Evaluation(BaseModel):
+    """What one peer has measured last on the validation split."""
+
+    epoch: conint(strict=True, ge=0, le=10**9)  # of the swarm, whose weights these were
+    loss: confloat(strict=True, ge=0.0, le=MAX_MEAN_LOSS)  # nats per predicted token
+    accuracy: confloat(strict=True, ge=0.0, le=1.0)  # share of these tokens that were predicted
+    samples: conint(strict=True, ge=1, le=10**9)  # rows of the split that were used
 
 
 class LocalMetrics(BaseModel):
     """What one peer reports after an epoch. Numbers are strict: an int where a float is expected is refused.
 
     Every field is bounded on both sides, and comparisons with NaN are false, so that NaN and infinity are refused too.
+    The two that are optional are left out of a record where there is nothing to say: older peers refuse what they do
+    not know.
     """
 
     epoch: conint(strict=True, ge=0, le=10**9)  # the epoch just finished
@@ -75,6 +88,17 @@ class LocalMetrics(BaseModel):
     bytes_sent: conint(strict=True, ge=0, le=10**15)  # in that time, of rounds and states; small talk is not counted
     bytes_received: conint(strict=True, ge=0, le=10**15)
     client_mode: StrictBool  # accepts no incoming connection
+    evaluation: Evaluation | None = None  # the newest one, of a peer with --do_eval --eval_steps
+    final_epoch: conint(strict=True, ge=0, le=10**9) | None = None  # at which this peer ends, if not with the schedule
+
+    def dict(self, **options) -> dict:
+        return super().dict(**{**options, "exclude_none": True})
+
+    @root_validator(skip_on_failure=True)
+    def bound_evaluation(cls, values: dict) -> dict:
+        if values["evaluation"] and values["evaluation"].epoch > values["epoch"]:
+            raise ValueError("an evaluation must not be newer than the record")
+        return values
 
     @root_validator(skip_on_failure=True)
     def bound_mean_loss(cls, values: dict) -> dict:
@@ -293,6 +317,74 @@ def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int |
         learning_rate=statistics.median(metrics.learning_rate for metrics in current),
         skipped_steps=sum(metrics.skipped_steps for metrics in current),
     )
+
+
+def find_evaluation(records: list[tuple[str, LocalMetrics]]) -> Evaluation | None:
+    """The newest evaluation among believable records; of several peers' of one epoch, that of median loss."""
+    evaluations = [metrics.evaluation for _, metrics in records if metrics.evaluation]
+    newest = max((evaluation.epoch for evaluation in evaluations), default=0)
+    evaluations = sorted((e for e in evaluations if e.epoch == newest), key=lambda evaluation: evaluation.loss)
+    return evaluations[(len(evaluations) - 1) // 2] if evaluations else None
+
+
+def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
+    """For files and dashboards; the perplexity, e to the loss, is that of the predicted tokens alone."""
+    return {
+        "validation_epoch": evaluation.epoch,
+        "validation_loss": evaluation.loss,
+        "validation_perplexity": perplexity(evaluation.loss),
+        "validation_accuracy": evaluation.accuracy,
+    }
+
+
+def perplexity(loss: float) -> float:
+    """e to the loss in nats, or what comes next to infinity."""
+    return math.exp(min(loss, 700.0))
+
+
+def find_final_epoch(records: list[tuple[str, LocalMetrics]], total_steps: int | None) -> int | None:
+    """The epoch at which most of these peers end; None while it is not known.
+
+    :param total_steps: where those end that report no epoch of their own
+    """
+    epochs = [metrics.final_epoch or total_steps for _, metrics in records if metrics.final_epoch or total_steps]
+    return max(set(epochs), key=epochs.count) if epochs else total_steps
+
+
+def measure_progress(
+    epoch: int, final_epoch: int | None, target_batch_size: int | None, recent_seconds: Iterable[float]
+) -> dict[str, float]:
+    """How far the swarm has come, and when it ends, by the names of files and dashboards; without what is not known.
+
+    :param recent_seconds: of its last epochs, each; RECENT_EPOCHS of them will do
+    """
+    progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
+    if target_batch_size:
+        progress = {"target_batch_size": target_batch_size, "swarm_samples": epoch * target_batch_size}
+    if final_epoch:
+        progress["final_epoch"] = final_epoch
+        if recent:
+            progress["seconds_left"] = max(0, final_epoch - epoch) * statistics.median(recent)
+    return progress
+
+
+def show_progress(epoch: int, progress: dict[str, float]) -> str:
+    """`12% of 1,000 epochs, ends in 2 h 5 min`, as much of it as is known."""
+    if "final_epoch" not in progress:
+        return ""
+    share = min(1.0, epoch / progress["final_epoch"])
+    left = f", ends in {show_duration(progress['seconds_left'])}" if progress.get("seconds_left") else ""
+    return f"{math.floor(1000 * share) / 10:g}% of {progress['final_epoch']:,} epochs{left}"
+
+
+def show_duration(seconds: float) -> str:
+    """For people: 2 h 5 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [f"{days:,} d"] * (days > 0) + [f"{hours} h"] * (hours > 0) + [f"{minutes} min"] * (minutes > 0)
+    return " ".join(parts[:2])
 
 
 def compute_seconds(seconds: dict[str, float]) -> float:

@@ -26,8 +26,22 @@ from rich.text import Text
 
 from arguments import SwarmArguments, show_bytes, stop_for_user
 from averaging import handle_stop_signals, shut_down
-from joining import fetch_contracts, make_dht
-from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, fetch_progress, select_believable
+from joining import find_plan, make_dht
+from utils import (
+    RECENT_EPOCHS,
+    Evaluation,
+    LocalMetrics,
+    SwarmMetrics,
+    aggregate_metrics,
+    fetch_metrics,
+    fetch_progress,
+    find_evaluation,
+    find_final_epoch,
+    measure_progress,
+    perplexity,
+    select_believable,
+    show_progress,
+)
 
 logger = logging.getLogger("watch")
 
@@ -45,6 +59,10 @@ class Look:
     metrics: dict[str, LocalMetrics]  # by peer label
     progress: dict[str, LocalTrainingProgress]  # by peer label
     swarm: SwarmMetrics | None
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        return find_evaluation(list(self.metrics.items()))
 
     @property
     def labels(self) -> set[str]:
@@ -75,20 +93,26 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))
     stop = handle_stop_signals()
     losses: deque[float] = deque(maxlen=200)
-    target, next_contract, last_epoch = None, 0.0, None
+    seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
+    plan, next_contract, last_epoch = None, 0.0, None
     with open_screen() as show:
         while True:
             if time.monotonic() >= next_contract:
-                target = find_target_batch_size(dht, prefix) or target
-                next_contract = time.monotonic() + (CONTRACT_PERIOD if target else WATCH_PERIOD)
+                plan = find_plan(dht, prefix, FETCH_TIMEOUT) or plan
+                next_contract = time.monotonic() + (CONTRACT_PERIOD if plan else WATCH_PERIOD)
             look = look_at(dht, prefix, last_epoch)
-            if look.swarm and look.swarm.epoch != last_epoch:
+            target, total_steps = (plan.target_batch_size, plan.total_steps) if plan else (None, None)
+            is_new = look.swarm is not None and look.swarm.epoch != last_epoch
+            if is_new:
                 last_epoch = look.swarm.epoch
                 losses.append(look.swarm.loss)
-                if show is None:
-                    print(describe(look.swarm), flush=True)
+                seconds.append(look.swarm.epoch_seconds)
+            final_epoch = find_final_epoch(list(look.metrics.items()), total_steps)
+            course = measure_progress(last_epoch or 0, final_epoch, target, seconds)
+            if show is None and is_new:
+                print(describe(look.swarm, course, look.evaluation), flush=True)
             if show:
-                show(look, prefix, target, losses)
+                show(look, prefix, course, losses)
             if stop.wait(min(WATCH_PERIOD, refresh_period)):
                 break
     shut_down(dht)
@@ -101,22 +125,16 @@ def look_at(dht: hivemind.DHT, prefix: str, last_epoch: int | None) -> Look:
     return Look(dict(records), dict(progress), aggregate_metrics(records, last_epoch))
 
 
-def find_target_batch_size(dht: hivemind.DHT, prefix: str) -> int | None:
-    """Samples that make an epoch, by the contract that most trainers have published; None while there is none."""
-    texts = [
-        contract.contract.get("target_batch_size", "")
-        for contract in fetch_contracts(dht, prefix, FETCH_TIMEOUT).values()
-    ]
-    sizes = [int(text) for text in texts if text.isascii() and text.isdigit() and len(text) <= 9]
-    return max(set(sizes), key=sizes.count) if sizes else None
-
-
-def describe(swarm: SwarmMetrics) -> str:
+def describe(swarm: SwarmMetrics, course: dict[str, float], evaluation: Evaluation | None) -> str:
     """One line, for where there is no terminal."""
-    return (
-        f"{time.strftime('%H:%M:%S')} epoch {swarm.epoch}  loss {swarm.loss:.4f}  peers {swarm.alive_peers}  "
-        f"{swarm.samples_per_second:.1f} samples/s  {swarm.epoch_seconds:.1f} s"
-    )
+    parts = [
+        f"{time.strftime('%H:%M:%S')} epoch {swarm.epoch}  loss {swarm.loss:.4f}  peers {swarm.alive_peers}",
+        f"{swarm.samples_per_second:.1f} samples/s  {swarm.epoch_seconds:.1f} s",
+        show_progress(swarm.epoch, course),
+    ]
+    if evaluation:
+        parts.append(f"validation loss {evaluation.loss:.4f} at epoch {evaluation.epoch}")
+    return "  ".join(part for part in parts if part)
 
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
@@ -138,9 +156,12 @@ def open_screen() -> Iterator[Callable | None]:
 
 
 def make_screen(
-    console: Console, look: Look, prefix: str, target: int | None, losses: Sequence[float]
+    console: Console, look: Look, prefix: str, course: dict[str, float], losses: Sequence[float]
 ) -> RenderableType:
-    """The picture: run, epoch and loss, then the peers, most generous first, as many as fit into the terminal."""
+    """The picture: run, epoch and loss, then the peers, most generous first, as many as fit into the terminal.
+
+    :param course: of utils.measure_progress
+    """
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True, min_width=10)
     head.add_column(no_wrap=True, overflow="ellipsis")
@@ -152,12 +173,23 @@ def make_screen(
         count = len(look.progress)
         who = f"{count} peer{'s'[: count != 1]}" + f" ({clients} in client mode)" * bool(clients)
         head.add_row("epoch", f"{look.epoch:,}   {who}, {look.samples_per_second:,.1f} samples/s")
-        head.add_row("progress", make_progress(look, target, 24 if console.width >= WIDE else 8))
+        head.add_row(
+            "progress", make_progress(look, course.get("target_batch_size"), 24 if console.width >= WIDE else 8)
+        )
+        if text := show_progress(look.epoch, course):
+            samples = f"; {course['swarm_samples']:,} samples" if "swarm_samples" in course else ""
+            head.add_row("training", text + samples)
     if losses:
         line = Text(f"{losses[-1]:.4f}  ", style="bold")
         if console.encoding.startswith("utf"):
             line.append(make_sparkline(losses), style="not bold cyan")
         head.add_row("loss", line)
+    if evaluation := look.evaluation:
+        head.add_row(
+            "validation",
+            f"loss {evaluation.loss:.4f}, perplexity {perplexity(evaluation.loss):,.1f}, accuracy "
+            f"{evaluation.accuracy:.1%} at epoch {evaluation.epoch:,}",
+        )
     if look.swarm:
         swarm = look.swarm
         head.add_row(

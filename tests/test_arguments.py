@@ -64,6 +64,15 @@ def test_steps_count_epochs_and_say_so():
             ["--max_sequence_length", "--sequence_length_warmup_steps"],
         ),
         (["--run_id", "a", "--sequence_length_warmup_steps", "9"], ["--initial_sequence_length"]),
+        (["--run_id", "a", "--objective", "nsp"], ["--objective", "mlm_sop"]),
+        (
+            ["--run_id", "a", "--model_name_or_path", "b", "--config_name", "c"],
+            ["--model_name_or_path", "--config_path"],
+        ),
+        (["--run_id", "a", "--train_file", "b", "--dataset_name", "c"], ["--train_file", "--dataset_name"]),
+        (["--run_id", "a", "--train_file", "b", "--streaming"], ["--train_file", "--streaming"]),
+        (["--run_id", "a", "--validation_file", "b"], ["--validation_file", "--train_file"]),
+        (["--run_id", "a", "--dataset_config_name", "b"], ["--dataset_config_name", "--dataset_name"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -82,6 +91,21 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, words, monkeypatch, cap
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("run_trainer.py: error: ")
     assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, ("configs/albert-large.json", "data/tokenizer")),
+        ({"model_name_or_path": "a"}, (None, "a")),
+        # the default, named
+        ({"model_name_or_path": "a", "tokenizer_path": "data/tokenizer"}, (None, "data/tokenizer")),
+    ],
+)
+def test_shape_and_tokenizer_come_from_the_pretrained_model_unless_others_are_named(given, expected):
+    args = arguments.ModelArguments(**given)
+    assert (args.config_path, args.tokenizer_path) == expected
+    assert dataclasses.replace(args) == args
 
 
 def test_a_missing_tokenizer_names_the_script_that_makes_it():

@@ -20,9 +20,17 @@ from transformers import AlbertForPreTraining, AutoTokenizer
 
 import checkpoint
 from arguments import ModelArguments, TrainerArguments
-from checkpoint import choose_state, find_checkpoints, load_checkpoint, load_state, load_state_file
+from checkpoint import (
+    CheckpointError,
+    check_weights,
+    choose_state,
+    find_checkpoints,
+    load_checkpoint,
+    load_state,
+    load_state_file,
+)
 from data import load_tokenizer
-from model import make_model
+from model import describe_architecture, make_model
 
 ALONE = {
     **TRAINER,
@@ -511,3 +519,12 @@ def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
     assert sorted(after) == [epoch + 1, epoch + 2]
     assert after[epoch + 1]["learning_rate"] == pytest.approx(before[epoch]["learning_rate"] - 2e-3 / 95)
     assert_loss_goes_on(before | after, epoch)
+
+
+def test_a_state_of_an_earlier_version_names_no_objective_and_is_accepted():
+    model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), 300)
+    weights = model.state_dict()
+    for architecture in (None, "albert, 1 layers, 4 heads, 0123456789ab", describe_architecture(model)):
+        assert check_weights({"model": weights, "architecture": architecture}, model).keys() == weights.keys()
+    with pytest.raises(CheckpointError, match="of another model"):
+        check_weights({"model": weights, "architecture": "albert mlm_sop, 1 layers, 4 heads, 0123456789ab"}, model)

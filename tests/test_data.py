@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import itertools
+import json
 import lzma
 import os
 import random
@@ -21,7 +22,8 @@ from tokenizers.models import BPE
 from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
 import data
-from arguments import DataArguments
+import tokenize_wikitext103
+from arguments import DataArguments, TokenizeArguments
 from documents import (
     SAMPLE_CHAPTER,
     SAMPLE_TITLE,
@@ -192,7 +194,7 @@ def test_pairs_of_tiny_documents(sentences, count):
 def test_masking_rates(dataset, tokenizer):
     batches = data.MaskedBatches(dataset, tokenizer, DataArguments())
     flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
-    masked = batches.collator.mask_tokens(flat, lengths, np.random.default_rng(0))
+    masked = batches.collator.add_labels(flat, lengths, np.random.default_rng(0))
     before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
     chosen = labels != -100
     ordinary = before >= 5
@@ -343,7 +345,7 @@ def test_one_word_of_a_batch_is_masked_at_least(piecewise):
 
 
 def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer, capsys):
-    pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("Ġ", "")), "▁", "##"]
+    pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("·", "")), "▁", "##"]
     backend = Tokenizer(BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), WORDPIECE, strict=True))
     unmarked = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
@@ -354,6 +356,83 @@ def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer
     rows = make_rows(20, len(pieces))
     labels = data.DataCollatorForWholeWordMask(unmarked, whole_word_mask=False)(rows, seed=1)["labels"]
     assert (labels != -100).sum() > 100
+
+
+def test_words_of_byte_level_pieces_are_those_of_the_text():
+    """Against the tokenizer's own offsets: a word begins at the text's beginning and behind a space."""
+    text = " ".join(read_text(ROOT / "sample_data" / "austen.txt.xz")[:60_000].split()) + " déjà — Ёлка 3.14 ok"
+    args = TokenizeArguments(vocab_size=600)
+    tokenizer = tokenize_wikitext103.train_byte_tokenizer([[text]], args)
+    encoding = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    ids = np.array(encoding["input_ids"])
+    spaces = np.cumsum([character == " " for character in text])
+    expected = np.diff([spaces[end - 1] for _, end in encoding["offset_mapping"]], prepend=-1) == 1
+    words, count = data.number_words(
+        data.find_word_beginnings(tokenizer)[ids], np.ones(len(ids), dtype=bool), np.array([len(ids)])
+    )
+    assert count == expected.sum() == len(text.split())
+    assert (np.diff(words, prepend=0) == 1).tolist() == expected.tolist()
+
+
+# ---------------------------------------------------------------- full blocks
+
+
+def make_blocks(columns: list[str], count: int = 50) -> tuple[list[dict], Dataset]:
+    """Blocks of 24 ids, with [CLS] and [SEP] if they are to be masked; and the last one shorter."""
+    rows = []
+    for row in make_rows(count, 200, length=24):
+        ids = (row["input_ids"] * 2)[: 24 if len(rows) < count - 1 else 13]
+        if "special_tokens_mask" in columns:
+            ids[0], ids[-1] = 2, 3
+        values = {"input_ids": ids, "special_tokens_mask": [int(token < 5) for token in ids]}
+        rows.append({name: values[name] for name in columns})
+    return rows, Dataset.from_list(rows)
+
+
+def test_causal_batches_predict_every_token_but_the_first_of_a_row(tokenizer):
+    rows, blocks = make_blocks(data.COLUMNS_OF["clm"])
+    texts = {tuple(row["input_ids"]) for row in rows}
+    args = DataArguments(pad_to_multiple_of=16)
+    batches = make_batches(blocks, tokenizer, 12, args)
+    for batch in [*batches, *data.make_eval_batches(blocks, tokenizer, args, batch_size=7)]:
+        assert set(batch) == {"input_ids", "attention_mask", "labels"}
+        for ids, mask, labels in zip(*(batch[name] for name in ("input_ids", "attention_mask", "labels")), strict=True):
+            length = int(mask.sum())
+            assert tuple(ids[:length].tolist()) in texts and (ids[length:] == 0).all()
+            assert labels[1:length].equal(ids[1:length]) and labels[0] == -100 and (labels[length:] == -100).all()
+    assert are_equal(batches, make_batches(blocks, tokenizer, 12, args, num_workers=2))
+    batches = make_batches(blocks, tokenizer, 6, DataArguments(max_sequence_length=10))
+    starts = {text[:10] for text in texts}
+    assert all(tuple(row.tolist()) in starts for batch in batches for row in batch["input_ids"])
+
+
+def test_masked_blocks_keep_their_end_when_they_are_cut(tokenizer):
+    rows, blocks = make_blocks(data.COLUMNS_OF["mlm"])
+    args = DataArguments(max_sequence_length=16, mlm_probability=0.3)
+    for batch in make_batches(blocks, tokenizer, 12, args):
+        assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
+        true = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+        lengths = batch["attention_mask"].sum(1)
+        assert set(lengths.tolist()) <= {16, 13} and not batch["token_type_ids"].any()
+        for ids, length in zip(true.tolist(), lengths.tolist(), strict=True):
+            assert ids[0] == 2 and ids[length - 1] == 3
+            assert any(row["input_ids"][: length - 1] == ids[: length - 1] for row in rows)
+        assert (batch["labels"] != -100).sum() > 8
+
+
+@pytest.mark.parametrize("objective", ["mlm", "clm"])
+def test_a_look_at_batches_of_each_kind(tmp_path, tiny_data, objective):
+    shape = {"model_type": "bert" if objective == "mlm" else "gpt2"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    (tmp_path / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
+    command = [sys.executable, "data.py", "--config_path", tmp_path / "config.json", "--max_sequence_length", "32"]
+    command += ["--train_file", tmp_path / "a.txt", "--dataset_cache_dir", tmp_path, "--tokenizer_path"]
+    command.append(tiny_data["--tokenizer_path"])
+    run = subprocess.run([str(w) for w in command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert f"objective {objective}" in run.stdout and "more of the lines" in run.stdout.replace("\n   ", "")
+    assert ("mask rate" in run.stdout) == (objective == "mlm") == ("⟦" in run.stdout)
+    assert "1,000 instances" in run.stdout and "swapped" not in run.stdout
 
 
 # ---------------------------------------------------------------- sequences that grow

@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import matthews_corrcoef
 from tokenizers import normalizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import finetune_mlm
 import predict_on_lidirus
@@ -338,9 +338,9 @@ def test_another_model(tmp_path, capsys):
     folder = find_minilm()
     weights = load_file(folder / "model.safetensors")
     for task in ("terra", "rucos"):
-        pretrained, model = prepare(task, model_name=folder)
+        _, model = prepare(task, model_name=folder)
         assert_begins_with(model, weights)
-        assert choose_length(pretrained, 1000) == 512
+        assert choose_length(model, 1000) == 512
     pairs = [
         {"premise": f"{who} sleeps.", "hypothesis": f"{who} {what}.", "label": label, "idx": 0}
         for who in ("The man", "A girl", "Our old dog", "Her son")
@@ -355,6 +355,27 @@ def test_another_model(tmp_path, capsys):
     assert (saved.config.model_type, saved.config.hidden_dropout_prob) == ("bert", 0.1)
     labels = [json.loads(line)["label"] for line in (tmp_path / "run" / "TERRa.jsonl").read_text().splitlines()]
     assert labels == predict_plainly(tmp_path / "run" / "model", pairs, ("premise", "hypothesis"))
+
+
+def test_a_bert_that_has_predicted_next_words_sees_all_words_again(tmp_path):
+    shutil.copytree(find_minilm(), tmp_path / "causal", copy_function=os.symlink)
+    path = tmp_path / "causal" / "config.json"
+    config = json.loads(path.read_text())
+    path.unlink()
+    path.write_text(json.dumps(config | {"is_decoder": True}))
+    _, model = prepare("terra", model_name=tmp_path / "causal")
+    with torch.no_grad():
+        logits, others = (model.eval()(torch.tensor([[101, 2000, 2001, last]])).logits for last in (2002, 2003))
+    assert not torch.allclose(logits, others, atol=1e-4)
+
+
+def test_only_an_albert_of_ours_has_as_many_pieces_as_its_tokenizer():
+    pretrained = load_pretrained(FinetuneArguments(task="terra", model_name=str(find_minilm())))
+    pretrained.config.vocab_size += 6  # rounded up, as pretrained vocabularies are
+    check_tokenizer(pretrained, is_own=True)
+    pretrained.config = AlbertConfig(vocab_size=pretrained.config.vocab_size)
+    with pytest.raises(SystemExit):
+        check_tokenizer(pretrained, is_own=True)
 
 
 @pytest.fixture

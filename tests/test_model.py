@@ -6,7 +6,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from arguments import ModelArguments
-from model import evaluate, make_model, move_batch
+from model import compute_losses, evaluate, make_model, move_batch
 
 VOCABULARY = 300
 
@@ -42,7 +42,7 @@ def test_losses_and_gradients_are_those_of_all_logits(model):
     sop_loss = cross_entropy(outputs.sop_logits, batch["sentence_order_label"])
     (mlm_loss + sop_loss).backward()
 
-    losses = model(**move_batch(batch, torch.device("cpu")))
+    losses = compute_losses(model, move_batch(batch, torch.device("cpu")))
     losses["loss"].backward()
     assert losses["mlm_loss"].item() == pytest.approx(mlm_loss.item(), rel=1e-5)
     assert losses["sop_loss"].item() == pytest.approx(sop_loss.item(), rel=1e-5)
@@ -79,14 +79,14 @@ def test_evaluation_weights_each_masked_token_alike(model):
     small, large = make_batch(1, size=2), make_batch(2, size=6)
     device = torch.device("cpu")
     counts = [(batch["labels"] != -100).sum().item() for batch in (small, large)]
-    losses = [evaluate(model, [batch], device) for batch in (small, large)]
+    losses = [evaluate(model, [batch], device)["loss"] for batch in (small, large)]
     mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     assert counts[0] != counts[1]
-    assert evaluate(model, [small, large], device) == pytest.approx(mean, rel=1e-5)
+    assert evaluate(model, [small, large], device)["loss"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_albert_large_has_its_size():
     with torch.device("meta"):
-        model = make_model(ModelArguments(), vocab_size=30_000)
+        model = make_model(ModelArguments(), 30_000)
     # 17.85 M (arxiv.org/abs/1909.11942, table 1: 18 M), of which the masked-LM head is part
     assert 17.5e6 < model.num_parameters() < 18.5e6

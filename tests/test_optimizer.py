@@ -139,7 +139,7 @@ def test_parameter_order_is_part_of_the_contract():
     class Model(nn.Module):
         def __init__(self, names):
             super().__init__()
-            self.config = AlbertConfig()
+            self.config, self.objective, self.initial_weights = AlbertConfig(), "mlm_sop", "random"
             for name in names:
                 setattr(self, name, nn.Linear(3, 3))
 

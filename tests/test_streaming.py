@@ -343,6 +343,37 @@ def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
         assert length - 10 < max(longest) <= length, (length, longest)
 
 
+@pytest.mark.parametrize("objective", ["mlm", "clm"])
+def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
+    """The same for any number of workers; and of a document's text nothing is lost."""
+    tokenizer = data.load_tokenizer(tiny_data["--tokenizer_path"], objective)
+
+    def take(num_workers: int) -> list[dict]:
+        dataset = data.make_training_dataset(
+            tokenizer, sources=austen, max_sequence_length=32, shuffle_buffer=64, objective=objective
+        )
+        options = dict(batch_size=16, seed=1, num_workers=num_workers)
+        return list(itertools.islice(data.make_train_batches(dataset, tokenizer, DataArguments(), **options), 40))
+
+    batches = take(0)
+    for one, other in zip(batches, take(2), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    names = {"input_ids", "attention_mask", "labels"}
+    assert set(batches[0]) == (names | {"token_type_ids"} if objective == "mlm" else names)
+    lengths = torch.cat([batch["attention_mask"].sum(1) for batch in batches])
+    assert lengths.max() == 32 and (lengths == 32).float().mean() > 0.9
+
+    chunk = [(0, 0, "A first text of it.\n\nWith two parts."), (1, 0, "Another text. " * 20)]
+    [source, *_] = streaming.read_sources(austen)
+    _, columns, lengths = streaming.ChunkTokenizer([source], tokenizer, 0, objective)[32, chunk]
+    ids = columns["input_ids"]
+    if objective == "mlm":
+        edges = np.concatenate([lengths.cumsum() - lengths, lengths.cumsum() - 1])
+        ids = np.delete(ids, edges)
+    expected = sum((tokenizer(text, add_special_tokens=False)["input_ids"] + [3] for *_, text in chunk), [])
+    assert ids.tolist() == expected and lengths[:-1].tolist() == [32] * (len(lengths) - 1)
+
+
 def test_training_dataset_in_a_plain_loader(tokenizer, austen):
     dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=64, shuffle_buffer=50)
     row = next(iter(dataset))

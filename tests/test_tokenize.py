@@ -9,12 +9,16 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import datasets
+import huggingface_hub
+import numpy
+import pyarrow
 import pytest
 from transformers import AlbertTokenizer
 
 import data
 import tokenize_wikitext103
-from arguments import TokenizeArguments
+from arguments import DataArguments, ModelArguments, TokenizeArguments
 from documents import read_documents, read_text, split_sentences
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,6 +182,143 @@ def test_single_document_gives_up_its_last_paragraphs(written, tmp_path, novel):
     assert 0 < len(dataset["validation"]) < 0.2 * len(dataset["train"])
 
 
+@pytest.fixture(scope="module", params=["mlm", "clm"])
+def blocks(request, tmp_path_factory, written):
+    """As `written`, in full blocks: (objective, folder, flags)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    flags = ["--objective", request.param, "--text_files", written / "documents.jsonl", "--seq_length", 64]
+    flags += ["--train_tokenizer", "--vocab_size", 500]
+    tokenize(folder, *flags)
+    return request.param, folder, flags
+
+
+def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
+    objective, folder, _ = blocks
+    tokenizer = data.load_tokenizer(folder / "tokenizer", objective)
+    dataset, corpus = data.load_tokenized_dataset(folder / "dataset", tokenizer, objective)
+    assert corpus["objective"] == objective and corpus["documents"] == {"train": 38, "validation": 2}
+    joint, end = ("\n", tokenizer.eos_token_id) if objective == "clm" else (" ", tokenizer.sep_token_id)
+    documents = [joint.join(paragraphs) for paragraphs in read_documents(written / "documents.jsonl")]
+    texts = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + [end] for text in documents]
+    if objective == "clm":
+        assert tokenizer.pad_token_id == end and [tokenizer.decode(text[:-1]) for text in texts] == documents
+    for split in dataset.values():
+        rows = split["input_ids"]
+        assert {len(row) for row in rows} == {64} and set(split.column_names) == set(data.COLUMNS_OF[objective])
+        if objective == "mlm":
+            assert all(row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id for row in rows)
+            assert all(row["special_tokens_mask"] == [int(token < 5) for token in row["input_ids"]] for row in split)
+        ids = sum(([*row[1:-1]] if objective == "mlm" else list(row) for row in rows), [])
+        while ids in texts or any(ids[: len(text)] == text for text in texts):  # documents one behind the other
+            text = next(text for text in texts if ids[: len(text)] == text)
+            texts.remove(text)
+            ids = ids[len(text) :]
+        [rest] = [text for text in texts if text[: len(ids)] == ids and ids] or [[]]
+        assert len(rest) - len(ids) < 64, "more than a block was lost"
+        if rest:
+            texts.remove(rest)
+    assert texts == []
+
+
+def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_path):
+    _, folder, flags = blocks
+    tokenize(tmp_path, *flags, "--num_proc", 2, env={**os.environ, "PYTHONHASHSEED": "1"})
+    for name in ("dataset", "tokenizer"):
+        assert read_files(tmp_path / name) == read_files(folder / name)
+
+
+def test_what_was_made_for_another_objective_is_refused_but_pairs_will_do_for_mlm(blocks, written, capsys):
+    objective, folder, _ = blocks
+    tokenizer = data.load_tokenizer(folder / "tokenizer", objective)
+    with pytest.raises(SystemExit) as stop:
+        data.load_tokenized_dataset(folder / "dataset", tokenizer, "mlm_sop")
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and message.count("\n") == 1 and "tokenize again with --objective mlm_sop" in message
+    if objective == "mlm":
+        pairs, _ = data.load_tokenized_dataset(written / "dataset", data.load_tokenizer(written / "tokenizer"), "mlm")
+        assert set(pairs["train"].column_names) == set(data.COLUMNS) - {"sentence_order_label"}
+
+
+def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path, capsys):
+    objective, folder, _ = blocks
+    if objective == "clm":
+        flags = ("--objective", "mlm", "--corpus", "sample", "--tokenizer", folder / "tokenizer")
+        result = tokenize(tmp_path, *flags, check=False)
+        assert result.returncode == 2 and "no cls token" in result.stderr
+    else:  # [SEP] may end a text
+        tokenizer = data.load_tokenizer(folder / "tokenizer", "clm")
+        assert tokenizer.eos_token == "[SEP]" and tokenizer.pad_token == "<pad>"
+
+
+# ---------------------------------------------------------------- text that the trainer tokenizes itself
+
+
+@pytest.mark.parametrize("source", ["--train_file", "--dataset_name"])
+def test_a_trainer_tokenizes_text_once_and_finds_it_again(written, tmp_path, capfd, source):
+    shape = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
+    (tmp_path / "bert.json").write_text(json.dumps(shape))
+    model = ModelArguments(str(tmp_path / "bert.json"), tokenizer_path=str(written / "tokenizer"))
+    (tmp_path / "text").mkdir()
+    text = (written / "documents.jsonl").read_text()
+    (tmp_path / "text" / "train.jsonl").write_text(text)
+    where = str(tmp_path / "text") if source == "--dataset_name" else str(tmp_path / "text" / "train.jsonl")
+    options = {source[2:]: where, "max_sequence_length": 48}
+
+    def load(number: int = 1, **changes):
+        args = DataArguments(dataset_cache_dir=str(tmp_path / f"cache{number}"), **options | changes)
+        return data.load_data(model, args, needs_validation=True)
+
+    tokenizer, splits, corpus = load()
+    assert corpus["objective"] == "mlm" and corpus["seq_length"] == 48
+    assert corpus["documents"] == {"train": 38, "validation": 2}
+    made = list((tmp_path / "cache1").glob("text-*/corpus.json"))
+    times = [path.stat().st_mtime_ns for path in made]
+    again, other = load()[1], load(2)[1]
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "cache1").glob("text-*/corpus.json")] == times
+    assert len(times) == 1
+    for name in splits:
+        assert splits[name]["input_ids"] == again[name]["input_ids"] == other[name]["input_ids"]
+    # a text of its own for validation; other text, other length, other folders
+    (tmp_path / "other.txt").write_text("One sentence here.\n\nAnother one there.\n" * 50)
+    _, apart, corpus = load(validation_file=str(tmp_path / "other.txt"))
+    assert corpus["documents"] == {"train": 40, "validation": 1} and len(apart["train"]) > len(splits["train"])
+    load(max_sequence_length=32)
+    load(language="russian")
+    if source == "--train_file":
+        Path(where).write_text(text + "\n" + json.dumps({"text": "One more. And more."}))
+        load()
+    assert len(list((tmp_path / "cache1").glob("text-*/corpus.json"))) == 4 + (source == "--train_file")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"train_file": "none.txt"}, ["no file none.txt"]),
+        ({"train_file": "empty.txt"}, ["no text", "empty.txt"]),
+        ({"dataset_name": "."}, ["--dataset_name .", "no dataset"]),
+        ({"dataset_name": "texts", "text_column": "body"}, ["columns text", "--text_column"]),
+        ({"dataset_name": "texts", "language": "klingon"}, ["no language klingon", "russian"]),
+        ({"dataset_name": "org/none"}, ["org/none", "--train_file"]),
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_text_that_is_not_there_is_one_line(written, tmp_path, monkeypatch, capsys, options, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text(json.dumps({"text": "A b."}))
+    model = ModelArguments(str(ROOT / "configs" / "demo.json"), tokenizer_path=str(written / "tokenizer"))
+    with pytest.raises(SystemExit) as stop:
+        data.load_data(model, DataArguments(dataset_cache_dir=str(tmp_path / "cache"), **options), True)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(word in message for word in words), message
+
+
 FAULTS = {
     "missing": (b"", ["--text_files", "none.txt"], "no file none.txt"),
     "empty": (b" \n\n", ["--text_files", "input.txt"], "no text in input.txt"),
@@ -237,3 +378,11 @@ def test_interrupted_run_leaves_nothing(written, tmp_path, number, code):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+def test_full_blocks_are_sliced_into_tables_of_a_size_that_offsets_hold():
+    ids, lengths = numpy.arange(23, dtype=numpy.int32), numpy.array([5, 5, 5, 5, 3])
+    tables = list(tokenize_wikitext103.make_tables({"input_ids": ids}, lengths, most=12))
+    assert [table.num_rows for table in tables] == [2, 2, 1]
+    rows = pyarrow.concat_tables(tables)["input_ids"].to_pylist()
+    assert rows == [part.tolist() for part in numpy.split(ids, lengths.cumsum()[:-1])]

@@ -64,7 +64,7 @@ with run_trainer.clean_end():
 
 # A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer's parameters break and are mended.
 ROLES = """
-import json, os, sys
+import json, os, sys, time
 import torch
 from arguments import *
 from averaging import clean_end, shut_down
@@ -81,7 +81,8 @@ with clean_end():
     for role, auxiliary in (("monitor", True), ("trainer", False)):
         dht, public_key = make_dht(swarm)
         model = make_model(ModelArguments("configs/demo.json"), 300)
-        optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(), auxiliary=auxiliary)
+        averaging = AveragingArguments(target_batch_size=64, batch_size_lead=8)
+        optimizer = make_optimizer(model, dht, swarm, options, averaging, auxiliary=auxiliary)
         by_value = {param.data.double().pow(2).sum().item(): name for name, param in model.named_parameters()}
         # names by what stands at each position of the state that peers exchange, where the values tell
         _, tensors, _ = optimizer.state_averager.get_current_state()
@@ -98,7 +99,7 @@ with clean_end():
         arguments = TrainerArguments(output_dir=sys.argv[2], state_path=state_path)
         callback = CollaborativeCallback(
             dht, optimizer, swarm, arguments, public_key, contract,
-            model=model, tokenizer=None, scaler=None, arguments={},
+            model=model, tokenizer=None, scaler=None, arguments={"target_batch_size": 64, "total_steps": 100},
         )
         with torch.no_grad():
             for tensor in callback.state_tensors():
@@ -125,6 +126,15 @@ with clean_end():
         }
         optimizer.state_averager.local_epoch = 0
     facts["restored"] = restored
+    # 25 of 100 samples in 50 s; and 100 epochs of 30 s
+    callback.most_samples, callback.computed_samples, callback.train_start = 100, 25, time.monotonic() - 50
+    callback.recent_seconds.clear()
+    callback.recent_seconds.append(30.0)
+    facts["progress"] = [callback.measure_progress()]
+    callback.most_samples = 10_000
+    facts["progress"].append(callback.measure_progress())
+    callback.evaluate = lambda: torch.empty(2**60, dtype=torch.uint8)
+    facts["measured"] = [callback.measure(), callback.measure(), callback.evaluation]
     print(json.dumps(facts), flush=True)
     shut_down(dht, optimizer)
 """
@@ -198,6 +208,16 @@ def test_parameters_that_are_not_finite_are_restored(facts, where):
     assert restored["epoch"] == 3
     # the fourth of the 5,001 steps of warm-up
     assert restored["learning_rate"] == pytest.approx(0.00176 * 4 / 5001)
+
+
+def test_the_end_is_the_earlier_one_and_an_epoch_has_whole_batches(facts):
+    by_passes, by_epochs = facts["progress"]
+    assert by_passes["seconds_left"] == pytest.approx(150, rel=0.05) and by_epochs["seconds_left"] == 3000
+    assert by_passes["target_batch_size"] == 64  # not less --batch_size_lead
+
+
+def test_out_of_memory_in_evaluation_is_no_evaluation(facts):
+    assert facts["measured"] == [False, False, None]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do --fp16")

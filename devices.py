@@ -1,0 +1,288 @@
+"""What a trainer computes on and how: device, precision, compiler, the batch size that fits, and the feed of batches.
+
+Devices are chosen without a CUDA context: hivemind forks its helpers first (see run_trainer.py). To see what is chosen:
+
+    python -c "import devices; from arguments import TrainerArguments; \\
+        print(devices.choose_devices(TrainerArguments()))"
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+
+import psutil
+import torch
+
+from arguments import DataArguments, TrainerArguments, stop_for_user
+from data import make_train_batches
+from model import compute_losses, find_longest_sequence, move_batch
+
+logger = logging.getLogger("trainer")
+
+LONGEST_PASS = 5.0  # seconds; a step of up to 10 is advised
+#: share of the memory that is free without a batch: rounds, and batches that are cut otherwise, need some
+FULLEST_MEMORY = 0.8
+
+
+# --- device and precision ---------------------------------------------------------------------------------------------
+
+
+def choose_devices(args: TrainerArguments) -> list[torch.device]:
+    """The devices of this machine that --device and --num_devices name, without a CUDA context; ends the process with
+    one line where there are none such. On a CPU each stands for a process that trains.
+    """
+    # asks the driver's management library, unlike torch.cuda.is_available(), which initializes CUDA
+    gpus = torch.cuda.device_count()
+    kind = ("cuda" if gpus else "cpu") if args.device == "auto" else args.device
+    if kind.startswith("cuda"):
+        index = torch.device(kind).index
+        count = (args.num_devices or gpus) if index is None else 1
+        if (index or 0) >= gpus or count > gpus:
+            stop_for_user(
+                f"--device {args.device}{f' --num_devices {count}' if count > gpus > 0 else ''}: {gpus} NVIDIA GPUs "
+                "are visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or take --device cpu"
+            )
+        devices = [torch.device("cuda", number if index is None else index) for number in range(count)]
+    elif kind == "cpu":
+        devices = [torch.device("cpu")] * (args.num_devices or 1)
+    else:
+        devices = [torch.device(kind)]
+        if kind == "mps" and not torch.backends.mps.is_available():
+            stop_for_user("--device mps: this is no Mac with an Apple GPU, or its torch cannot use it")
+        if kind == "xla" and not importlib.util.find_spec("torch_xla"):
+            stop_for_user("--device xla: the package torch_xla is missing; install the one of this torch version")
+    if (args.num_devices or len(devices)) != len(devices):
+        stop_for_user(f"--num_devices {args.num_devices}: --device {args.device} is one device: leave one of them away")
+    if args.fp16 and devices[0].type != "cuda":
+        stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
+    return devices
+
+
+def place_model(
+    model: torch.nn.Module, device: torch.device, args: TrainerArguments
+) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
+    """Move the model to its device, in training mode. Call it when hivemind's helpers are forked.
+
+    :returns: a context for forward passes in the precision of --fp16 or --bf16, and the scaler of losses, which does
+        nothing unless --fp16 is given
+    """
+    if device.type in ("mps", "xla"):
+        logger.warning(f"--device {device.type} is untested: tell us how it went")
+    if device.type == "xla":
+        import torch_xla  # noqa: F401  it makes the device known to torch
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if args.tf32:
+            torch.set_float32_matmul_precision("high")
+        if args.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            stop_for_user("--bf16 is not supported by this GPU: use --fp16")
+    model.to(device).train()
+    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    return autocast, torch.amp.GradScaler(device.type, enabled=args.fp16)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or this machine, has no memory left for what was to be computed."""
+    # torch's allocators, the driver, and CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED) each say it in their own way
+    says_so = any(words in str(error).lower() for words in ("out of memory", "can't allocate memory", "alloc_failed"))
+    return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def explain_out_of_memory(args: TrainerArguments, device: torch.device) -> str:
+    """One line that names the cures that are left."""
+    cures = []
+    if args.per_device_train_batch_size not in ("auto", 1):
+        cures.append(
+            f"a smaller --per_device_train_batch_size (now {args.per_device_train_batch_size}) with more "
+            f"--gradient_accumulation_steps (now {args.gradient_accumulation_steps})"
+        )
+    if not args.gradient_checkpointing:
+        cures.append("--gradient_checkpointing")
+    if not args.bf16 and not args.fp16:
+        cures.append("--bf16")
+    cures.append("shorter sequences (--max_sequence_length)")
+    return f"out of memory on {device}: {', or '.join(cures)}"
+
+
+@contextlib.contextmanager
+def stop_when_out_of_memory(args: TrainerArguments, device: torch.device) -> Iterator[None]:
+    """Before training: end the process with that line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
+            raise
+        stop_for_user(explain_out_of_memory(args, device))
+
+
+def measure_memory(device: torch.device) -> float:
+    """The share of the device's memory that is used, at its peak where that is known."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return 1 - free / total  # what torch holds, and what other programs hold
+    return psutil.virtual_memory().percent / 100
+
+
+# --- batch size -------------------------------------------------------------------------------------------------------
+
+
+def make_trial_batch(
+    model: torch.nn.Module, dataset, tokenizer, corpus: dict, data_args: DataArguments, seed: int
+) -> dict[str, torch.Tensor]:
+    """One row of the model's data, repeated until it is as long as the longest rows that training will bring.
+
+    :param corpus: of data.load_data
+    """
+    batch = next(iter(make_train_batches(dataset, tokenizer, data_args, batch_size=8, seed=seed)))
+    stored = corpus["seq_length"]
+    length = int(min(stored, data_args.max_sequence_length or stored, find_longest_sequence(model)))
+    filled = batch["attention_mask"].sum(1) if "attention_mask" in batch else (batch["input_ids"] >= 0).sum(1)
+    row, columns = filled.argmax(), torch.arange(length) % filled.max()
+    return {name: (tensor[row, columns] if tensor.dim() == 2 else tensor[row])[None] for name, tensor in batch.items()}
+
+
+def stretch_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """A batch of so many times this one row."""
+    return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in batch.items()}
+
+
+def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast: AbstractContextManager) -> float:
+    """Seconds of one forward and backward pass."""
+    start = time.monotonic()
+    with autocast:
+        loss = compute_losses(model, batch)["loss"]
+    loss.backward()
+    loss.item()
+    if loss.is_cuda:
+        torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """For trial passes: random numbers go on as if there had been none, and gradients are zero as before. The tensors
+    of gradients remain: hivemind.Optimizer knows them."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            model.zero_grad(set_to_none=False)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def find_batch_size(
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    device: torch.device,
+    autocast: AbstractContextManager,
+    largest_step: int,
+    num_devices: int = 1,
+) -> tuple[int, int]:
+    """(samples per forward pass, batches per step of this peer) that suit this machine, measured on the longest rows.
+
+    Doubles the batch while memory holds (four fifths of what is free without a batch, as rounds need some), while
+    passes take less than LONGEST_PASS, and while that makes samples faster (short passes are not asked: they vary);
+    then gathers batches until a step takes a second. Leaves gradients at zero and random numbers where they were.
+
+    :param batch: of make_trial_batch
+    :param largest_step: samples of a step at most
+    :param num_devices: those of this peer: on a CPU they share one memory, and this one alone tries
+    """
+    best, best_seconds, size = 0, float("inf"), 1
+    at_start, sharing = measure_memory(device), 1 if device.type == "cuda" else num_devices
+    with leave_no_trace(model, device):
+        while size <= max(1, largest_step):
+            try:
+                trial = move_batch(stretch_batch(batch, size), device)
+                seconds = min([time_pass(model, trial, autocast) for _ in range(3)][1:])
+            except (RuntimeError, MemoryError) as e:
+                if not is_out_of_memory(e):
+                    raise
+                logger.info(f"{size:6} samples: too much for this device's memory")
+                break
+            used = sharing * max(0.0, measure_memory(device) - at_start) / max(1 - at_start, 1e-9)
+            logger.info(
+                f"{size:6} samples: {seconds:.3f} s, {size / seconds:,.1f} samples/s, {used:.0%} of the free memory"
+            )
+            is_faster = size / seconds > 1.05 * best / best_seconds
+            if best and (used > FULLEST_MEMORY or seconds > LONGEST_PASS or (seconds > 0.25 and not is_faster)):
+                break
+            best, best_seconds, size = size, seconds, 2 * size
+    if not best:
+        stop_for_user("not even one sample fits into this device's memory: use another one, or a smaller model")
+    return best, max(1, min(round(1 / best_seconds), largest_step // best))
+
+
+def set_batch_size(args: TrainerArguments, sizes: tuple[int, int]) -> TrainerArguments:
+    """The same arguments with what find_batch_size has found."""
+    logger.info("--per_device_train_batch_size {} --gradient_accumulation_steps {} suit this device".format(*sizes))
+    return dataclasses.replace(args, per_device_train_batch_size=sizes[0], gradient_accumulation_steps=sizes[1])
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def compile_model(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, autocast: AbstractContextManager
+) -> None:
+    """--torch_compile: compile the model's forward in place, so that parameters keep their names. Where the compiler
+    fails, the model runs as it was, after a warning.
+
+    :param batch: of make_trial_batch
+    """
+    start = time.monotonic()
+    model.compile(dynamic=True)  # for all lengths at once
+    full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
+    if "attention_mask" in padded:  # batches without padding take another way, see move_batch
+        padded["attention_mask"][0, -1] = 0
+    try:
+        with leave_no_trace(model, device):
+            for trial in (full, padded):
+                time_pass(model, move_batch(trial, device), autocast)
+    except Exception as e:  # the compiler, and those that it calls, raise many kinds
+        if is_out_of_memory(e):
+            raise
+        model._compiled_call_impl = None  # what compile() has set
+        torch.compiler.reset()
+        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        logger.warning(f"--torch_compile: the compiler failed ({reason[:200]}); going on without it")
+        return
+    logger.info(f"compiled the model in {time.monotonic() - start:.0f} s")
+
+
+# --- feeding the device -----------------------------------------------------------------------------------------------
+
+
+class Feed:
+    """Batches in turn, in pinned memory where a GPU can then copy them without being waited for; notes for how long the
+    device's process had to wait for them."""
+
+    def __init__(self, batches: Iterable[dict[str, torch.Tensor]], device: torch.device):
+        self.batches, self.is_pinned = iter(batches), device.type == "cuda"
+        #: seconds since the last `take_waited`
+        self.waited = 0.0
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        start = time.monotonic()
+        try:
+            batch = next(self.batches)
+        finally:
+            self.waited += time.monotonic() - start
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.is_pinned else batch
+
+    def take_waited(self) -> float:
+        """Seconds of waiting since the last call."""
+        waited, self.waited = self.waited, 0.0
+        return waited

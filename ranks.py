@@ -1,0 +1,275 @@
+"""Several devices of one machine as one peer of the swarm: a process for each, of which rank 0 alone speaks to others.
+
+    torchrun --standalone --nproc_per_node 2 run_trainer.py ...
+    python run_trainer.py ...          # does the same with all GPUs that are visible
+    python run_trainer.py --device cpu --num_devices 2 ...
+
+Each rank computes gradients of its own data; they are averaged among the ranks once per step, and rank 0 goes on with
+them as a trainer with one device does. The others wait for it, in a round as well, without using a core: over sockets,
+by gloo, whose connections end when a process does. GPUs exchange gradients and weights by NCCL, but only when all ranks
+have said that they are there.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from arguments import TrainerArguments, stop_for_user
+from averaging import STOP_REQUESTED
+from devices import choose_devices, is_out_of_memory
+
+logger = logging.getLogger("trainer")
+
+# Rank 0 may look for its swarm, download a state, or average for as long as that takes.
+PATIENCE = timedelta(days=365)
+# Between two GPUs that are both there.
+NCCL_TIMEOUT = timedelta(minutes=5)
+# Numbers that travel in one piece: 100 MB of float32.
+BUCKET = 25_000_000
+#: names the file in which the ranks that this script has started itself find each other
+STORE_VARIABLE = "TRAINER_RANKS_FILE"
+
+
+class RankLost(Exception):
+    """Another rank has ended, or cannot be reached."""
+
+
+def start_ranks(args: TrainerArguments) -> "Ranks":
+    """This process's part: a rank of those that torchrun has started; or rank 0, which starts the others, where there
+    are several devices; or the only one. Starts no thread, and makes no CUDA context."""
+    devices = choose_devices(args)
+    number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if "WORLD_SIZE" not in os.environ and len(devices) > 1:
+        return start_others(devices)
+    if count == 1:
+        return Ranks(0, devices[:1])
+    if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
+        stop_for_user(
+            "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
+            "torchrun --standalone on each"
+        )
+    if devices[0].type == "cpu" and not args.num_devices:
+        devices *= count
+    if len(devices) < count or (args.num_devices or count) != count:
+        stop_for_user(
+            f"torchrun has started {count} processes, and there are {len(devices)} devices for them "
+            "(--device, --num_devices): let --nproc_per_node be that number"
+        )
+    if path := os.environ.get(STORE_VARIABLE):
+        store = dist.FileStore(path, count)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+    return Ranks(number, devices[:count], store)
+
+
+def start_others(devices: list[torch.device]) -> "Ranks":
+    """Start this very command once more for each device but the first."""
+    folder = tempfile.mkdtemp(prefix="ranks_")
+    path, count = os.path.join(folder, "store"), len(devices)
+    if devices[0].type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, torch.get_num_threads() // count)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    children = []
+    # inherited: until a child listens itself, Ctrl-C is rank 0's, which ends the child
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in range(1, count):
+        where = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}
+        command = [sys.executable, *sys.orig_argv[1:]]
+        children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
+    signal.signal(signal.SIGINT, handler)
+    return Ranks(0, devices, dist.FileStore(path, count), children, folder)
+
+
+class Ranks:
+    """One process's part among those of a machine that make up one peer. With a single one nothing here does anything.
+
+    Waits for the others raise RankLost when one of them has ended.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        devices: list[torch.device],
+        store: dist.Store | None = None,
+        children: Iterable[subprocess.Popen] = (),
+        folder: str | None = None,
+    ):
+        self.number, self.count, self.device = number, len(devices), devices[number]
+        self.store, self.children, self.folder = store, list(children), folder
+        self.parent = os.getppid()
+        self.group: dist.ProcessGroup | None = None
+        self.sent_versions: list[int] = []
+
+    # -- before the connection: through the store, in Python, so that Ctrl-C is heard
+
+    def announce(self, what: str) -> None:
+        """Tell the others that this rank has come so far."""
+        if self.count > 1:
+            self.store.set(f"{what} {self.number}", b"1")
+
+    def wait_for(self, what: str, numbers: Iterable[int]) -> None:
+        """Until these ranks have announced it."""
+        keys = [f"{what} {number}" for number in numbers]
+        while keys and not self.store.check(keys):
+            for number, child in enumerate(self.children, start=1):
+                if child.poll() is not None:
+                    raise RankLost(f"rank {number} of this machine ended at its start with code {child.returncode}")
+            if os.getppid() != self.parent:
+                raise RankLost("the process that started this one is gone")
+            if STOP_REQUESTED.is_set():
+                raise KeyboardInterrupt
+            time.sleep(0.1)
+
+    @property
+    def others(self) -> range:
+        """The numbers of the ranks that are not rank 0."""
+        return range(1, self.count)
+
+    def connect(self) -> None:
+        """Meet the other ranks. On rank 0 when all of hivemind's helpers are forked; the others wait for that."""
+        if self.count == 1:
+            return
+        with self.explain():
+            # in two steps: once all are here, those that connect do not wait for each other
+            if self.number == 0:
+                self.announce("connects")
+                self.wait_for("is here", self.others)
+                self.announce("is here")
+            else:
+                self.wait_for("connects", [0])
+                self.announce("is here")
+                self.wait_for("is here", [0])
+            if sys.platform == "linux":
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside this machine
+            dist.init_process_group("gloo", store=self.store, rank=self.number, world_size=self.count, timeout=PATIENCE)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+                self.group = dist.new_group(backend="nccl", timeout=NCCL_TIMEOUT)
+        # or all would drop out the same neurons
+        torch.manual_seed(torch.initial_seed() + self.number)
+
+    @contextlib.contextmanager
+    def explain(self) -> Iterator[None]:
+        """Errors of what ranks do together mean that one of them is gone."""
+        try:
+            yield
+        except RuntimeError as e:
+            if is_out_of_memory(e):
+                raise
+            who, reason = "another rank", str(e).splitlines()[0]
+            if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
+                reason = "its connection is closed"
+            time.sleep(0.5 * bool(self.children))  # a process closes its connections before it ends
+            for number, child in enumerate(self.children, start=1):
+                if child.poll() is not None:
+                    who, reason = f"rank {number}", f"exit code {child.returncode}"
+                    break
+            else:
+                if "CUDA error" in str(e):  # this rank's own, of work that was queued before
+                    raise
+            raise RankLost(f"{who} of this machine is gone ({reason})") from e
+
+    # -- afterwards: each is called by all ranks, in the same order
+
+    def share(self, value: object = None) -> object:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        if self.count > 1:
+            with self.explain():
+                dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def agree(self, goes_on: bool) -> bool:
+        """Whether all ranks go on."""
+        if self.count == 1:
+            return goes_on
+        if self.device.type == "cuda":
+            # a rank whose passes fail is found here, over sockets, rather than by NCCL's timeout
+            torch.cuda.current_stream(self.device).synchronize()
+        with self.explain():
+            stopping = torch.tensor([float(not goes_on)])
+            dist.all_reduce(stopping)
+            return not stopping.item()
+
+    @torch.no_grad()
+    def average(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Put in place of each tensor its mean over the ranks; one that is not finite makes it so on all of them."""
+        if self.count > 1:
+            with self.explain():
+                for bucket, flat in gather_buckets(tensors):
+                    dist.all_reduce(flat, group=self.group)
+                    spread_bucket(bucket, flat.div_(self.count))
+
+    @torch.no_grad()
+    def follow(self, model: torch.nn.Module, epoch: int, scaler: torch.amp.GradScaler) -> int:
+        """Bring all to where rank 0 is: its epoch, which is returned, the scale of its losses, and, when its weights
+        have changed, these and the buffers. They change between epochs too, when others' have been averaged."""
+        if self.count == 1:
+            return epoch
+        versions = [param._version for param in model.parameters()]
+        message = torch.tensor([epoch, versions != self.sent_versions, scaler.get_scale()], dtype=torch.float64)
+        with self.explain():
+            dist.broadcast(message, src=0)
+            epoch, is_changed, scale = message.tolist()
+            if is_changed:
+                for bucket, flat in gather_buckets([*model.parameters(), *model.buffers()]):
+                    dist.broadcast(flat, src=0, group=self.group)
+                    if self.number:
+                        spread_bucket(bucket, flat)
+        self.sent_versions = versions
+        if self.number and scaler.is_enabled():
+            scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
+        return int(epoch)
+
+    def end(self) -> None:
+        """The others have left their loops, and end by themselves; rank 0 waits for that, for some seconds."""
+        deadline = time.monotonic() + 10
+        for child in self.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, deadline - time.monotonic()))
+
+    def remove_files(self) -> None:
+        """However this process ends."""
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def gather_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """(some of these tensors, a copy of their numbers in one row): as many at a time as BUCKET holds, of one type."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        is_full = sum(map(torch.Tensor.numel, bucket)) + tensor.numel() > BUCKET
+        if bucket and (is_full or tensor.dtype != bucket[0].dtype):
+            yield bucket, torch.cat([part.reshape(-1) for part in bucket])
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket, torch.cat([part.reshape(-1) for part in bucket])
+
+
+def spread_bucket(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy the numbers in a row back to where they were gathered."""
+    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def list_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The gradients of all trained parameters, the same number on every rank: zeros where this batch gave none."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for param in trained:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    return [param.grad for param in trained]

@@ -1,0 +1,472 @@
+"""Devices and ranks: several processes that are one peer, precision, the compiler, memory, and the batch size."""
+
+import contextlib
+import copy
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
+
+import devices
+from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
+from data import load_data
+from model import make_model, move_batch
+from optimizer import make_local_optimizer, make_param_groups
+
+CPU = torch.device("cpu")
+TINY = [
+    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
+    *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "8"),
+    *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--matchmaking_time", "2"),
+    *("--request_timeout", "1", "--averaging_timeout", "30", *LOOPBACK),
+]
+
+# Runs run_trainer.py and keeps what each rank has in the end, of weights and of the batches that it has seen.
+OBSERVED_TRAINER = """
+import os, sys
+import torch
+import run_trainer
+
+make_model, move_batch, rows = run_trainer.make_trained_model, run_trainer.move_batch, []
+
+def keep_model(*args):
+    global model
+    model = make_model(*args)
+    return model
+
+def keep_rows(batch, device):
+    rows.extend(batch["input_ids"].sum(1).tolist())
+    return move_batch(batch, device)
+
+run_trainer.make_trained_model, run_trainer.move_batch = keep_model, keep_rows
+with run_trainer.clean_end():
+    run_trainer.main()
+    path = os.path.join(os.environ["OBSERVED"], f"rank{os.environ.get('RANK', 0)}.pt")
+    torch.save({"weights": dict(model.named_parameters()), "rows": rows}, path)
+"""
+
+# Three steps of SGD on the same 12 batches, by two ranks, and then by rank 0 alone. In each of the first ones rank 0
+# takes a nap, as in a long round, and the other one waits for it.
+STEPS = """
+import contextlib, copy, os, sys, threading, time
+import torch
+from arguments import ModelArguments, TrainerArguments
+from data import *
+from model import make_model
+from ranks import list_gradients, start_ranks
+from run_trainer import accumulate_gradients
+
+torch.set_num_threads(1)
+tokenizer_path, dataset_path, observed = sys.argv[1:]
+model_args = ModelArguments("configs/demo.json", tokenizer_path=tokenizer_path)
+data_args = DataArguments(dataset_path=dataset_path)
+tokenizer, dataset, _ = load_data(model_args, data_args, False)
+torch.manual_seed(int(os.environ.get("RANK", 0)))
+model = make_model(model_args, len(tokenizer)).eval()  # no dropout
+ranks = start_ranks(TrainerArguments(device="cpu", num_devices=2))
+reference = copy.deepcopy(model)
+if ranks.number:  # until rank 0 gives its own
+    for param in model.parameters():
+        param.data.zero_()
+batches = iter(make_train_batches(dataset["train"], tokenizer, data_args, batch_size=8, seed=7))
+batches = [next(batches) for _ in range(12)]
+feed = iter(batches[ranks.number :: ranks.count])
+ranks.connect()
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+device, autocast, stop = torch.device("cpu"), contextlib.nullcontext(), threading.Event()
+args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
+told = ranks.share({"told": 5} if ranks.number == 0 else None)
+epoch, losses, waited, used = ranks.follow(model, 0, scaler), [], 0.0, 0.0
+while epoch < 3:
+    loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
+    assert ranks.agree(True)
+    ranks.average([*list_gradients(model), loss])
+    losses.append(loss.item())
+    if ranks.number == 0:
+        optimizer.step()
+        time.sleep(1)
+    before, cpu = time.monotonic(), time.process_time()
+    epoch = ranks.follow(model, epoch + 1, scaler)
+    waited, used = waited + time.monotonic() - before, used + time.process_time() - cpu
+    model.zero_grad(set_to_none=False)
+assert not ranks.agree(ranks.number != 1)  # one that stops is enough
+seen = {"weights": dict(model.named_parameters()), "losses": losses, "told": told, "waited": waited, "used": used}
+torch.save(seen, os.path.join(observed, f"rank{ranks.number}.pt"))
+if ranks.number == 0:
+    feed, args = iter(batches), TrainerArguments(device="cpu", gradient_accumulation_steps=4)
+    optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
+    for _ in range(3):
+        losses.append(accumulate_gradients(reference, feed, args, device, autocast, scaler, stop).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, os.path.join(observed, "alone.pt"))
+ranks.end()
+ranks.remove_files()
+"""
+
+# Before OBSERVED_TRAINER: float16 on a CPU, which is slow but computes as a GPU does, from a scale that overflows.
+HALF_PRECISION = """
+import torch
+import ranks, run_trainer
+
+place_model = run_trainer.place_model
+ranks.choose_devices = lambda args: [torch.device("cpu")]
+run_trainer.place_model = lambda *args: (place_model(*args)[0], torch.amp.GradScaler("cpu", init_scale=2.0**21))
+"""
+
+# Runs run_trainer.py where data comes slowly and, in the 42nd pass of training, memory is used up.
+GREEDY_TRAINER = """
+import time
+import torch
+import data, run_trainer
+
+make_model, collate, passes = run_trainer.make_trained_model, data.DataCollatorForWholeWordMask.collate, 0
+
+def collate_slowly(*args, **options):
+    time.sleep(0.1)
+    return collate(*args, **options)
+
+def make_greedy_model(*args):
+    model = make_model(*args)
+
+    def allocate(module, inputs):
+        global passes
+        passes += module.training
+        if passes == 42:
+            torch.empty(2**60, dtype=torch.uint8)
+
+    model.albert.encoder.register_forward_pre_hook(allocate)
+    return model
+
+data.DataCollatorForWholeWordMask.collate = collate_slowly
+run_trainer.make_trained_model = make_greedy_model
+with run_trainer.clean_end():
+    run_trainer.main()
+"""
+
+
+@pytest.fixture
+def data(tiny_data) -> list[str]:
+    return [str(word) for flag in tiny_data.items() for word in flag]
+
+
+def read(path) -> dict:
+    return json.loads(path.read_text())
+
+
+def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, tiny_data):
+    """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
+    command = [sys.executable, "-c", STEPS, tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
+    alone, first, second = (torch.load(tmp_path / name) for name in ("alone.pt", "rank0.pt", "rank1.pt"))
+    assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+    assert first["losses"] == second["losses"]
+    for name, weight in alone["weights"].items():
+        torch.testing.assert_close(first["weights"][name], weight, atol=1e-6, rtol=0)
+        assert second["weights"][name].equal(first["weights"][name]), name
+    assert second["told"] == {"told": 5}
+    assert second["waited"] > 2.5 and second["used"] < 0.5
+
+
+def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
+    """What overflows in one peer costs that peer's step alone; all processes of the swarm have the same weights."""
+    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 7, "--target_batch_size", 512]
+    (tmp_path / "two").mkdir()
+    (tmp_path / "half").mkdir()
+    half = start(
+        "half",
+        *("-c", HALF_PRECISION + OBSERVED_TRAINER, *common, "--output_dir", tmp_path / "half", "--fp16"),
+        env={"OBSERVED": str(tmp_path / "half")},
+    )
+    address = half.wait_for(r"--initial_peers (\S+)")[1]
+    two = start(
+        "two",
+        *("-c", OBSERVED_TRAINER, *common, "--output_dir", tmp_path / "two", "--num_devices", 2),
+        *("--initial_peers", address),
+        env={"OBSERVED": str(tmp_path / "two")},
+    )
+    two.assert_clean_end(150)
+    half.assert_clean_end(60)
+    first, second, other = (torch.load(tmp_path / path) for path in ("two/rank0.pt", "two/rank1.pt", "half/rank0.pt"))
+    for name, weight in first["weights"].items():
+        # an averaging of parameters may end after the last step
+        torch.testing.assert_close(second["weights"][name], weight, atol=1e-5, rtol=0)
+        torch.testing.assert_close(other["weights"][name], weight, atol=1e-5, rtol=0)
+    # each rank has data of its own, and each step counts the samples of both
+    assert len(set(first["rows"]) & set(second["rows"])) < 0.7 * len(set(first["rows"]))
+    assert len(first["rows"]) > 64
+    history = [json.loads(line) for line in (tmp_path / "two" / "history.jsonl").read_text().splitlines()]
+    assert all(line["samples_accumulated"] % 16 == 0 and line["mini_steps"] % 2 == 0 for line in history)
+    assert history[-1]["computed_samples"] == sum(line["mini_steps"] * 8 for line in history)
+    assert all(0 <= line["data_wait_share"] <= 1 for line in history)
+    assert any(line["data_wait_share"] > 0 for line in history)
+    summaries = {name: read(tmp_path / name / "summary.json") for name in ("two", "half")}
+    assert summaries["two"]["epochs_averaged"] >= 2 and summaries["half"]["epochs_averaged"] >= 2
+    assert summaries["two"]["skipped_steps"] == 0 and summaries["half"]["skipped_steps"] >= 2
+    assert summaries["half"]["samples"] > 0
+    # the others say nothing while all is well
+    assert "trainer rank" not in two.text
+
+
+def start_two_ranks(tmp_path, start, data, *launcher):
+    """A peer of two ranks that chooses its batch size and trains; its processes but those that started it."""
+    script = start(
+        "ranks",
+        *(*launcher, "run_trainer.py", *TINY, *data, "--experiment_prefix", make_prefix(), "--device", "cpu"),
+        *("--output_dir", tmp_path / "out", "--per_device_train_batch_size", "auto", "--num_devices", 2),
+    )
+    script.wait_for("Epoch #2", 120)
+    processes = psutil.Process(script.session).children(recursive=True)
+    ranks = [p for p in [psutil.Process(script.session), *processes] if p.environ().get("RANK") == "1"]
+    # of its own: its data's workers, forked, have the same variables
+    return script, processes, min(ranks, key=lambda process: process.create_time())
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
+    script, processes, _ = start_two_ranks(tmp_path, start, data)
+    script.interrupt()
+    script.assert_clean_end()
+    wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
+    sizes = re.search(r"--per_device_train_batch_size (\d+) --gradient_accumulation_steps (\d+)", script.text)
+    step = int(sizes[1]) * int(sizes[2])
+    # an eighth of target_batch_size for both ranks together
+    assert step == 4
+    assert read(tmp_path / "out" / "summary.json")["samples"] % (2 * step) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_and_its_end(tmp_path, start, data, number):
+    """torchrun tells its processes, waits for them, and says itself that it was stopped."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script, processes, _ = start_two_ranks(tmp_path, start, data, *launcher)
+    script.process.send_signal(number)
+    script.wait(60)
+    wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
+    assert "the model is in" in script.text and "SIGKILL" not in script.text
+    assert "run_trainer.py" not in script.text.split("Traceback")[-1]
+    assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (signal.SIGKILL, "rank 1 of this machine is gone (exit code -9)"),
+        (signal.SIGTERM, "another rank of this machine was stopped; the state is saved"),
+    ],
+)
+def test_a_rank_that_ends_alone_ends_the_others_in_order(tmp_path, start, data, number, words):
+    script, processes, rank = start_two_ranks(tmp_path, start, data)
+    rank.send_signal(number)
+    assert script.wait(60) == 1
+    wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
+    assert "Traceback" not in script.text
+    assert script.text.count(words) == 1
+    assert list((tmp_path / "out").glob("checkpoint-*")), script.text
+    assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
+
+
+def test_a_rank_0_that_dies_leaves_no_process(tmp_path, start, data):
+    script, processes, _ = start_two_ranks(tmp_path, start, data)
+    script.process.kill()
+    wait_until(lambda: not list_running(processes), 30, f"no process left: {processes}")
+    assert "Traceback" not in script.text
+    assert script.text.count("another rank of this machine is gone") == 1
+
+
+# --- memory, and waiting for data -------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_is_one_line_and_the_state_is_kept(tmp_path, start, data):
+    """And data that comes too slowly is measured, and its cure named."""
+    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
+    script = start("greedy", "-c", GREEDY_TRAINER, *common, "--dataloader_num_workers", 0)
+    assert script.wait(120) == 2
+    assert "Traceback" not in script.text
+    assert script.text.count("out of memory on cpu: a smaller --per_device_train_batch_size (now 8)") == 1
+    assert not script.left_processes()
+    # 8 steps of 8 are an epoch; the 42nd pass was too much
+    summary = read(tmp_path / "summary.json")
+    assert summary["epoch"] == 5 and summary["samples"] == 320
+    assert (tmp_path / "checkpoint-5").is_dir()
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert all(line["data_wait_share"] > 0.3 for line in history), history
+    assert script.text.count("raise --dataloader_num_workers (now 0)") == 1
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trial(tiny_data):
+    """(a model, data as find_batch_size and compile_model want it)"""
+    model_args = ModelArguments("configs/demo.json", tokenizer_path=str(tiny_data["--tokenizer_path"]))
+    data_args = DataArguments(dataset_path=str(tiny_data["--dataset_path"]))
+    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
+    model = make_model(model_args, len(tokenizer))
+    batch = devices.make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed=1)
+    assert batch["input_ids"].shape == (1, 32) and batch["attention_mask"].all() and (batch["labels"] >= 0).any()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    return model, batch
+
+
+def test_a_batch_size_is_found_and_nothing_is_left_behind(trial, caplog):
+    model, batch = trial
+    weights = [param.clone() for param in model.parameters()]
+    gradients, random = [param.grad for param in model.parameters()], torch.get_rng_state()
+    size, count = devices.find_batch_size(model, batch, CPU, contextlib.nullcontext(), largest_step=64)
+    assert size in (1, 2, 4, 8, 16, 32, 64) and 1 <= count <= 64 // size
+    assert all(param.grad is gradient for param, gradient in zip(model.parameters(), gradients, strict=True))
+    assert not any(gradient.any() for gradient in gradients)
+    assert all(map(torch.equal, model.parameters(), weights))
+    assert torch.get_rng_state().equal(random)
+
+    # a machine on which 8 samples fit
+    def allocate(module, inputs):
+        if len(inputs[0]) > 8:
+            torch.empty(2**60, dtype=torch.uint8)
+
+    model.albert.encoder.register_forward_pre_hook(allocate)
+    with caplog.at_level(logging.INFO):
+        size, count = devices.find_batch_size(model, batch, CPU, contextlib.nullcontext(), largest_step=64)
+    assert size <= 8
+    assert size < 8 or "16 samples: too much for this device's memory" in caplog.text
+
+
+class OneLayer(torch.nn.Module):
+    """A model that is compiled in a second."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = torch.nn.Embedding(500, 8)
+
+    def forward(self, input_ids, labels, **_):
+        return {"loss": self.embeddings(input_ids).pow(2).mean() + labels.eq(-100).float().mean()}
+
+
+def test_compiler_that_fails_leaves_the_model_as_it_was(trial, monkeypatch, caplog):
+    _, batch = trial
+    model = OneLayer()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    names, before = list(model.state_dict()), model(**move_batch(batch, CPU))["loss"]
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
+    devices.compile_model(model, batch, CPU, contextlib.nullcontext())
+    assert caplog.text.count("--torch_compile: the compiler failed (") == 1
+    assert model(**move_batch(batch, CPU))["loss"].equal(before)
+    assert list(model.state_dict()) == names and not any(param.grad.any() for param in model.parameters())
+
+
+@pytest.mark.slow
+def test_compiled_model_computes_the_same_under_the_same_names(trial):
+    model, batch = trial
+    names = [name for name, _ in model.named_parameters()]
+    batches = [move_batch(devices.stretch_batch(batch, rows), CPU) for rows in (4, 5)]
+    losses = [model.eval()(**moved)["loss"] for moved in batches]
+    devices.compile_model(model, batch, CPU, contextlib.nullcontext())
+    assert model._compiled_call_impl is not None
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [model(**moved)["loss"].item() for moved in batches] == pytest.approx([loss.item() for loss in losses])
+
+
+def test_devices_are_chosen_without_a_cuda_context():
+    code = (
+        "import torch; from arguments import TrainerArguments; from ranks import start_ranks\n"
+        "ranks = start_ranks(TrainerArguments())\n"
+        "print(ranks.count, ranks.device, torch.cuda.is_initialized())"
+    )
+    command = [sys.executable, "-c", code]
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    result = subprocess.run(command, cwd=ROOT, env=env | {"CUDA_VISIBLE_DEVICES": "0"}, capture_output=True, text=True)
+    expected = "1 cuda:0 False" if torch.cuda.is_available() else "1 cpu False"
+    assert result.stdout.strip() == expected, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(device="cuda:9"), ["--device cuda:9", "nvidia-smi"]),
+        (dict(device="mps"), ["--device mps"]),
+        (dict(device="xla"), ["torch_xla is missing"]),
+        (dict(device="mps", num_devices=2), ["--device mps"]),
+        (dict(device="cpu", fp16=True), ["--fp16 needs a CUDA GPU", "--bf16"]),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else None,
+)
+def test_a_device_that_is_not_there_is_one_line(options, words, capsys):
+    with pytest.raises(SystemExit) as error:
+        devices.choose_devices(TrainerArguments(**options))
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and said.count("\n") == 1
+    assert all(word in said for word in words), said
+
+
+def test_out_of_memory_is_known_by_all_its_names():
+    names = ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+    names += ["CUDA out of memory. Tried to allocate 2.00 GiB.", "DefaultCPUAllocator: can't allocate memory"]
+    assert all(devices.is_out_of_memory(RuntimeError(name)) for name in names)
+    assert devices.is_out_of_memory(MemoryError())
+    assert not devices.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+def test_cpu_ranks_are_as_many_as_asked_for():
+    assert devices.choose_devices(TrainerArguments(device="cpu", num_devices=3)) == [CPU] * 3
+    assert devices.choose_devices(TrainerArguments(device="cpu")) == [CPU]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(device="gpu"), "--device gpu"),
+        (dict(num_devices=0), "--num_devices"),
+        (dict(per_device_train_batch_size="many"), "--per_device_train_batch_size"),
+        (dict(per_device_train_batch_size="0"), "--per_device_train_batch_size"),
+    ],
+)
+def test_a_wrong_value_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        TrainerArguments(**options)
+    assert TrainerArguments(per_device_train_batch_size="16").per_device_train_batch_size == 16
+    assert TrainerArguments(per_device_train_batch_size="auto").per_device_train_batch_size == "auto"
+
+
+def test_fused_adamw_steps_as_the_plain_one():
+    """Ten steps with clipped gradients; the kernels round differently."""
+    model = make_model(ModelArguments("configs/demo.json"), 300)
+    reference = copy.deepcopy(model)
+    args = OptimizerArguments(optim="adamw", learning_rate=1e-3, warmup_steps=0)
+    fused = make_local_optimizer(args, make_param_groups(model))
+    assert fused.defaults["fused"]
+    groups = [
+        {"params": group["params"], "weight_decay": args.weight_decay * group["decayed"]}
+        for group in make_param_groups(reference)
+    ]
+    plain = torch.optim.AdamW(groups, lr=1e-3, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    torch.manual_seed(0)
+    for _ in range(10):
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            param.grad = torch.randn_like(param)
+            other.grad = param.grad.clone()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), args.max_grad_norm)
+        fused.step()
+        plain.step()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, other, atol=1e-6, rtol=0)

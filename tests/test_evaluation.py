@@ -1,0 +1,276 @@
+"""Evaluation on the way, and the way's end: numbers against those computed by hand, and what of them is shown where."""
+
+import json
+import math
+import urllib.request
+
+import matplotlib.image
+import numpy
+import pytest
+import torch
+import transformers
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from processes import LOOPBACK, make_prefix, wait_until
+from test_metrics import make_metrics, run_dhts
+from test_monitor import read_epochs, start_monitor
+from transformers import AutoModelForPreTraining
+
+from arguments import DataArguments, ModelArguments
+from averaging import ProgressTracker
+from dashboard import History, draw_learning_curve
+from data import load_tokenized_dataset, load_tokenizer, make_eval_batches
+from model import evaluate, make_model
+from utils import (
+    LocalMetrics,
+    find_evaluation,
+    find_final_epoch,
+    make_validators,
+    measure_progress,
+    perplexity,
+    show_duration,
+    show_progress,
+)
+
+GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
+TRAINER = [
+    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
+    *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
+    *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "0", *LOOPBACK),
+]
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_loss_perplexity_and_accuracy_are_those_of_plain_transformers(tmp_path, kind):
+    """Over batches of different size and with different numbers of labels: all labels count alike."""
+    path = tmp_path / "config.json"
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=40)
+    sizes |= dict(n_embd=32, n_layer=2, n_head=2, n_positions=40) if kind == "gpt2" else dict(intermediate_size=64)
+    path.write_text(json.dumps({"model_type": kind, "initializer_range": 0.5, **sizes}))
+    model = make_model(ModelArguments(str(path)), 50)
+    plain = type(model)(model.config).eval()
+    plain.load_state_dict(model.state_dict())
+    generator, batches, losses, hits = torch.Generator().manual_seed(0), [], [], []
+    for rows, share in ((4, 0.1), (2, 0.9)):
+        ids = torch.randint(5, 50, (rows, 16), generator=generator)
+        labels = torch.where(torch.rand(ids.shape, generator=generator) < share, ids, -100)
+        labels[:, 0] = -100
+        labels[0, 1] = ids[0, 1]
+        batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+        with torch.no_grad():
+            scores = plain(input_ids=ids).logits.log_softmax(-1)
+        if kind == "gpt2":  # what stands at a place is predicted by the place before
+            scores = scores.roll(1, dims=1)
+        for row, column in (labels != -100).nonzero().tolist():
+            losses.append(-scores[row, column, labels[row, column]].item())
+            hits.append(scores[row, column].argmax().item() == labels[row, column].item())
+    result = evaluate(model, batches, torch.device("cpu"))
+    loss = math.fsum(losses) / len(losses)
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result["accuracy"] == pytest.approx(sum(hits) / len(hits))
+    assert perplexity(result["loss"]) == pytest.approx(math.prod(math.exp(x / len(losses)) for x in losses), rel=1e-4)
+    assert math.isfinite(perplexity(1000.0))
+
+
+@pytest.mark.parametrize(
+    "change, is_accepted",
+    [
+        ({}, True),
+        ({"evaluation": GOOD}, True),
+        ({"evaluation": {**GOOD, "loss": 0.0, "accuracy": 1.0}, "final_epoch": 10**9}, True),
+        ({"evaluation": None}, False),  # left out where there is none
+        ({"evaluation": {**GOOD, "loss": 1000.5}}, False),
+        ({"evaluation": {**GOOD, "loss": -0.1}}, False),
+        ({"evaluation": {**GOOD, "loss": math.nan}}, False),
+        ({"evaluation": {**GOOD, "accuracy": 1.01}}, False),
+        ({"evaluation": {**GOOD, "accuracy": -0.01}}, False),
+        ({"evaluation": {**GOOD, "samples": 0}}, False),
+        ({"evaluation": {**GOOD, "samples": 10**9 + 1}}, False),
+        ({"evaluation": {**GOOD, "epoch": 4}}, False),  # newer than the record
+        ({"evaluation": {**GOOD, "epoch": -1}}, False),
+        ({"evaluation": {**GOOD, "epoch": 3.0}}, False),
+        ({"evaluation": {**GOOD, "more": 1}}, False),
+        ({"evaluation": {"epoch": 3, "loss": 5.25}}, False),
+        ({"evaluation": [3, 5.25]}, False),
+        ({"final_epoch": -1}, False),
+        ({"final_epoch": 10**9 + 1}, False),
+        ({"final_epoch": 1.5}, False),
+    ],
+    ids=str,
+)
+def test_an_evaluation_is_an_optional_and_bounded_part_of_the_record(change, is_accepted):
+    (schema, _, _), subkey = make_validators("run")
+    key, subkey = DHTID.generate(source="run_metrics").to_bytes(), MSGPackSerializer.dumps(subkey)
+    value = MSGPackSerializer.dumps(make_metrics(3).dict() | change)
+    assert "evaluation" not in make_metrics(3).dict()
+    assert schema.validate(DHTRecord(key, subkey, value, get_dht_time() + 60)) is is_accepted
+    if is_accepted:
+        record = make_metrics(3, **change).dict()
+        assert LocalMetrics.parse_obj(record).dict() == record and record.get("evaluation") == change.get("evaluation")
+
+
+def test_the_newest_evaluation_counts_and_of_several_the_one_in_the_middle():
+    def report(epoch: int, at: int, loss: float) -> tuple[str, LocalMetrics]:
+        return "peer", make_metrics(epoch, evaluation={**GOOD, "epoch": at, "loss": loss})
+
+    assert find_evaluation([("peer", make_metrics(9))]) is None
+    records = [report(9, 8, 4.0), report(9, 4, 1.0), report(8, 8, 5.0), report(9, 8, 900.0), ("peer", make_metrics(9))]
+    assert (find_evaluation(records).epoch, find_evaluation(records).loss) == (8, 5.0)
+
+
+def test_progress_tells_samples_and_the_expected_end():
+    progress = measure_progress(40, 100, 4096, [10.0, 12.0, 500.0, 0.0])
+    assert progress == {
+        "target_batch_size": 4096,
+        "swarm_samples": 40 * 4096,
+        "final_epoch": 100,
+        "seconds_left": 60 * 12.0,
+    }
+    assert show_progress(40, progress) == "40% of 100 epochs, ends in 12 min"
+    assert show_progress(999, {"final_epoch": 1000}) == "99.9% of 1,000 epochs"
+    assert measure_progress(40, None, None, [1.0]) == {} and show_progress(40, {}) == ""
+    assert measure_progress(120, 100, None, [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
+    durations = {42.4: "42 s", 119: "2 min", 7500: "2 h 5 min", 3600: "1 h", 93_600: "1 d 2 h", 9e6: "104 d 4 h"}
+    assert {seconds: show_duration(seconds) for seconds in durations} == durations
+    # peers may end at an epoch of their own: what most of them say
+    records = [("a", make_metrics(final_epoch=500)), ("b", make_metrics()), ("c", make_metrics(final_epoch=10**9))]
+    assert find_final_epoch(records[:1], 800) == 500
+    assert find_final_epoch([*records, ("d", make_metrics())], 800) == 800
+    assert find_final_epoch([("b", make_metrics())], None) is None
+
+
+def test_history_and_curve_have_evaluations(tmp_path):
+    history = History()
+    for epoch in range(1, 41):
+        values = {"alive_peers": 1, "samples_per_second": 10.0, "loss": 9 / epoch**0.2, "epoch": epoch}
+        history.add(values)
+        if epoch % 10 == 0:  # comes late, for the epoch before
+            late = {"epoch": epoch - 1, "loss": 7 / epoch**0.2, "perplexity": 2.0, "accuracy": 0.5}
+            history.add(values | {f"validation_{name}": value for name, value in late.items()})
+    assert [entry["epoch"] for entry in history] == list(range(1, 41)) and history.added == 40
+    assert [values["epoch"] for values in history.validation] == [9, 19, 29, 39]
+    assert draw_learning_curve(history, "run", tmp_path / "curve.png")
+    picture = matplotlib.image.imread(tmp_path / "curve.png")
+    line = numpy.abs(picture[:, :, :3] - numpy.array([0xB3, 0x36, 0x7D]) / 255).max(axis=2) < 0.05
+    assert line.sum() > 500
+    history.forget_from(25)
+    assert [values["epoch"] for values in history.validation] == [9, 19]
+
+
+def test_nobody_counts_on_a_peer_that_has_stepped_aside():
+    periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
+    prefix = make_prefix()
+    with run_dhts([], []) as dhts:
+        one, other = trackers = [
+            ProgressTracker(dht, prefix, target_batch_size=1000, private_key=RSAPrivateKey(), start=True, **periods)
+            for dht in dhts
+        ]
+        try:
+            one_id = dhts[0].peer_id.to_bytes()
+            for tracker in trackers:
+                tracker.report_local_progress(5, 30)
+
+            def other_counts(samples: int, is_in_step: bool) -> bool:
+                progress = other.global_progress
+                seen = progress.epoch, progress.samples_accumulated, progress.num_peers
+                return seen == (5, samples, 1 + is_in_step) and (one_id in other.in_step) == is_in_step
+
+            wait_until(lambda: other_counts(60, True) and one.present, 20, "both together")
+            speed = one.performance_ema.samples_per_second
+            with one.step_aside():
+                wait_until(lambda: other_counts(30, False), 20, "one aside")
+                assert one_id in other.present
+            wait_until(lambda: other_counts(60, True), 20, "both together again")
+            assert one.local_progress.epoch == 5 and one.performance_ema.samples_per_second == speed
+        finally:
+            for tracker in trackers:
+                tracker.shutdown()
+
+
+def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path, tiny_data):
+    prefix, monitor_dir, output_dir = make_prefix(), tmp_path / "monitor", tmp_path / "out"
+    flags = ("--status_port", "0", "--report_to", "none")
+    monitor, address = start_monitor(start, prefix, monitor_dir, *flags)
+    port = monitor.wait_for(r"status page on port (\d+)").group(1)
+    trainer = start(
+        "trainer",
+        *("run_trainer.py", *TRAINER, "--experiment_prefix", prefix, "--initial_peers", address),
+        *(*sum(tiny_data.items(), ()), "--output_dir", output_dir, "--max_steps", 5, "--logging_steps", 5),
+        *("--do_eval", "--eval_steps", 2, "--max_eval_samples", 40, "--matchmaking_time", 1, "--request_timeout", 0.5),
+    )
+    trainer.assert_clean_end(120)
+    history = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]
+    evaluated = {line["epoch"]: line for line in history if "validation_loss" in line}
+    assert list(evaluated) == [2, 4, 5]
+    for epoch, line in evaluated.items():
+        assert line["validation_epoch"] == epoch
+        assert line["validation_perplexity"] == pytest.approx(math.exp(line["validation_loss"]))
+    summary, last = json.loads((output_dir / "summary.json").read_text()), history[-1]
+    assert last["validation_loss"] < evaluated[2]["validation_loss"] < summary["start_loss"]
+    assert [last[name] for name in ("final_epoch", "target_batch_size", "swarm_samples")] == [5, 64, 320]
+    assert last["seconds_left"] == 0 and history[1]["seconds_left"] > 0
+
+    # the last one is that of the saved model
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    dataset, _ = load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
+    saved = AutoModelForPreTraining.from_pretrained(output_dir / "model")
+    batches = make_eval_batches(dataset["validation"], tokenizer, DataArguments(), batch_size=8, max_samples=40)
+    sums = torch.zeros(3)
+    assert type(saved) is transformers.AlbertForPreTraining
+    with torch.no_grad():
+        for batch in batches:
+            labels = batch["labels"]
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids")}
+            logits = saved.eval()(**inputs).prediction_logits[labels != -100]
+            targets = labels[labels != -100]
+            sums[0] += torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+            sums[1] += (logits.argmax(-1) == targets).sum()
+            sums[2] += len(targets)
+    for values, prefix_ in ((summary, "final"), (last, "validation")):
+        assert values[f"{prefix_}_loss"] == pytest.approx((sums[0] / sums[2]).item(), rel=1e-4)
+        assert values[f"{prefix_}_accuracy"] == pytest.approx((sums[1] / sums[2]).item(), abs=1e-6)
+
+    def read_page() -> dict:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as response:
+            return json.load(response)
+
+    wait_until(lambda: read_page().get("validation_epoch") == 5, 20, f"the last evaluation\n{monitor.text[-2000:]}")
+    page = read_page()
+    assert page["validation_loss"] == last["validation_loss"]
+    assert (page["final_epoch"], page["epoch"], page["swarm_samples"], page["seconds_left"]) == (5, 5, 320, 0)
+    monitor.interrupt()
+    monitor.assert_clean_end(30)
+    seen = {line["validation_epoch"]: line for line in read_epochs(monitor_dir) if "validation_loss" in line}
+    # the monitor may have looked too late for one on the way
+    assert {5} <= seen.keys() <= {0, 2, 4, 5}
+    for epoch in seen.keys() - {0}:
+        names = [name for name in seen[epoch] if name.startswith("validation_")]
+        assert len(names) == 4
+        assert {name: seen[epoch][name] for name in names} == {name: evaluated[epoch][name] for name in names}
+    assert f"Validation at epoch 5: loss {last['validation_loss']:.4f}" in monitor.text
+    assert "100% of 5 epochs" in monitor.text and "100% of 5 epochs" in trainer.text
+    saved_summary = json.loads((monitor_dir / "summary.json").read_text())
+    assert saved_summary["validation_loss"] == last["validation_loss"]
+
+
+def test_a_trainer_ends_after_its_passes_over_the_data(start, tmp_path, tiny_data):
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    size = len(load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)[0]["train"])
+    passes = 328 / size
+    command = ["run_trainer.py", *TRAINER, *sum(tiny_data.items(), ()), "--output_dir", tmp_path / "out"]
+    command += ["--experiment_prefix", make_prefix(), "--num_train_epochs", passes]
+    computed = []
+    for name in ("first", "again"):
+        trainer = start(name, *command)
+        trainer.assert_clean_end(90)
+        assert "passes over" in trainer.text
+        computed.append(json.loads((tmp_path / "out" / "summary.json").read_text())["computed_samples"])
+    # steps of 16 samples; a restart has nothing to do
+    assert computed == [336, 336]
+    assert (tmp_path / "out" / "checkpoint-5").is_dir() and (tmp_path / "out" / "model").is_dir()
+    streaming = start("streaming", *command, "--streaming", "--output_dir", tmp_path / "other")
+    assert streaming.wait(60) == 2
+    [line] = [line for line in streaming.text.splitlines() if "error:" in line]
+    assert "--num_train_epochs" in line and "--max_steps" in line

