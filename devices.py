@@ -240,14 +240,20 @@ def compile_model(
     :param batch: of make_trial_batch
     """
     start = time.monotonic()
-    model.compile(dynamic=True)  # for all lengths at once
+    # or another number of labels would be another model: see model.keep_wanted_positions
+    torch._dynamo.config.force_nn_module_property_static_shapes = False
+    model.compile()
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
     if "attention_mask" in padded:  # batches without padding take another way, see move_batch
         padded["attention_mask"][0, -1] = 0
     try:
         with leave_no_trace(model, device):
             for trial in (full, padded):
-                time_pass(model, move_batch(trial, device), autocast)
+                moved = move_batch(trial, device)
+                # for all sizes at once; dynamic=True would say so of everything, and LeanALBERT does not compile so
+                for tensor in moved.values():
+                    torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim())))
+                time_pass(model, moved, autocast)
     except Exception as e:  # the compiler, and those that it calls, raise many kinds
         if is_out_of_memory(e):
             raise

@@ -145,11 +145,13 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
         stop_for_user(f"{where}the model {name} cannot be made ({first_line(e)})")
     model.train()
     model.objective, model.initial_weights = objective, initial_weights
+    model.label_distance = 1 if objective == "clm" else 0  # from the place whose logits predict a label
     accepted = inspect.signature(model.forward).parameters
     has_types = objective != "clm" and (getattr(config, "type_vocab_size", None) or 0) > 1
     names = ("input_ids", "token_type_ids", "attention_mask") if has_types else ("input_ids", "attention_mask")
     model.input_names = [name for name in names if name in accepted]
     if objective != "mlm_sop" and (head := model.get_output_embeddings()) is not None:
+        head.label_distance = model.label_distance
         head.register_forward_pre_hook(keep_wanted_positions)
     if not isinstance(tokenizer, int):
         tokenizer.model_input_names = list(model.input_names)  # a folder that holds both must open in a pipeline
@@ -292,9 +294,9 @@ def try_out(model: PreTrainedModel) -> None:
 
 
 def keep_wanted_positions(head: torch.nn.Module, inputs: tuple) -> tuple | None:
-    """Have a model's last layer compute only the logits that `compute_losses` wants: [wanted, vocabulary]."""
-    wanted = getattr(head, "wanted_positions", None)
-    return None if wanted is None else (inputs[0].flatten(0, 1)[wanted], *inputs[1:])
+    """Have a model's last layer compute only the logits that `compute_losses` wants: [labels, vocabulary]."""
+    labelled = getattr(head, "labelled_positions", None)
+    return None if labelled is None else (inputs[0].flatten(0, 1)[labelled - head.label_distance], *inputs[1:])
 
 
 def compute_losses(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -315,18 +317,17 @@ def compute_losses(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> di
     else:
         inputs = {name: batch[name] for name in model.input_names if name in batch}
         if model.objective == "clm":
-            positions = positions - 1  # which sees what is before the label; the first of a row has none
             inputs["use_cache"] = False
         head = model.get_output_embeddings()  # None where the model does not say which layer that is
         if head is not None:
-            head.wanted_positions = positions
+            head.labelled_positions = positions
         try:
             logits = model(**inputs).logits
         finally:
             if head is not None:
-                head.wanted_positions = None
+                head.labelled_positions = None
         if logits.dim() == 3:
-            logits = logits.flatten(0, 1)[positions]
+            logits = logits.flatten(0, 1)[positions - model.label_distance]
         # sum / count: the mean over no label at all would be 0 / 0
         loss = cross_entropy(widen(logits), targets, reduction="sum") / max(1, len(positions))
         losses = {"loss": loss, "lm_loss" if model.objective == "clm" else "mlm_loss": loss.detach()}

@@ -18,7 +18,7 @@ from processes import LOOPBACK, ROOT, make_prefix, wait_until
 import devices
 from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from data import load_data
-from model import make_model, move_batch
+from model import compute_losses, make_model, move_batch
 from optimizer import make_local_optimizer, make_param_groups
 
 CPU = torch.device("cpu")
@@ -362,29 +362,73 @@ class OneLayer(torch.nn.Module):
         return {"loss": self.embeddings(input_ids).pow(2).mean() + labels.eq(-100).float().mean()}
 
 
-def test_compiler_that_fails_leaves_the_model_as_it_was(trial, monkeypatch, caplog):
+def test_compiler_that_fails_leaves_the_model_as_it_was(trial, caplog):
     _, batch = trial
     model = OneLayer()
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     names, before = list(model.state_dict()), model(**move_batch(batch, CPU))["loss"]
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
-    devices.compile_model(model, batch, CPU, contextlib.nullcontext())
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")}):
+        devices.compile_model(model, batch, CPU, contextlib.nullcontext())
     assert caplog.text.count("--torch_compile: the compiler failed (") == 1
     assert model(**move_batch(batch, CPU))["loss"].equal(before)
     assert list(model.state_dict()) == names and not any(param.grad.any() for param in model.parameters())
 
 
+SIZES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+COMPILED = {
+    "albert": dict(embedding_size=16, classifier_dropout_prob=0, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+    "lean_albert": dict(embedding_size=16),
+    "bert": dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+    "gpt2": dict(n_embd=32, n_layer=1, n_head=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0),
+}
+
+
+def make_batch(model, rows: int, length: int, padding: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(rows)
+    ids = torch.randint(5, 300, (rows, length), generator=random)
+    has_label = torch.rand(ids.shape, generator=random) < (1.0 if model.objective == "clm" else 0.3)
+    has_label[:, 0] = False
+    batch = {"input_ids": ids, "labels": torch.where(has_label, ids, -100), "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][:, length - padding :] = 0
+    if model.objective != "clm":
+        batch["token_type_ids"] = torch.zeros_like(ids)
+    if model.objective == "mlm_sop":
+        batch["sentence_order_label"] = torch.arange(rows) % 2
+    return batch
+
+
 @pytest.mark.slow
-def test_compiled_model_computes_the_same_under_the_same_names(trial):
-    model, batch = trial
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_model_computes_the_same_for_all_sizes(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **SIZES, **COMPILED[kind]}))
+    model = make_model(ModelArguments(str(tmp_path / "config.json")), 300)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
     names = [name for name, _ in model.named_parameters()]
-    batches = [move_batch(devices.stretch_batch(batch, rows), CPU) for rows in (4, 5)]
-    losses = [model.eval()(**moved)["loss"] for moved in batches]
-    devices.compile_model(model, batch, CPU, contextlib.nullcontext())
+    batches = [make_batch(model, *sizes) for sizes in [(4, 32, 0), (5, 20, 0), (6, 32, 5), (7, 31, 2), (3, 40, 0)]]
+
+    def compute() -> list:
+        results = []
+        for batch in batches:
+            model.zero_grad(set_to_none=False)
+            loss = compute_losses(model, move_batch(batch, CPU))["loss"]
+            loss.backward()
+            results.append((loss.detach(), [param.grad.clone() for param in model.parameters()]))
+        return results
+
+    before = compute()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    devices.compile_model(model, make_batch(model, 1, 32, 0), CPU, contextlib.nullcontext())
     assert model._compiled_call_impl is not None
+    after = compute()
+    # with an attention mask and without
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    for (loss, gradients), (expected, others) in zip(after, before, strict=True):
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(gradients, others, rtol=1e-3, atol=1e-5)
     assert [name for name, _ in model.named_parameters()] == names
-    assert [model(**moved)["loss"].item() for moved in batches] == pytest.approx([loss.item() for loss in losses])
 
 
 def test_devices_are_chosen_without_a_cuda_context():
