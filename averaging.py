@@ -135,8 +135,8 @@ def raise_file_limit() -> float:
 
 
 class DHT(hivemind.DHT):
-    """Finds lost peers again, and ends without a traceback when a helper that has asked it something ended first, as
-    happens in each clean stop."""
+    """Finds lost peers again, and ends without a traceback when one that has asked it something ended first: a helper,
+    as in each clean stop, or the peer itself, killed."""
 
     def run_in_background(self, *args, **kwargs) -> None:
         super().run_in_background(*args, **kwargs)
@@ -147,7 +147,9 @@ class DHT(hivemind.DHT):
         try:
             super().run()
         except EOFError:
-            if not STOPPING.value:
+            peer = multiprocessing.parent_process()
+            peer.join(1.0)
+            if not STOPPING.value and peer.is_alive():
                 raise
 
 

@@ -40,6 +40,8 @@ logger = logging.getLogger("data")
 COLUMNS = ["input_ids", "token_type_ids", "special_tokens_mask", "sentence_order_label"]
 #: by objective, what an instance is: special_tokens_mask calls for masking, sentence_order_label for a swapped pair
 COLUMNS_OF = {"mlm_sop": COLUMNS, "mlm": ["input_ids", "special_tokens_mask"], "clm": ["input_ids"]}
+# a text that tokenizers treat in ways of their own
+PROBE = "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
 RETRY_SECONDS = 30.0  # until the next try, when a shard could not be had
 IGNORED_LABEL = -100  # what torch's cross_entropy leaves out by default
 
@@ -76,6 +78,8 @@ def check_tokenizer(tokenizer, name, objective: str = "mlm_sop"):
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
         cure = "one of GPT-2 or Llama" if objective == "clm" else "one of ALBERT or BERT"
         stop_for_user(f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {objective})")
+    if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
+        stop_for_user(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: take one without gaps")
     if objective == "mlm_sop":
         # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
@@ -85,20 +89,18 @@ def check_tokenizer(tokenizer, name, objective: str = "mlm_sop"):
 def tokenizer_fingerprint(tokenizer) -> str:
     """sha256 of what defines a tokenizer: which id is which piece, the special ones, and how it treats a probe text
     (capitals, accents, quotes, digits, Cyrillic, Chinese). The same under any version of the libraries."""
-    probe = (
-        "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
-    )
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     special = {
         name: tokenizer.convert_tokens_to_ids(str(token)) for name, token in tokenizer.special_tokens_map.items()
     }
-    definition = [vocabulary, sorted(special.items()), tokenizer(probe, verbose=False)["input_ids"]]
+    definition = [vocabulary, sorted(special.items()), tokenizer(PROBE, verbose=False)["input_ids"]]
     return hashlib.sha256(json.dumps(definition).encode()).hexdigest()
 
 
 def choose_tokenizer(found: Data, args: ModelArguments) -> str | Path:
-    """Folder of the tokenizer: the one that came in the dataset's archive, unless another one was named."""
-    is_named = args.tokenizer_path != (args.model_name_or_path or DEFAULT_TOKENIZER_PATH)
+    """Folder of the tokenizer: the one that came in the dataset's archive, unless another one was named, or a
+    pretrained model, whose weights know its own."""
+    is_named = args.model_name_or_path or args.tokenizer_path != DEFAULT_TOKENIZER_PATH
     return args.tokenizer_path if found.tokenizer is None or is_named else found.tokenizer
 
 

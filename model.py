@@ -14,15 +14,18 @@ import json
 import logging
 import math
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments, TrainerArguments, stop_for_user
+from data import PROBE
 from fetch import hub
 from lean_albert import LeanAlbertForPreTraining, find_labelled_positions, masked_lm_loss, widen
 
@@ -69,23 +72,38 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
     """What --model_name_or_path or --config_path names; ends the process where that is none."""
     flag = "--model_name_or_path" if args.model_name_or_path else "--config_path"
     name = args.model_name_or_path or args.config_path
+    if name.endswith(".json") and args.model_name_or_path:
+        stop_for_user(f"{flag} {name} holds no weights: give a folder or a name on the Hub, or --config_path {name}")
     if name.endswith(".json") and not os.path.isfile(name):
         stop_for_user(f"{flag} {name} does not exist: choose one of configs/*.json")
     try:
         with contextlib.nullcontext() if os.path.exists(name) else hub(f"{flag} {name}", "a folder that exists"):
-            return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, TypeError) as e:
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as e:  # of many kinds: each model's configuration looks at its values by itself
         stop_for_user(f"{flag} {name} is no model's configuration ({first_line(e)})")
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an error says, in one line: where that is a heading alone, with the next one."""
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"{first} {more[0]}" if first.endswith(":") and more else first
+
+
+def is_text_alone(config: PreTrainedConfig) -> bool:
+    """Whether the whole model is one that reads a text: no images or sounds, and no text to translate."""
+    try:
+        return not config.is_encoder_decoder and config.get_text_config() is config
+    except ValueError:  # several parts of it read texts
+        return False
 
 
 def find_objective(args: ModelArguments) -> str:
     """What the model learns: --objective, or the first of mlm_sop, mlm and clm that its type has a class for."""
     config, objectives = load_config(args), []
-    is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    if not is_text_alone(config):
+        cure = "choose another model, or the part that reads text, where it has a configuration of its own"
+        stop_for_user(f"the model type {config.model_type} needs more than one text to train on: {cure}")
+    is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
     if config.model_type in PRETRAINING_MODELS:
         objectives.append("mlm_sop")
     if is_masked:
@@ -109,7 +127,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     :param tokenizer: the size of the vocabulary and the special tokens are its own; a number: that size alone
     """
     config, objective = load_config(args), find_objective(args)
-    name, rows = args.model_name_or_path or args.config_path, config.get_text_config().vocab_size
+    name, rows = args.model_name_or_path or args.config_path, config.vocab_size
     vocab_size = tokenizer if isinstance(tokenizer, int) else len(tokenizer)
     take_over_tokens(config, tokenizer, vocab_size, objective)
     options = {"dtype": torch.float32}  # a GPU's half precision is autocast's affair
@@ -122,14 +140,16 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
         model_class = AUTO_CLASSES[objective]
         make = model_class.from_config
     initial_weights = "random"
+    where = f"--attn_implementation {args.attn_implementation}: " if args.attn_implementation else ""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
             if args.model_name_or_path:
                 with calm_transformers():
-                    model, report = model_class.from_pretrained(
-                        name, config=config, output_loading_info=True, **options
-                    )
+                    options |= dict(config=config, output_loading_info=True, ignore_mismatched_sizes=True)
+                    model, report = model_class.from_pretrained(name, trust_remote_code=False, **options)
+                if mismatched := [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]:
+                    raise ValueError(f"its weights have other shapes than its config.json says: {mismatched[0]}")
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
                 if report["missing_keys"]:
                     missing = ", ".join(sorted(report["missing_keys"]))
@@ -138,10 +158,9 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
                 if vocab_size > rows:
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)
             else:
-                config.get_text_config().vocab_size = vocab_size
+                config.vocab_size = vocab_size
                 model = make(config, **options)
-    except (OSError, ValueError, TypeError, ImportError, RuntimeError) as e:
-        where = f"--attn_implementation {args.attn_implementation}: " if args.attn_implementation else ""
+    except Exception as e:  # of many kinds: of files, of values, of what is not installed
         stop_for_user(f"{where}the model {name} cannot be made ({first_line(e)})")
     model.train()
     model.objective, model.initial_weights = objective, initial_weights
@@ -164,16 +183,19 @@ def take_over_tokens(
     """Have a configuration name the tokenizer's special tokens: RoBERTa, for one, counts positions by its padding."""
     if objective == "clm" and hasattr(config, "is_decoder"):
         config.is_decoder = True
-    config = config.get_text_config()
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
-        if not hasattr(config, name):
-            continue
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    for name in [name for name in names if hasattr(config, name)]:
         if not isinstance(tokenizer, int):
-            setattr(config, name, getattr(tokenizer, name))
-        elif isinstance(getattr(config, name), int) and getattr(config, name) >= vocab_size:
-            setattr(config, name, None)
-    if objective == "clm" and config.pad_token_id == config.eos_token_id:
-        config.pad_token_id = None  # the token of padding gets no gradient, and the end of a text needs one
+            value = getattr(tokenizer, name)
+        else:
+            value = getattr(config, name)
+            value = None if isinstance(value, int) and value >= vocab_size else value
+        if name == "pad_token_id" and objective == "clm" and value == getattr(tokenizer, "eos_token_id", None):
+            value = None  # the token of padding gets no gradient, and the end of a text needs one
+        try:
+            setattr(config, name, value)
+        except StrictDataclassError:  # it must be a number
+            setattr(config, name, getattr(tokenizer, "eos_token_id", None) or 0)
 
 
 @contextlib.contextmanager
@@ -250,8 +272,10 @@ def make_trained_model(
     args: ModelArguments, trainer_args: TrainerArguments, tokenizer: PreTrainedTokenizerBase | int
 ) -> PreTrainedModel:
     """The model as a trainer uses it: with --gradient_checkpointing, it keeps less for the backward pass. Ends the
-    process where it cannot be trained, before any other peer has seen this one."""
+    process where it cannot be trained so, or not be saved, before any other peer has seen this one."""
     model = make_model(args, tokenizer)
+    if not isinstance(tokenizer, int):
+        check_saved_tokenizer(model, tokenizer)
     if trainer_args.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             stop_for_user(
@@ -260,15 +284,35 @@ def make_trained_model(
             )
         model.activation_checkpointing_enable()
     if "flash" not in (args.attn_implementation or ""):  # which no CPU has
-        try_out(model)
+        flags = ["--gradient_checkpointing"] * trainer_args.gradient_checkpointing
+        flags += [f"--attn_implementation {args.attn_implementation}"] if args.attn_implementation else []
+        try_out(model, " ".join(flags) + ": " if flags else "")
     return model
 
 
-def try_out(model: PreTrainedModel) -> None:
-    """One forward and backward pass of a tiny batch. hivemind averages parameters and their gradients: those that no
-    gradient reaches count as zero, which is right; statistics that a forward pass gathers would be each peer's own."""
+def check_saved_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whether it comes back from a folder with this model: some model types, Qwen2's for one, have AutoTokenizer take a
+    class of their own for whichever tokenizer is there."""
+    with tempfile.TemporaryDirectory() as folder, calm_transformers():
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        again = transformers.AutoTokenizer.from_pretrained(folder)
+    if again(PROBE, verbose=False)["input_ids"] != tokenizer(PROBE, verbose=False)["input_ids"]:
+        stop_for_user(
+            f"the tokenizer {tokenizer.name_or_path} becomes another one when it is saved with a model of type "
+            f"{model.config.model_type}: take one of that model's kind"
+        )
+
+
+def try_out(model: PreTrainedModel, where: str = "") -> None:
+    """One forward and backward pass of a tiny batch, which may end the process. hivemind averages parameters and their
+    gradients: those that no gradient reaches count as zero, which is right; statistics that a forward pass gathers
+    would be each peer's own.
+
+    :param where: the flags to blame
+    """
     kind, cpu = model.config.model_type, torch.device("cpu")
-    ids = model.config.get_text_config().vocab_size - 1 - torch.arange(16).reshape(2, 8)
+    ids = model.config.vocab_size - 1 - torch.arange(16).reshape(2, 8)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     batch |= {"labels": torch.where(torch.arange(8) > 0, ids, -100), "sentence_order_label": torch.tensor([0, 1])}
     buffers = {name: value.clone() for name, value in dict(model.named_buffers()).items() if name in model.state_dict()}
@@ -279,7 +323,7 @@ def try_out(model: PreTrainedModel) -> None:
                 with torch.no_grad():
                     before, after = (model.eval()(ids[:, :end], use_cache=False).logits[:, :4] for end in (5, 8))
     except Exception as e:  # whatever a model comes up with that wants more than text, or has no loss
-        stop_for_user(f"the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})")
+        stop_for_user(f"{where}the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})")
     if model.objective == "clm" and not torch.allclose(before, after, atol=1e-3):
         stop_for_user(f"the model {kind} sees the words that it is to predict: it is none for --objective clm")
     if changed := [name for name, value in model.named_buffers() if name in buffers and not value.equal(buffers[name])]:
@@ -287,9 +331,11 @@ def try_out(model: PreTrainedModel) -> None:
             f"the model {kind} gathers statistics ({changed[0]}), which peers do not average: use layer norms instead"
         )
     unused = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
-    if unused:
+    if unused:  # or, of a mixture of experts, those that this batch did not ask
         more = f" and {len(unused) - 2} more" if len(unused) > 2 else ""
-        logger.info(f"no gradient reaches {', '.join(unused[:2])}{more}: weight decay alone changes them")
+        logger.info(
+            f"no gradient has reached {', '.join(unused[:2])}{more}: where none ever does, weight decay shrinks them"
+        )
     model.train().zero_grad()
 
 
@@ -322,15 +368,18 @@ def compute_losses(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> di
         if head is not None:
             head.labelled_positions = positions
         try:
-            logits = model(**inputs).logits
+            outputs = model(**inputs)
         finally:
             if head is not None:
                 head.labelled_positions = None
+        logits = outputs.logits
         if logits.dim() == 3:
             logits = logits.flatten(0, 1)[positions - model.label_distance]
         # sum / count: the mean over no label at all would be 0 / 0
         loss = cross_entropy(widen(logits), targets, reduction="sum") / max(1, len(positions))
         losses = {"loss": loss, "lm_loss" if model.objective == "clm" else "mlm_loss": loss.detach()}
+        if getattr(outputs, "aux_loss", None) is not None:  # of a mixture of experts, that none of them lies idle
+            losses["loss"] = loss + model.config.router_aux_loss_coef * outputs.aux_loss
     if not model.training:
         losses["correct"] = (logits.argmax(-1) == targets).sum()
     return losses

@@ -39,19 +39,14 @@ COMPRESSIONS = {
 def make_param_groups(model: nn.Module) -> list[dict]:
     """Two groups, with weight decay and without, each in the order of `model.named_parameters()`.
 
-    Norms and biases are not decayed, decided by what they are: ALBERT's `full_layer_layer_norm.weight` escapes the
-    lists of names that are copied from script to script.
+    Norms, biases and whatever else is no matrix are not decayed, decided by what they are: ALBERT's
+    `full_layer_layer_norm.weight` escapes the lists of names that are copied from script to script.
     """
-    undecayed = set()
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if name == "bias" or type(module).__name__.endswith("Norm"):
-                undecayed.add(param)
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return [
         {
-            "params": [param for _, param in named if (param in undecayed) is not decayed],
-            "names": [name for name, param in named if (param in undecayed) is not decayed],
+            "params": [param for _, param in named if (param.ndim >= 2) is decayed],
+            "names": [name for name, param in named if (param.ndim >= 2) is decayed],
             "decayed": decayed,
         }
         for decayed in (True, False)

@@ -162,7 +162,11 @@ def test_the_type_decides_what_is_learned(write):
     [
         ("bert", dict(objective="mlm_sop"), ["--objective mlm_sop", "bert has mlm, clm"]),
         ("gpt2", dict(objective="mlm"), ["--objective mlm", "gpt2 has clm"]),
-        ("t5", {}, ["t5 is no language model"]),
+        ("vit", {}, ["vit is no language model"]),
+        ("t5", {}, ["t5 needs more than one text"]),
+        ("bart", dict(objective="clm"), ["bart needs more than one text"]),
+        ("gemma3", {}, ["gemma3 needs more than one text", "the part that reads text"]),
+        ("bert", dict(attn_implementation="flex_attention"), ["--attn_implementation flex_attention", "dropout"]),
         ("xlnet", {}, ["xlnet sees the words that it is to predict"]),
         ("ibert", {}, ["ibert gathers statistics"]),
         ("esm", {}, ["esm cannot be trained on text alone"]),
@@ -183,6 +187,79 @@ def test_what_a_model_cannot_do_is_one_line_before_any_training(write, capsys, n
     assert stop.value.code == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(hidden_size="64"), ["hidden_size"]),
+        (dict(num_attention_heads=3), ["attention heads"]),
+        (dict(hidden_act="magic"), ["magic"]),
+        (dict(model_type="magic", auto_map={"AutoConfig": "magic.Magic"}), ["magic"]),
+    ],
+    ids=["not a number", "no multiple", "unknown activation", "somebody's code"],
+)
+def test_a_configuration_of_nothing_is_one_line(write, capsys, changes, words):
+    with pytest.raises(SystemExit) as stop:
+        make_model(ModelArguments(write("bert", **changes)), VOCABULARY)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and all(word in said for word in words), said
+
+
+def test_weights_that_are_none_of_the_model_are_one_line(write, tmp_path, capsys):
+    make_model(ModelArguments(write("bert")), VOCABULARY).save_pretrained(tmp_path / "model")
+    config, weights = tmp_path / "model/config.json", tmp_path / "model/model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 120}))
+
+    def said(path) -> str:
+        with pytest.raises(SystemExit) as stop:
+            make_model(ModelArguments(model_name_or_path=str(path)), VOCABULARY)
+        text = capsys.readouterr().err
+        assert stop.value.code == 2 and text.count("\n") == 1
+        return text
+
+    assert "other shapes than its config.json says: bert.encoder" in said(tmp_path / "model")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "cannot be made" in said(tmp_path / "model")
+    assert "--config_path" in said(config)
+
+
+@pytest.mark.parametrize("name", ["codegen", "modernbert-decoder"])
+def test_models_whose_configuration_lacks_what_others_have(write, name):
+    """No token of padding, or tokens that must be numbers, which the tokenizer does not have."""
+    sizes = (
+        SMALL if name == "modernbert-decoder" else dict(n_embd=64, n_layer=1, n_head=4, rotary_dim=8, n_positions=40)
+    )
+    model = make_trained_model(ModelArguments(write(name, **sizes)), TrainerArguments(), make_word_tokenizer())
+    assert model.objective == "clm"
+    assert getattr(model.config, "eos_token_id", None) in (None, 2)
+
+
+def test_a_tokenizer_that_its_model_would_not_get_back_is_one_line(write, capsys):
+    sizes = SMALL | dict(num_key_value_heads=2)
+    with pytest.raises(SystemExit) as stop:
+        make_trained_model(ModelArguments(write("qwen2", **sizes)), TrainerArguments(), make_word_tokenizer())
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and "model of type qwen2" in said
+
+
+def test_a_mixture_of_experts_is_kept_busy(write):
+    """transformers adds the loss of its routers to the other one."""
+    sizes = SMALL | dict(num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5)
+    model = make_model(ModelArguments(write("mixtral", **sizes, output_router_logits=True)), VOCABULARY)
+    batch = make_batch(True)
+    losses = compute_losses(model, move_batch(batch, CPU))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+    torch.testing.assert_close(losses["loss"], model(**inputs).loss)
+    assert losses["loss"] > losses["lm_loss"] + 0.1
+
+
+def make_word_tokenizer() -> PreTrainedTokenizerFast:
+    """Of 57 words, the special ones in an order of their own."""
+    pieces = ["<s>", "a", "</s>", "<unk>", "<mask>", "b", "<pad>", *(f"w{number}" for number in range(50))]
+    backend = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token="<unk>"))
+    names = dict(pad_token="<pad>", sep_token="</s>", eos_token="</s>", mask_token="<mask>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
 def test_roberta_takes_as_many_tokens_as_it_has_positions(write):
