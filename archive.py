@@ -283,7 +283,7 @@ give it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has 
 USES = {
     "mlm_sop": ("masked words and sentence order", "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'),
     "mlm": ("masked words", "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'),
-    "clm": ("the next word", "text-generation", '"The captain was", max_new_tokens=20'),
+    "clm": ("the next word", "text-generation", '"The captain was", max_new_tokens=20, add_special_tokens=False'),
 }
 
 

@@ -427,8 +427,8 @@ class DataArguments:
     train_file: str | None = field(
         default=None,
         metadata={
-            "help": "As --dataset_name: a file of your own, plain text or .jsonl (field --text_column), also .gz or "
-            ".xz. tokenize_wikitext103.py takes several files, and has more settings."
+            "help": "As --dataset_name: a file of your own, plain text, .jsonl, .csv or .tsv (field --text_column), "
+            "also .gz or .xz. tokenize_wikitext103.py takes several files, and has more settings."
         },
     )
     validation_file: str | None = field(
@@ -439,7 +439,7 @@ class DataArguments:
         },
     )
     text_column: str = field(
-        default="text", metadata={"help": "With --dataset_name and .jsonl files: the field that holds the text."}
+        default="text", metadata={"help": "With --dataset_name, .jsonl, .csv and .tsv: the field that holds the text."}
     )
     streaming: bool = field(
         default=False,
@@ -571,7 +571,7 @@ class TrainerArguments:
         default="4",
         metadata={
             "help": "Samples per forward pass of each device. As many as memory holds; auto: try at the start what "
-            "this machine can do, and choose gradient_accumulation_steps too."
+            "the first of them can do, and choose gradient_accumulation_steps too, whatever that flag says."
         },
     )
     gradient_accumulation_steps: int = field(
@@ -743,6 +743,8 @@ class TrainerArguments:
                 raise ValueError("--per_device_train_batch_size must be a number, or auto") from None
             if self.per_device_train_batch_size < 1:
                 raise ValueError("--per_device_train_batch_size must be at least 1")
+        if self.max_steps is not None and self.max_steps < 0:
+            raise ValueError("--max_steps must not be negative: leave it away to end at --total_steps")
         for name in (
             "gradient_accumulation_steps",
             "per_device_eval_batch_size",
@@ -1035,11 +1037,11 @@ class TokenizeArguments:
     text_files: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Your own text instead of a corpus: plain or .jsonl files, also .gz or .xz. UTF-8. A document is a "
-            "JSON line or a file (an article of a file in WikiText format)."
+            "help": "Your own text instead of a corpus: plain, .jsonl, .csv or .tsv files, also .gz or .xz. UTF-8. A "
+            "document is a JSON line, a row, or a file (an article of a file in WikiText format)."
         },
     )
-    text_column: str = field(default="text", metadata={"help": "Field of a JSON line that holds the text."})
+    text_column: str = field(default="text", metadata={"help": "Field of a JSON line or a row that holds the text."})
     tokenizer: str = field(
         default="albert/albert-large-v2",
         metadata={"help": "Tokenizer to use: a name on the Hugging Face Hub or a folder."},

@@ -943,8 +943,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         for it in a round, as its record names an epoch too long past for that; nor do they take it for slow later."""
         own = self.local_progress
         with self.performance_ema.pause():
-            if self.present and not self.shutdown_triggered.is_set():
-                self.local_progress = self._get_local_progress(max(0, own.epoch - 2), 0)
+            # at first, no epoch is too long past; a newcomer has not announced itself yet
+            if own.epoch >= 2 and self.present and not self.shutdown_triggered.is_set():
+                self.local_progress = self._get_local_progress(own.epoch - 2, 0)
                 self.announce()
             try:
                 yield

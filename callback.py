@@ -35,6 +35,7 @@ from checkpoint import (
     write_file,
 )
 from dashboard import report_to_dashboard
+from data import StreamedBatches
 from devices import is_out_of_memory
 from joining import publish_contract
 from preflight import warn_of_speed
@@ -48,6 +49,7 @@ from utils import (
     measure_progress,
     perplexity,
     show_progress,
+    show_samples,
 )
 
 logger = logging.getLogger("trainer")
@@ -84,6 +86,8 @@ class CollaborativeCallback:
         self.loss_sum: torch.Tensor | float = 0.0
         self.mini_steps = self.skipped_steps = 0
         self.epoch_loss = math.nan
+        #: what was last published
+        self.metrics: dict | None = None
         self.last_epoch, self.epoch_start = 0, time.monotonic()
         self.epochs = self.averaged_epochs = 0
         self.has_contributed = False
@@ -97,8 +101,8 @@ class CollaborativeCallback:
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_bar_time = 0.0
-        #: data.StreamedBatches, when it is to be known where to read on
-        self.stream = None
+        #: when it is to be known where to read on
+        self.stream: StreamedBatches | None = None
         #: devices.Feed, which knows how long the device has waited for data, and for how many epochs that was too long
         self.feed = None
         self.wait_share, self.hungry_epochs = 0.0, 0
@@ -218,11 +222,13 @@ class CollaborativeCallback:
             )
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
-        self.publish(metrics)
+        self.metrics = metrics
+        self.publish()
         validation = {}
         if self.is_evaluation_due(epoch) and self.measure():
             validation = describe_evaluation(Evaluation(**self.evaluation))
-            self.publish(metrics)
+            self.publish()
+        progress = self.measure_progress()
         own = {
             "loss": self.epoch_loss,
             "time": time.time(),
@@ -234,7 +240,7 @@ class CollaborativeCallback:
             "compute_seconds": compute_seconds(metrics),
             "data_wait_share": self.wait_share,
             **({"peak_memory_bytes": torch.cuda.max_memory_allocated()} if self.model.device.type == "cuda" else {}),
-            **self.measure_progress(),
+            **progress,
             **validation,
         }
         append_line(self.history, json.dumps(metrics | own))
@@ -244,7 +250,7 @@ class CollaborativeCallback:
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}  "
-                f"{show_progress(epoch, self.measure_progress())}".rstrip()
+                f"{show_progress(epoch, progress)}  {show_samples(progress)}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
         # a peer that takes over the swarm's state leaps over epochs, maybe over one that is due
@@ -252,11 +258,12 @@ class CollaborativeCallback:
             self.back_up()
         if epoch // self.args.save_steps != self.last_epoch // self.args.save_steps:
             self.save()
-        self.save_stream()
+        save_stream(self.stream, self.args.output_dir, 0)
         self.last_epoch, self.epoch_start = epoch, now
 
-    def publish(self, metrics: dict) -> None:
-        """Store this peer's signed record, with the newest evaluation, without waiting."""
+    def publish(self) -> None:
+        """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""
+        metrics = self.metrics
         evaluation = {"evaluation": self.evaluation} if self.args.eval_steps else {}
         try:
             self.dht.store(
@@ -315,8 +322,12 @@ class CollaborativeCallback:
         return True
 
     def has_read_all(self) -> bool:
-        """Whether this trainer has computed all samples of its --num_train_epochs."""
-        return self.samples_before + self.computed_samples >= self.most_samples
+        """Whether this trainer has computed all samples of its --num_train_epochs; then it evaluates a last time, for
+        the others to see."""
+        is_end = self.samples_before + self.computed_samples >= self.most_samples
+        if is_end and self.args.eval_steps and self.metrics and self.measure():
+            self.publish()
+        return is_end
 
     def measure_progress(self) -> dict:
         """How far the swarm has come, and when this trainer ends: see utils.measure_progress."""
@@ -327,8 +338,10 @@ class CollaborativeCallback:
         )
         if self.computed_samples and self.most_samples < math.inf:
             seconds = (time.monotonic() - self.train_start) / self.computed_samples
-            left = max(0.0, self.most_samples - self.samples_before - self.computed_samples) * seconds
-            progress["seconds_left"] = min(left, progress.get("seconds_left", left))
+            computed = self.samples_before + self.computed_samples
+            left = max(0.0, self.most_samples - computed) * seconds
+            if left <= progress.get("seconds_left", left):  # its data end before the run does
+                progress |= {"seconds_left": left, "own_samples": computed, "most_samples": int(self.most_samples)}
         return progress
 
     def look_at_feed(self, seconds: float) -> None:
@@ -408,13 +421,6 @@ class CollaborativeCallback:
         if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, self.args.save_total_limit):
             self.saved_epoch = state["local_epoch"]
 
-    def save_stream(self) -> None:
-        """Note behind which batch a restart reads on, at each epoch: these samples have gone to the swarm, whichever
-        checkpoint the restart finds."""
-        if self.stream and (state := self.stream.state()):
-            text = json.dumps(state) + "\n"
-            write_file(Path(self.args.output_dir) / "stream.json", lambda file: file.write(text.encode()))
-
     def back_up(self) -> None:
         """Copy the state to --state_path, or in memory without one, or when that file cannot be written."""
         state = self.collect_state()
@@ -440,9 +446,22 @@ class CollaborativeCallback:
         self.bar.close()
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
             self.save()
-        self.save_stream()
+        save_stream(self.stream, self.args.output_dir, 0)
         expiration = self.optimizer.tracker.metadata_expiration
         publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, None, expiration)
+
+
+def find_stream(output_dir: str, rank: int) -> Path:
+    """The file that says how far this rank has read."""
+    return Path(output_dir) / (f"stream_{rank}.json" if rank else "stream.json")
+
+
+def save_stream(stream: StreamedBatches | None, output_dir: str, rank: int) -> None:
+    """Note behind which batch a restart reads on, at each epoch: these samples have gone to the swarm, whichever
+    checkpoint the restart finds."""
+    if stream and (state := stream.state()):
+        text = json.dumps(state) + "\n"
+        write_file(find_stream(output_dir, rank), lambda file: file.write(text.encode()))
 
 
 def read_history(path: Path) -> list[dict]:

@@ -39,6 +39,7 @@ from utils import (
     perplexity,
     select_believable,
     show_progress,
+    show_samples,
 )
 
 logger = logging.getLogger("dashboard")
@@ -154,12 +155,11 @@ class RunReport:
         if is_new:
             self.last, self.older_reads = current, 0
             self.progress = self.measure_progress(dht, believable, is_last)
-            course = show_progress(current.epoch, self.progress)
+            course = f"{show_progress(current.epoch, self.progress)}  {show_samples(self.progress)}".strip()
             logger.info(
                 f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
                 f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
-                + f"  {course}"
-                * bool(course)
+                f"  {course}".rstrip()
             )
         if evaluation:
             logger.info(

@@ -78,6 +78,9 @@ def check_tokenizer(tokenizer, name, objective: str = "mlm_sop"):
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
         cure = "one of GPT-2 or Llama" if objective == "clm" else "one of ALBERT or BERT"
         stop_for_user(f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {objective})")
+    if objective == "clm" and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        # training texts end with it alone
+        logger.warning(f"the tokenizer {name} ends each prompt too: generate text with add_special_tokens=False")
     if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
         stop_for_user(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: take one without gaps")
     if objective == "mlm_sop":

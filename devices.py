@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from arguments import DataArguments, TrainerArguments, stop_for_user
 from data import make_train_batches
@@ -96,7 +97,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-def explain_out_of_memory(args: TrainerArguments, device: torch.device) -> str:
+def explain_out_of_memory(args: TrainerArguments, device: torch.device, model: PreTrainedModel) -> str:
     """One line that names the cures that are left."""
     cures = []
     if args.per_device_train_batch_size not in ("auto", 1):
@@ -104,23 +105,24 @@ def explain_out_of_memory(args: TrainerArguments, device: torch.device) -> str:
             f"a smaller --per_device_train_batch_size (now {args.per_device_train_batch_size}) with more "
             f"--gradient_accumulation_steps (now {args.gradient_accumulation_steps})"
         )
-    if not args.gradient_checkpointing:
+    if not args.gradient_checkpointing and model.supports_gradient_checkpointing:
         cures.append("--gradient_checkpointing")
     if not args.bf16 and not args.fp16:
-        cures.append("--bf16")
+        is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        cures.append("--fp16" if is_old else "--bf16")
     cures.append("shorter sequences (--max_sequence_length)")
     return f"out of memory on {device}: {', or '.join(cures)}"
 
 
 @contextlib.contextmanager
-def stop_when_out_of_memory(args: TrainerArguments, device: torch.device) -> Iterator[None]:
+def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model: PreTrainedModel) -> Iterator[None]:
     """Before training: end the process with that line."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        stop_for_user(explain_out_of_memory(args, device))
+        stop_for_user(explain_out_of_memory(args, device, model))
 
 
 def measure_memory(device: torch.device) -> float:

@@ -5,17 +5,20 @@ A document is a list of paragraphs. To see a file's sentences:
     python -c "from documents import *; print(split_sentences(read_documents('README.md')[0])[:5])"
 """
 
+import codecs
 import copy
+import csv
 import functools
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import lzma
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +46,10 @@ def read_text(path: str | Path) -> str:
     except IsADirectoryError:
         stop_for_user(f"{path} is a folder: name the files in it, e.g. {path}/*.txt")
     except UnicodeDecodeError as e:
+        coding = "UTF-16" if e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
         stop_for_user(
             f"{path} is not UTF-8 (byte {e.object[e.start]:#04x} at {e.start}): convert it first, "
-            f"e.g. iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW_FILE"
+            f"e.g. iconv -f {coding} -t UTF-8 FILE > NEW_FILE"
         )
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as e:
         stop_for_user(f"{path} is damaged or not a {path.suffix} file ({e}): fetch it again, or rename it")
@@ -96,23 +100,27 @@ def split_chapters(text: str) -> list[list[str]]:
 
 
 def read_documents(path: str | Path, text_column: str = "text") -> list[list[str]]:
-    """Documents of a user's file: each line of .jsonl (.jsonl.gz, .jsonl.xz) is one, any other file is one; but a file
-    in WikiText format is split into its articles. Errors end the process with a line that names the cure."""
+    """Documents of a user's file, which may also be packed (.gz, .xz): each line of .jsonl (.json) is one, and each row
+    of .csv and .tsv, whose first row names the columns; any other file is one, but a file in WikiText format is split
+    into its articles. Errors end the process with a line that names the cure."""
+    kinds = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
+    if other := kinds & {".parquet", ".arrow", ".zst", ".zip"}:
+        stop_for_user(f"{path}: {other.pop()} is not read here: put it into a folder and give that as --dataset_name")
     text = read_text(path)
-    if not {".jsonl", ".json"} & set(Path(path).suffixes[-2:]):
-        if WIKITEXT_TITLE.match(text.strip("\n ").split("\n", 1)[0].strip()):
-            return split_articles(text.split("\n"))
+    if kinds & {".jsonl", ".json"}:
+        records = read_json_lines(path, text)
+    elif kinds & {".csv", ".tsv"}:
+        csv.field_size_limit(2**31 - 1)
+        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if ".tsv" in kinds else ",")
+        records = ((rows.line_num, row) for row in rows)
+    elif WIKITEXT_TITLE.match(text.strip("\n ").split("\n", 1)[0].strip()):
+        return split_articles(text.split("\n"))
+    else:
         return [paragraphs] if (paragraphs := split_paragraphs(text)) else []
     documents = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            stop_for_user(f"{path}, line {number} is not JSON: put one object on each line, or rename the file to .txt")
+    for number, record in records:
         if not isinstance(record, dict) or text_column not in record:
-            fields = ", ".join(record) if isinstance(record, dict) else "none"
+            fields = ", ".join(map(str, record)) if isinstance(record, dict) else "none"
             stop_for_user(f"{path}, line {number} has no field {text_column} (fields: {fields}): give --text_column")
         if not isinstance(record[text_column], str):
             stop_for_user(f"{path}, line {number}: {text_column} is not a text: give another --text_column")
@@ -120,6 +128,17 @@ def read_documents(path: str | Path, text_column: str = "text") -> list[list[str
         if paragraphs := split_paragraphs(record[text_column].encode("utf-8", "replace").decode()):
             documents.append(paragraphs)
     return documents
+
+
+def read_json_lines(path: str | Path, text: str) -> Iterator[tuple[int, object]]:
+    """(number of the line, what it says)"""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except ValueError:
+            stop_for_user(f"{path}, line {number} is not JSON: put one object on each line, or rename the file to .txt")
 
 
 @functools.cache

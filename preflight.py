@@ -275,7 +275,7 @@ def measure_step(
     # the first is slower, and the last of a long series changes nothing
     for batch in itertools.islice(batches, 12):
         start = time.monotonic()
-        with stop_when_out_of_memory(args, device):
+        with stop_when_out_of_memory(args, device, model):
             time_pass(model, move_batch(batch, device), autocast)
         model.zero_grad()
         times.append(time.monotonic() - start)

@@ -50,10 +50,12 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
     are several devices; or the only one. Starts no thread, and makes no CUDA context."""
     devices = choose_devices(args)
     number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if "WORLD_SIZE" not in os.environ and len(devices) > 1:
+    # torchrun has set that; WORLD_SIZE alone may be a cloud's, of another program's machines
+    is_started = "LOCAL_RANK" in os.environ
+    if not is_started and len(devices) > 1:
         return start_others(devices)
-    if count == 1:
-        return Ranks(0, devices[:1])
+    if not is_started or count == len(devices) == 1:
+        return Ranks(0, devices)
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         stop_for_user(
             "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
@@ -66,6 +68,8 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
             f"torchrun has started {count} processes, and there are {len(devices)} devices for them "
             "(--device, --num_devices): let --nproc_per_node be that number"
         )
+    if count == 1:
+        return Ranks(0, devices[:1])
     if path := os.environ.get(STORE_VARIABLE):
         store = dist.FileStore(path, count)
     else:
@@ -234,9 +238,14 @@ class Ranks:
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
         return int(epoch)
 
-    def end(self) -> None:
-        """The others have left their loops, and end by themselves; rank 0 waits for that, for some seconds."""
+    def end(self, at_once: bool = False) -> None:
+        """The others have left their loops, and end by themselves; rank 0 waits for that, for some seconds.
+
+        :param at_once: they wait for rank 0 in the middle of a step, deaf to anything else, with nothing to lose
+        """
         deadline = time.monotonic() + 10
+        for child in self.children if at_once else ():
+            child.kill()
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, deadline - time.monotonic()))

@@ -48,7 +48,7 @@ from arguments import (
     stop_for_user,
 )
 from averaging import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
-from callback import CollaborativeCallback
+from callback import CollaborativeCallback, find_stream, save_stream
 from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
 from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
 from data import (
@@ -147,7 +147,7 @@ def train(
     saved_state = choose_state(args, model, swarm.experiment_prefix)
     stream_state = None
     if data_args.streaming and args.resume_from_checkpoint != "none":
-        stream_state = load_stream_state(Path(args.output_dir) / "stream.json")
+        stream_state = load_stream_state(find_stream(args.output_dir, 0))
 
     warn_at_start(model, args)
     ranks.announce("is well")
@@ -164,13 +164,14 @@ def train(
     optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     stop = handle_stop_signals()
     ranks.connect()
-    autocast, scaler = place_model(model, device, args)
+    with stop_when_out_of_memory(args, device, model):
+        autocast, scaler = place_model(model, device, args)
     optimizer.accumulate_on(device)
     seed = data_seed(str(dht.peer_id), model_args.seed)
     if args.torch_compile or args.per_device_train_batch_size == "auto":
         trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed)
     if args.torch_compile:
-        with stop_when_out_of_memory(args, device):
+        with stop_when_out_of_memory(args, device, model):
             compile_model(model, trial, device, autocast)
     if args.per_device_train_batch_size == "auto":
         largest_step = averaging_args.target_batch_size // (8 * ranks.count)
@@ -244,7 +245,7 @@ def train(
 
     if args.num_train_epochs:
         callback.most_samples = args.num_train_epochs * len(dataset["train"])
-    failure, exit_code = None, 0
+    failure, exit_code, is_together = None, 0, True
     try:
         while optimizer.local_epoch < max_epoch:
             if callback.has_read_all():
@@ -271,12 +272,14 @@ def train(
             ranks.follow(model, optimizer.local_epoch, scaler)
             batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
     except RankLost as e:
+        is_together = False
         if not stop.is_set():
             failure, exit_code = f"{e}; the state is saved", 1
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        cure = explain_out_of_memory(args, device)
+        is_together = False
+        cure = explain_out_of_memory(args, device, model)
         failure, exit_code = f"{cure}. The state is saved: the same command goes on from there", 2
     if failure:
         logger.error(failure)
@@ -298,7 +301,7 @@ def train(
         summary["sources"] = dataset["train"].count_records()
         for name, counts in summary["sources"].items():
             logger.info(f"source {name}: {counts['documents']:,} documents read, {counts['broken']:,} broken records")
-    ranks.end()
+    ranks.end(at_once=not is_together)
     shut_down(dht, optimizer)
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
     if args.do_eval and not failure and callback.measure():
@@ -328,6 +331,8 @@ def compute_for_rank_0(
 ) -> None:
     """The life of another rank: gradients of its own data for rank 0, which speaks to the swarm and to the user."""
     setup_logging(f"trainer rank {ranks.number}")
+    if args.logging_dir:
+        log_to_folder(f"trainer rank {ranks.number}", args.logging_dir)
     logging.getLogger().setLevel(logging.WARNING)
     device = ranks.device
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
@@ -335,10 +340,17 @@ def compute_for_rank_0(
     ranks.wait_for("is well", [0])
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
     model = make_trained_model(model_args, args, tokenizer)
+    stream_state = None
+    if data_args.streaming and args.resume_from_checkpoint != "none":
+        stream_state = load_stream_state(find_stream(args.output_dir, ranks.number))
     ranks.announce("is ready")
     ranks.connect()
     stop = handle_stop_signals()
-    autocast, scaler = place_model(model, device, args)
+    with stop_when_out_of_memory(args, device, model):
+        autocast, scaler = place_model(model, device, args)
+        if args.torch_compile:  # while rank 0 does
+            trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
+            compile_model(model, trial, device, autocast)
     peer_id, epoch, sizes, fingerprint = ranks.share()
     if fingerprint != tokenizer_fingerprint(tokenizer):
         stop_for_user(f"{tokenizer.name_or_path} has changed while the ranks of this machine started: start them again")
@@ -352,11 +364,9 @@ def compute_for_rank_0(
         seed=seed,
         num_workers=args.dataloader_num_workers,
         stop=stop,
+        state=stream_state,
     )
-    if args.torch_compile:
-        trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed)
-        with stop_when_out_of_memory(args, device):
-            compile_model(model, trial, device, autocast)
+    stream = batches if data_args.streaming else None
     feed = Feed(batches, device)
     epoch = ranks.follow(model, epoch, scaler)
     batches.set_sequence_length(sequence_length_at(epoch, data_args))
@@ -367,12 +377,14 @@ def compute_for_rank_0(
                 break
             ranks.average([*list_gradients(model), loss])
             model.zero_grad()
-            epoch = ranks.follow(model, epoch, scaler)
+            last_epoch, epoch = epoch, ranks.follow(model, epoch, scaler)
+            if epoch != last_epoch:
+                save_stream(stream, args.output_dir, ranks.number)
             batches.set_sequence_length(sequence_length_at(epoch, data_args))
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        logger.error(explain_out_of_memory(args, device))
+        logger.error(explain_out_of_memory(args, device, model))
         raise SystemExit(2) from e
 
 

@@ -507,7 +507,8 @@ def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArgume
         splits["validation"] = read_documents(args.validation_file, args.text_column)
     for name, documents in splits.items():
         if not documents:
-            stop_for_user(f"there is no text for the {name} split in {source}: give files that are not empty")
+            where = args.validation_file if name == "validation" and args.validation_file else source
+            stop_for_user(f"there is no text for the {name} split in {where}: give files that are not empty")
     options = TokenizeArguments(
         objective=objective,
         seq_length=args.max_sequence_length,
@@ -558,6 +559,8 @@ def load_hub_splits(args: DataArguments) -> tuple[str, dict[str, list[list[str]]
             columns = ", ".join(found[split].column_names)
             stop_for_user(f"--dataset_name {args.dataset_name} has the columns {columns}: give one in --text_column")
         texts = [text or "" for text in found[split][args.text_column]]
+        if any(not isinstance(text, str) for text in texts):
+            stop_for_user(f"--dataset_name {args.dataset_name}: {args.text_column} is no text: give --text_column")
         first = next((text for text in texts if text.strip()), "")
         if WIKITEXT_TITLE.match(first.strip("\n")):
             splits[split] = split_articles(texts)

@@ -369,12 +369,22 @@ def measure_progress(
 
 
 def show_progress(epoch: int, progress: dict[str, float]) -> str:
-    """`12% of 1,000 epochs, ends in 2 h 5 min`, as much of it as is known."""
-    if "final_epoch" not in progress:
+    """`12% of 1,000 epochs, ends in 2 h 5 min`, or of a trainer's own samples; as much of it as is known."""
+    if "most_samples" in progress:
+        done, total, what = progress["own_samples"], progress["most_samples"], "samples of its data"
+    elif "final_epoch" in progress:
+        done, total, what = epoch, progress["final_epoch"], "epochs"
+    else:
         return ""
-    share = min(1.0, epoch / progress["final_epoch"])
     left = f", ends in {show_duration(progress['seconds_left'])}" if progress.get("seconds_left") else ""
-    return f"{math.floor(1000 * share) / 10:g}% of {progress['final_epoch']:,} epochs{left}"
+    return f"{math.floor(1000 * min(1.0, done / total)) / 10:g}% of {total:,} {what}{left}"
+
+
+def show_samples(progress: dict[str, float]) -> str:
+    """`491,520 samples so far, 4,096 an epoch`: of the swarm; nothing where that is not known."""
+    if "swarm_samples" not in progress:
+        return ""
+    return f"{progress['swarm_samples']:,} samples so far, {progress['target_batch_size']:,} an epoch"
 
 
 def show_duration(seconds: float) -> str:

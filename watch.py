@@ -41,6 +41,7 @@ from utils import (
     perplexity,
     select_believable,
     show_progress,
+    show_samples,
 )
 
 logger = logging.getLogger("watch")
@@ -176,9 +177,8 @@ def make_screen(
         head.add_row(
             "progress", make_progress(look, course.get("target_batch_size"), 24 if console.width >= WIDE else 8)
         )
-        if text := show_progress(look.epoch, course):
-            samples = f"; {course['swarm_samples']:,} samples" if "swarm_samples" in course else ""
-            head.add_row("training", text + samples)
+        if text := "; ".join(filter(None, (show_progress(look.epoch, course), show_samples(course)))):
+            head.add_row("training", text)
     if losses:
         line = Text(f"{losses[-1]:.4f}  ", style="bold")
         if console.encoding.startswith("utf"):

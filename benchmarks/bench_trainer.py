@@ -242,7 +242,7 @@ def run_transformers(args: argparse.Namespace) -> None:
             per_device_train_batch_size=1,  # of what is a whole batch already
             gradient_accumulation_steps=args.target_batch_size // args.batch_size,
             max_steps=10**6,
-            max_grad_norm=1.0,
+            max_grad_norm=0.0,  # the optimizer clips by itself
             bf16=args.bf16,
             use_cpu=device.type == "cpu",
             dataloader_num_workers=0,  # the batches have workers of their own

@@ -130,6 +130,13 @@ def test_files_plain_and_packed(tmp_path, suffix, pack):
     assert read_documents(tmp_path / f"a.txt{suffix}") == [["Étude.", "Zwei"]]
     (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(b'{"body": "One."}\n\n{"body": ""}\n{"body": "a \\ud800 b"}\n'))
     assert read_documents(tmp_path / f"a.jsonl{suffix}", "body") == [["One."], ["a ? b"]]
+    for name, comma in (("a.csv", ","), ("a.TSV", "\t")):
+        rows = [["id", "body"], ["1", '"One, two.\r\n\r\nThree ""four""."'], ["2", ""], ["3", "long " * 30_000]]
+        (tmp_path / f"{name}{suffix}").write_bytes(pack("\r\n".join(map(comma.join, rows)).encode()))
+        assert read_documents(tmp_path / f"{name}{suffix}", "body") == [
+            ["One, two.", 'Three "four".'],
+            ["long " * 29_999 + "long"],
+        ]
 
 
 def test_sentences_stay_in_their_paragraph():

@@ -189,6 +189,31 @@ def test_nobody_counts_on_a_peer_that_has_stepped_aside():
                 tracker.shutdown()
 
 
+def test_a_newcomer_that_evaluates_first_is_not_waited_for():
+    """At epochs 0 and 1 there is no epoch that is too long past, so that it says nothing."""
+    prefix = make_prefix()
+    with run_dhts([], []) as dhts:
+        one, other = trackers = [
+            ProgressTracker(dht, prefix, target_batch_size=1000, private_key=RSAPrivateKey(), start=True)
+            for dht in dhts
+        ]
+        try:
+            other.report_local_progress(0, 30)
+            for epoch in (0, 1):
+                one.report_local_progress(epoch, 0)
+                one.fetch_soon(0.0)
+                wait_until(lambda: one.present, 20, "it has seen the other")
+                with one.step_aside():
+                    pass
+                # behind what it might have said
+                assert dhts[0].store(f"{prefix}_mark", epoch, get_dht_time() + 60)
+                records = dhts[1].get(one.training_progress_key, latest=True).value
+                assert len(records) == 1, records
+        finally:
+            for tracker in trackers:
+                tracker.shutdown()
+
+
 def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path, tiny_data):
     prefix, monitor_dir, output_dir = make_prefix(), tmp_path / "monitor", tmp_path / "out"
     flags = ("--status_port", "0", "--report_to", "none")

@@ -464,7 +464,9 @@ def test_examples_are_understood(name):
 # ---------------------------------------------------------------- the trainer
 
 
-def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data):
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data, num_devices):
+    """Each of its ranks where that has stopped."""
     flags = [
         *("--streaming", "--sources", "configs/sources.json", "--tokenizer_path", tiny_data["--tokenizer_path"]),
         *(
@@ -482,20 +484,24 @@ def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data):
         *("--total_steps", "1000", "--target_batch_size", "32", "--per_device_train_batch_size", "16"),
         *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--save_steps", "2"),
         *("--experiment_prefix", make_prefix(), "--output_dir", tmp_path / "out", *LOOPBACK),
+        *("--device", "cpu", "--num_devices", num_devices),
     ]
+    files = [tmp_path / "out" / name for name in ("stream.json", "stream_1.json")[:num_devices]]
     trainer = start("first", "run_trainer.py", *flags)
     trainer.wait_for("Epoch #4 ", 90)
     trainer.kill()
     trainer.process.wait(10)
-    before = json.loads((tmp_path / "out" / "stream.json").read_text())
+    befores = [json.loads(file.read_text()) for file in files]
+    before = befores[0]
     trainer = start("second", "run_trainer.py", *flags)
     trainer.wait_for(rf"going on behind document {before['documents']:,}", 60)
     trainer.wait_for("Epoch #6 ", 90)
     trainer.interrupt()
     trainer.assert_clean_end()
-    after = json.loads((tmp_path / "out" / "stream.json").read_text())
-    assert after["seed"] == before["seed"]
-    assert (after["documents"], after["taken"]) > (before["documents"], before["taken"])
+    for file, before in zip(files, befores, strict=True):
+        after = json.loads(file.read_text())
+        assert after["seed"] == before["seed"]
+        assert (after["documents"], after["taken"]) > (before["documents"], before["taken"])
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["sources"]["austen"]["documents"] > 0
     assert summary["sources"]["austen"]["broken"] == 0
