@@ -32,6 +32,7 @@ from utils import (
     perplexity,
     show_duration,
     show_progress,
+    show_samples,
 )
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
@@ -130,6 +131,10 @@ def test_progress_tells_samples_and_the_expected_end():
     }
     assert show_progress(40, progress) == "40% of 100 epochs, ends in 12 min"
     assert show_progress(999, {"final_epoch": 1000}) == "99.9% of 1,000 epochs"
+    assert show_samples(progress) == "163,840 samples so far, 4,096 an epoch" and show_samples({}) == ""
+    # a trainer whose data end before the run does
+    progress |= {"own_samples": 300, "most_samples": 1200, "seconds_left": 60}
+    assert show_progress(40, progress) == "25% of 1,200 samples of its data, ends in 60 s"
     assert measure_progress(40, None, None, [1.0]) == {} and show_progress(40, {}) == ""
     assert measure_progress(120, 100, None, [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
     durations = {42.4: "42 s", 119: "2 min", 7500: "2 h 5 min", 3600: "1 h", 93_600: "1 d 2 h", 9e6: "104 d 4 h"}
