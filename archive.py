@@ -47,7 +47,7 @@ from checkpoint import (
 )
 from data import tokenizer_fingerprint
 from joining import compare_with_run
-from model import make_model
+from model import USES_OF, make_model
 from optimizer import describe_contract, make_optimizer
 from utils import SwarmMetrics, setup_logging
 
@@ -279,14 +279,6 @@ give it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has 
 """
 
 
-#: by objective: what the training loss is of, the pipeline that the model opens in, and an example for it
-USES = {
-    "mlm_sop": ("masked words and sentence order", "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'),
-    "mlm": ("masked words", "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'),
-    "clm": ("the next word", "text-generation", '"The captain was", max_new_tokens=20, add_special_tokens=False'),
-}
-
-
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: str, has_curve: bool) -> str:
     """The README.md of a checkpoint, with the YAML header that the Hub reads.
 
@@ -296,7 +288,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     :param has_curve: whether learning_curve.png lies beside it
     """
     settings, metrics = stamp["settings"], stamp["swarm"]
-    what, task, example = USES[model.objective]
+    what, task, example = USES_OF[model.objective]
     trust = ", trust_remote_code=True" * hasattr(model.config, "auto_map")
     heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
     samples = stamp["epoch"] * settings["target_batch_size"]

@@ -63,6 +63,13 @@ class AlbertForPreTraining(transformers.AlbertForPreTraining):
 #: on), mlm_loss and sop_loss, and prediction_logits [labels, vocabulary] where labelled_positions are given
 PRETRAINING_MODELS = {"albert": AlbertForPreTraining, "lean_albert": LeanAlbertForPreTraining}
 AUTO_CLASSES = {"mlm": transformers.AutoModelForMaskedLM, "clm": transformers.AutoModelForCausalLM}
+#: by objective, for a checkpoint's card: what the training loss is of, the pipeline that the model opens in, and an
+#: example for it
+USES_OF = {
+    "mlm_sop": ("masked words and sentence order", "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'),
+    "mlm": ("masked words", "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'),
+    "clm": ("the next word", "text-generation", '"The captain was", max_new_tokens=20, add_special_tokens=False'),
+}
 
 
 # ---------------------------------------------------------------- which model

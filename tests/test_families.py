@@ -16,13 +16,13 @@ from test_swarm import TRAINER, flags, largest_difference, start_trainer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from archive import USES
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from checkpoint import find_checkpoints
 from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
 from documents import read_text
 from joining import find_differences
 from model import (
+    USES_OF,
     compute_losses,
     describe_architecture,
     evaluate,
@@ -392,7 +392,7 @@ def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, 
     aux.assert_clean_end(30)
     folder = find_checkpoints(archive)[-1]
     card = (folder / "README.md").read_text()
-    what, task, _ = USES[find_objective(ModelArguments(own["--config_path"]))]
+    what, task, _ = USES_OF[find_objective(ModelArguments(own["--config_path"]))]
     assert f"pipeline_tag: {task}" in card and what in card
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PATH": "", "OMP_NUM_THREADS": "1"}
