@@ -335,6 +335,7 @@ def upload_by_hand(hub, folder: Path, token: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_is_uploaded_by_hand(hub, save):
     folder = save(5)
     for token, code, expected in (("hf_wrong", 1, "HTTP 401"), (TOKEN, 0, "Uploaded checkpoint-5")):

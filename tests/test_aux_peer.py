@@ -45,6 +45,7 @@ def stop(*peers) -> None:
         peer.assert_clean_end()
 
 
+@pytest.mark.slow
 def test_two_clients_average_through_an_auxiliary_peer(start):
     """Nobody else accepts a connection. The auxiliary peer sends nothing of its own: hivemind's sends a gradient with a
     weight of zero."""

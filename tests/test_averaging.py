@@ -68,7 +68,13 @@ def joint_epochs(a, b) -> list[int]:
     return [epoch for epoch in joint if epoch - 1 in joint]
 
 
-@pytest.mark.parametrize("flags, tolerance", [((), 1e-5), (("--eight_bit",), 3e-2)], ids=["exact", "8bit"])
+@pytest.mark.parametrize(
+    "flags, tolerance",
+    [
+        pytest.param((), 1e-5, id="exact"),
+        pytest.param(("--eight_bit",), 3e-2, id="8bit", marks=pytest.mark.slow),
+    ],
+)
 def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
     """Two peers give unequal numbers of samples; 8 bits fail in silence on numpy >= 2.4 (note 1).
 

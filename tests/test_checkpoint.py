@@ -158,7 +158,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("optim", ["adamw", "lamb", "lamb_8bit"])
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])
 def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
     """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers; by folder, by file."""
     command = [sys.executable, "-c", ROUND_TRIP, make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
@@ -290,6 +290,7 @@ def test_a_wrong_checkpoint_is_one_line_and_exit_code_2(saved, tmp_path, capsys)
         assert "cannot resume" in line and all(word in line for word in words), line
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
     """At random moments of a process that does nothing but write; what is there is whole, and of one writing."""
     folder, generator, tried = tmp_path / "out", random.Random(0), 0
@@ -490,6 +491,7 @@ def test_all_dead_and_one_back(start, tmp_path, tiny_data):
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
     """What the monitor saves is a whole training state: where all trainers are lost, a new one goes on from it."""
     prefix = make_prefix()

@@ -254,7 +254,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
     assert read(tmp_path / "out" / "summary.json")["samples"] % (2 * step) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_torchrun_and_its_end(tmp_path, start, data, number):
     """torchrun tells its processes, waits for them, and says itself that it was stopped."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -271,7 +271,9 @@ def test_torchrun_and_its_end(tmp_path, start, data, number):
     "number, words",
     [
         (signal.SIGKILL, "rank 1 of this machine is gone (exit code -9)"),
-        (signal.SIGTERM, "another rank of this machine was stopped; the state is saved"),
+        pytest.param(
+            signal.SIGTERM, "another rank of this machine was stopped; the state is saved", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_that_ends_alone_ends_the_others_in_order(tmp_path, start, data, number, words):
@@ -296,7 +298,7 @@ def test_a_rank_0_that_dies_leaves_no_process(tmp_path, start, data):
 # --- memory, and waiting for data -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_out_of_memory_is_one_line_and_the_state_is_kept(tmp_path, start, data, num_devices):
     """And data that comes too slowly is measured, and its cure named."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]

@@ -235,7 +235,7 @@ def test_two_texts_are_compared(toy_model, tmp_path):
 
 
 @pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")
-@pytest.mark.parametrize("name", ["terra", "rucola"])
+@pytest.mark.parametrize("name", [pytest.param("terra", marks=pytest.mark.slow), "rucola"])
 def test_200_real_examples_are_fitted(name, tmp_path):
     source, data = Path(os.environ["TEST_DATA"]) / name, tmp_path / TASKS[name].name
     data.mkdir()

@@ -164,6 +164,7 @@ def test_it_goes_on_from_a_saved_state_as_if_nothing_had_happened():
     assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_it_learns_as_well_as_lamb(tiny_data):
     """The sample corpus, the same batches: the losses are equal to 0.5 %, after both have moved by much more.
 

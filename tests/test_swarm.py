@@ -176,6 +176,7 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
         assert summary["final_loss"] == pytest.approx(alone, rel=0.01)
 
 
+@pytest.mark.slow
 def test_lean_albert_learns_in_a_swarm(start, tmp_path, tiny_data):
     """With 8-bit moments and gradients, checkpointing by one peer alone, and sequences that grow."""
     lean = {

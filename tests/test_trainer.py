@@ -184,7 +184,7 @@ def test_sequences_grow_with_the_epoch_and_the_model_learns(tmp_path, tiny_data)
     assert history[-1]["loss"] < history[0]["loss"] and summary["final_loss"] < summary["start_loss"] - 0.3
 
 
-@pytest.fixture(scope="module", params=["lamb", "lamb_8bit"])
+@pytest.fixture(scope="module", params=[pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])
 def facts(request, tmp_path_factory) -> dict:
     roles = run(ROLES, make_prefix(), tmp_path_factory.mktemp("roles"), request.param)
     return json.loads(roles.stdout.splitlines()[-1])
