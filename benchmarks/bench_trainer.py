@@ -228,6 +228,8 @@ def run_transformers(args: argparse.Namespace) -> None:
 
     class Trainer(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if not self.state.global_step:
+                assert len(inputs["labelled_positions"]) == (inputs["labels"] != -100).sum(), "not the same labels"
             return compute_losses(model, inputs)["loss"]
 
     class EndOfEpoch(transformers.TrainerCallback):
@@ -246,6 +248,7 @@ def run_transformers(args: argparse.Namespace) -> None:
             bf16=args.bf16,
             use_cpu=device.type == "cpu",
             dataloader_num_workers=0,  # the batches have workers of their own
+            accelerator_config={"dispatch_batches": False},  # or it cuts each tensor to as many entries as rows
             remove_unused_columns=False,
             save_strategy="no",
             logging_strategy="no",
