@@ -1165,6 +1165,12 @@ def stop_for_user(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line: where that is a heading alone, with the next one."""
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"{first} {more[0]}" if first.endswith(":") and more else first
+
+
 def show_bytes(count: float) -> str:
     """For people: 210.0 MB. It is here because fetch.py, which imports nothing slow, needs it too."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -147,9 +147,11 @@ class DHT(hivemind.DHT):
         try:
             super().run()
         except EOFError:
+            if STOPPING.value:
+                return
             peer = multiprocessing.parent_process()
-            peer.join(1.0)
-            if not STOPPING.value and peer.is_alive():
+            peer.join(1.0)  # which may be about to die
+            if peer.is_alive():
                 raise
 
 

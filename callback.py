@@ -322,12 +322,13 @@ class CollaborativeCallback:
         return True
 
     def has_read_all(self) -> bool:
-        """Whether this trainer has computed all samples of its --num_train_epochs; then it evaluates a last time, for
-        the others to see."""
-        is_end = self.samples_before + self.computed_samples >= self.most_samples
-        if is_end and self.args.eval_steps and self.metrics and self.measure():
+        """Whether this trainer has computed all samples of its --num_train_epochs."""
+        return self.samples_before + self.computed_samples >= self.most_samples
+
+    def evaluate_for_others(self) -> None:
+        """With --eval_steps, a last time, while the swarm still hears it: where the data end between epochs."""
+        if self.args.eval_steps and self.metrics and self.measure():
             self.publish()
-        return is_end
 
     def measure_progress(self) -> dict:
         """How far the swarm has come, and when this trainer ends: see utils.measure_progress."""

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments, parse_arguments, stop_for_user
+from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments, first_line, parse_arguments, stop_for_user
 from fetch import Data, FetchError, NoRoomError, fetch, fetch_data, find_parts, hold, hub, make_room
 
 logger = logging.getLogger("data")
@@ -61,8 +61,9 @@ def load_tokenizer(path: str | Path, objective: str = "mlm_sop"):
         with contextlib.nullcontext() if is_folder else hub(f"the tokenizer {path}", "a folder that exists"):
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_folder)
     except (OSError, ValueError, KeyError) as e:
-        reason = str(e).split("\n")[0]
-        stop_for_user(f"{path} holds no readable tokenizer ({reason}): make one with python tokenize_wikitext103.py")
+        stop_for_user(
+            f"{path} holds no readable tokenizer ({first_line(e)}): make one with python tokenize_wikitext103.py"
+        )
     return check_tokenizer(tokenizer, path, objective)
 
 
@@ -139,7 +140,7 @@ def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str |
         splits = {name: dataset[name].select_columns(columns) for name in names}
     except (OSError, ValueError, KeyError) as e:
         stop_for_user(
-            f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {str(e).splitlines()[0]}): "
+            f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {first_line(e)}): "
             f"remove it, then run python tokenize_wikitext103.py --dataset_path {path}"
         )
     if corpus.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):

@@ -37,7 +37,7 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from arguments import FinetuneArguments, parse_arguments, stop_for_user
+from arguments import FinetuneArguments, first_line, parse_arguments, stop_for_user
 from checkpoint import lock_folder, save_model, write_file
 from finetune_tasks import (
     TASKS,
@@ -45,7 +45,6 @@ from finetune_tasks import (
     Example,
     SpanClassifier,
     Task,
-    first_line,
     format_predictions,
     load_examples,
     load_task_file,

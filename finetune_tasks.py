@@ -30,7 +30,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from arguments import stop_for_user
+from arguments import first_line, stop_for_user
 
 Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character behind the last
 
@@ -516,11 +516,6 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
             f"no folder {here}, and no {' and '.join(missing)} data of {name} in {task.hub} on the Hub: {cure}"
         )
     return records
-
-
-def first_line(error: Exception) -> str:
-    """What is left of an error's text in a message of one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def load_task_file(path: str | Path) -> Task:

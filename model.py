@@ -24,7 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from arguments import ModelArguments, TrainerArguments, stop_for_user
+from arguments import ModelArguments, TrainerArguments, first_line, stop_for_user
 from data import PROBE
 from fetch import hub
 from lean_albert import LeanAlbertForPreTraining, find_labelled_positions, masked_lm_loss, widen
@@ -88,12 +88,6 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
             return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as e:  # of many kinds: each model's configuration looks at its values by itself
         stop_for_user(f"{flag} {name} is no model's configuration ({first_line(e)})")
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line: where that is a heading alone, with the next one."""
-    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
 def is_text_alone(config: PreTrainedConfig) -> bool:
@@ -190,14 +184,14 @@ def take_over_tokens(
     """Have a configuration name the tokenizer's special tokens: RoBERTa, for one, counts positions by its padding."""
     if objective == "clm" and hasattr(config, "is_decoder"):
         config.is_decoder = True
-    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
     for name in [name for name in names if hasattr(config, name)]:
         if not isinstance(tokenizer, int):
             value = getattr(tokenizer, name)
         else:
             value = getattr(config, name)
             value = None if isinstance(value, int) and value >= vocab_size else value
-        if name == "pad_token_id" and objective == "clm" and value == getattr(tokenizer, "eos_token_id", None):
+        if name == "pad_token_id" and objective == "clm" and value == getattr(config, "eos_token_id", None):
             value = None  # the token of padding gets no gradient, and the end of a text needs one
         try:
             setattr(config, name, value)

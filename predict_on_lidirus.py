@@ -22,10 +22,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from arguments import PredictArguments, parse_arguments, stop_for_user
+from arguments import PredictArguments, first_line, parse_arguments, stop_for_user
 from checkpoint import write_file
 from finetune_mlm import Pretrained, check_tokenizer, choose_length, encode, load_tokenizer, load_weights, predict
-from finetune_tasks import TASKS, first_line, format_predictions, load_examples
+from finetune_tasks import TASKS, format_predictions, load_examples
 from utils import setup_logging
 
 logger = logging.getLogger("finetune")

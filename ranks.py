@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from arguments import TrainerArguments, stop_for_user
+from arguments import TrainerArguments, first_line, stop_for_user
 from averaging import STOP_REQUESTED
 from devices import choose_devices, is_out_of_memory
 
@@ -173,7 +173,7 @@ class Ranks:
         except RuntimeError as e:
             if is_out_of_memory(e):
                 raise
-            who, reason = "another rank", str(e).splitlines()[0]
+            who, reason = "another rank", first_line(e)
             if any(words in reason for words in ("closed by peer", "reset by peer", "Broken pipe")):
                 reason = "its connection is closed"
             time.sleep(0.5 * bool(self.children))  # a process closes its connections before it ends
@@ -238,14 +238,14 @@ class Ranks:
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
         return int(epoch)
 
-    def end(self, at_once: bool = False) -> None:
-        """The others have left their loops, and end by themselves; rank 0 waits for that, for some seconds.
-
-        :param at_once: they wait for rank 0 in the middle of a step, deaf to anything else, with nothing to lose
-        """
-        deadline = time.monotonic() + 10
-        for child in self.children if at_once else ():
+    def kill_others(self) -> None:
+        """They wait for rank 0 in the middle of a step, deaf to anything else, with nothing to lose."""
+        for child in self.children:
             child.kill()
+
+    def end(self) -> None:
+        """The others have left their loops, and end by themselves; rank 0 waits for that, for some seconds."""
+        deadline = time.monotonic() + 10
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, deadline - time.monotonic()))

@@ -245,11 +245,12 @@ def train(
 
     if args.num_train_epochs:
         callback.most_samples = args.num_train_epochs * len(dataset["train"])
-    failure, exit_code, is_together = None, 0, True
+    failure, exit_code = None, 0
     try:
         while optimizer.local_epoch < max_epoch:
             if callback.has_read_all():
                 logger.info(f"{args.num_train_epochs:g} passes over {len(dataset['train']):,} samples are done: ending")
+                callback.evaluate_for_others()
                 stop.set()
             loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
             if not ranks.agree(loss is not None):
@@ -272,13 +273,13 @@ def train(
             ranks.follow(model, optimizer.local_epoch, scaler)
             batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
     except RankLost as e:
-        is_together = False
+        ranks.kill_others()
         if not stop.is_set():
             failure, exit_code = f"{e}; the state is saved", 1
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        is_together = False
+        ranks.kill_others()
         cure = explain_out_of_memory(args, device, model)
         failure, exit_code = f"{cure}. The state is saved: the same command goes on from there", 2
     if failure:
@@ -301,7 +302,7 @@ def train(
         summary["sources"] = dataset["train"].count_records()
         for name, counts in summary["sources"].items():
             logger.info(f"source {name}: {counts['documents']:,} documents read, {counts['broken']:,} broken records")
-    ranks.end(at_once=not is_together)
+    ranks.end()
     shut_down(dht, optimizer)
     saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
     if args.do_eval and not failure and callback.measure():

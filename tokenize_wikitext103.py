@@ -45,7 +45,15 @@ import numpy as np
 
 import data
 import fetch
-from arguments import DataArguments, ModelArguments, TokenizeArguments, parse_arguments, show_bytes, stop_for_user
+from arguments import (
+    DataArguments,
+    ModelArguments,
+    TokenizeArguments,
+    first_line,
+    parse_arguments,
+    show_bytes,
+    stop_for_user,
+)
 from documents import (
     WIKITEXT_TITLE,
     cut_blocks,
@@ -552,7 +560,7 @@ def load_hub_splits(args: DataArguments) -> tuple[str, dict[str, list[list[str]]
         except (OSError, ValueError) as e:
             if not is_folder:
                 raise
-            stop_for_user(f"--dataset_name {args.dataset_name} holds no dataset ({str(e).splitlines()[0]})")
+            stop_for_user(f"--dataset_name {args.dataset_name} holds no dataset ({first_line(e)})")
     splits = {}
     for split in [name for name in ("train", "validation") if name in found]:
         if args.text_column not in found[split].column_names:
