@@ -33,7 +33,6 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import Optimizer
 from checkpoint import (
     collect_state,
     find_checkpoints,
@@ -49,6 +48,7 @@ from data import tokenizer_fingerprint
 from joining import compare_with_run
 from model import USES_OF, make_model
 from optimizer import describe_contract, make_optimizer
+from swarm.optimizer import Optimizer
 from utils import SwarmMetrics, setup_logging
 
 logger = logging.getLogger("archive")

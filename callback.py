@@ -22,7 +22,6 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments
-from averaging import TRAFFIC, Optimizer, list_params
 from checkpoint import (
     CheckpointError,
     append_line,
@@ -39,6 +38,9 @@ from data import StreamedBatches
 from devices import is_out_of_memory
 from joining import publish_contract
 from preflight import warn_of_speed
+from swarm.line import LINE
+from swarm.optimizer import Optimizer
+from swarm.states import list_params
 from utils import (
     RECENT_EPOCHS,
     Evaluation,
@@ -91,7 +93,7 @@ class CollaborativeCallback:
         self.last_epoch, self.epoch_start = 0, time.monotonic()
         self.epochs = self.averaged_epochs = 0
         self.has_contributed = False
-        self.rounds_before = dict(optimizer.round_seconds), tuple(TRAFFIC)
+        self.rounds_before = dict(optimizer.round_seconds), LINE.traffic
         # samples whose gradients this process has computed, and its longest time between two steps since the last epoch
         self.computed_samples, self.longest_step, self.last_step_end = 0, 0.0, time.monotonic()
         # in memory unless --state_path holds it
@@ -360,7 +362,7 @@ class CollaborativeCallback:
 
     def measure_rounds(self) -> dict:
         """Time and bytes that rounds took since the epoch before."""
-        seconds, traffic = dict(self.optimizer.round_seconds), tuple(TRAFFIC)
+        seconds, traffic = dict(self.optimizer.round_seconds), LINE.traffic
         before_seconds, before_traffic = self.rounds_before
         self.rounds_before = seconds, traffic
         return {

@@ -45,8 +45,10 @@ from addresses import (
     select_for_others,
 )
 from arguments import AveragingArguments, SwarmArguments, stop_for_user
-from averaging import DHT, calm_log, check_versions, end_when_it_dies, raise_file_limit
 from status import resolve_initial_peers
+from swarm.dht import DHT, check_versions, raise_file_limit
+from swarm.line import LINE
+from swarm.processes import calm_log, end_when_it_dies
 from utils import FETCH_TIMEOUT, RunContract, fetch_dictionary, make_validators
 
 logger = logging.getLogger("joining")
@@ -311,18 +313,24 @@ async def is_peer_at(ip: str, port: int) -> bool:
 
 
 def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> AveragingArguments:
-    """The same arguments with --bandwidth as measured against the initial peers, unless the user has given it."""
+    """Set the pace of this peer's line: --bandwidth, or what was measured against the initial peers.
+
+    :returns: the same arguments with that bandwidth
+    """
     if averaging.bandwidth is not None:
+        LINE.set_bandwidth(averaging.bandwidth, is_given=True)
         return averaging
     peers = {get_peer_id(str(maddr)) for maddr in dht.initial_peers or ()}
     found = dht.run_coroutine(partial(measure_rates, peers)) if peers else None
     if found is None:
-        reason = "none of --initial_peers lets itself be measured" if peers else "nobody is there to measure it against"
-        logger.info(f"bandwidth: {reason}, taking {DEFAULT_BANDWIDTH:g} Mbit/s (--bandwidth)")
-        return dataclasses.replace(averaging, bandwidth=DEFAULT_BANDWIDTH)
-    up, down = found
-    bandwidth = float(f"{min(up, down, 1e5):.2g}")
-    logger.info(f"bandwidth: measured {up:.3g} Mbit/s up, {down:.3g} down, taking {bandwidth:g} (--bandwidth)")
+        reason = "none of --initial_peers answers bandwidth tests" if peers else "nobody is there to measure it against"
+        logger.info(f"bandwidth: {reason}, beginning with {DEFAULT_BANDWIDTH:g} Mbit/s (--bandwidth)")
+        bandwidth = DEFAULT_BANDWIDTH
+    else:
+        up, down = found
+        bandwidth = float(f"{min(up, 1e5):.2g}")
+        logger.info(f"bandwidth: measured {up:.3g} Mbit/s up, {down:.3g} down, sending {bandwidth:g} (--bandwidth)")
+    LINE.set_bandwidth(bandwidth, is_given=False)
     return dataclasses.replace(averaging, bandwidth=bandwidth)
 
 

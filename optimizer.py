@@ -22,9 +22,12 @@ from hivemind.compression import (
 from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from averaging import GradientAverager, Optimizer, StateAverager, initialize_optimizer_state_, list_params
 from lamb_8bit import Lamb8bit
 from model import describe_architecture, digest
+from state_codecs import MatrixMoments8bit, Scaled16bit
+from swarm.optimizer import Optimizer, initialize_optimizer_state_
+from swarm.rounds import GradientAverager
+from swarm.states import StateAverager, list_params
 
 COMPRESSIONS = {
     "none": NoCompression(),
@@ -33,6 +36,13 @@ COMPRESSIONS = {
     "8bit": SizeAdaptiveCompression(
         threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
     ),
+}
+
+# how a state comes to a peer that joins
+LOAD_STATE_COMPRESSIONS = {
+    "none": NoCompression(),
+    "float16": RoleAdaptiveCompression(parameter=Scaled16bit()),
+    "8bit": RoleAdaptiveCompression(parameter=Scaled16bit(), optimizer=MatrixMoments8bit()),
 }
 
 
@@ -116,9 +126,7 @@ def make_optimizer(
     param_groups = make_param_groups(model)
     averager_options = dict(
         target_group_size=averaging.target_group_size,
-        bandwidth=averaging.bandwidth,
         min_vector_size=averaging.min_vector_size,
-        request_timeout=averaging.request_timeout,
     )
     return Optimizer(
         dht=dht,
@@ -128,6 +136,7 @@ def make_optimizer(
         scheduler=partial(make_scheduler, args),
         target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,
         matchmaking_time=averaging.matchmaking_time,
+        request_timeout=averaging.request_timeout,
         averaging_timeout=averaging.averaging_timeout,
         next_chunk_timeout=averaging.next_chunk_timeout,
         average_state_every=averaging.average_state_every,
@@ -138,8 +147,7 @@ def make_optimizer(
         auxiliary=auxiliary,
         grad_compression=COMPRESSIONS[averaging.compression],
         state_averaging_compression=COMPRESSIONS[averaging.state_compression],
-        # parameters alone: 16 bits would make many second moments 0, and 8-bit moments are compressed already
-        load_state_compression=RoleAdaptiveCompression(parameter=COMPRESSIONS[averaging.state_compression]),
+        load_state_compression=LOAD_STATE_COMPRESSIONS[averaging.load_state_compression],
         averager_opts=averager_options,
         # hivemind passes averager_opts to the state averager alone (note 39)
         grad_averager_factory=partial(GradientAverager, **averager_options),
@@ -177,7 +185,8 @@ def describe_contract(
         f"total {args.total_steps}",
         # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
         "target_batch_size": str(averaging.target_batch_size),
-        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}",
+        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
+        f"loaded {averaging.load_state_compression}",
         "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
         f"state every {averaging.average_state_every}, delays {averaging.delay_optimizer_step:d}"
         f"{averaging.delay_grad_averaging:d}, {GradientAverager.__name__} {StateAverager.__name__}",

@@ -45,7 +45,6 @@ from arguments import (
     parse_arguments,
     show_bytes,
 )
-from averaging import calm_log, clean_end, raise_file_limit
 from data import (
     check_data_arguments,
     choose_tokenizer,
@@ -85,6 +84,9 @@ from model import (
     move_batch,
 )
 from optimizer import describe_contract
+from swarm.dht import raise_file_limit
+from swarm.line import LINE
+from swarm.processes import calm_log, clean_end
 from utils import RunContract, fetch_progress, make_validators, setup_logging
 
 logger = logging.getLogger("preflight")
@@ -94,8 +96,8 @@ ENOUGH_FILES = 4096
 HOST_BYTES_PER_PARAMETER = 75
 SHARED_BYTES_PER_PARAMETER = 8  # of these in /dev/shm
 STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb_8bit half of it
-# Real rounds took 1.41 to 1.46 times what the bandwidth would allow (75 ms, 20 Mbit/s, three peers).
-ROUND_OVERHEAD = 1.45
+# Real rounds took 1.10 to 1.14 times what the bandwidth would allow (75 ms, 20 Mbit/s, three peers).
+ROUND_OVERHEAD = 1.15
 GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1}
 MEASURED_SECONDS = 20.0
 
@@ -228,7 +230,7 @@ def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Che
     """:param peers: of the swarm, this one included; a group starts when all are there, who is alone looks for none"""
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
     if peers > 1 and seconds < matchmaking_time:
-        finding += f": others wait for a peer that is late for up to {matchmaking_time:g} s (--matchmaking_time)"
+        finding += f": others wait for a peer that is late for up to {matchmaking_time:.3g} s (--matchmaking_time)"
         cure = (
             "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take longer than that"
         )
@@ -246,13 +248,20 @@ def estimate_round_seconds(parameters: int, peers: int, averaging: AveragingArgu
 
 def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) -> Check:
     size, seconds = estimate_round_seconds(parameters, peers, averaging)
+    LINE.fix(
+        matchmaking=averaging.matchmaking_time,
+        request=averaging.request_timeout,
+        averaging=averaging.averaging_timeout,
+        chunk=averaging.next_chunk_timeout,
+    )
+    LINE.expect_round(seconds)
     finding = (
         f"a round moves {show_bytes(size)} each way, about {seconds:.1f} s at {averaging.bandwidth:g} Mbit/s "
-        f"(--bandwidth); it may take {averaging.averaging_timeout:g} s (--averaging_timeout)"
+        f"(--bandwidth); {LINE.describe_times()}"
     )
     cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
-    left = averaging.averaging_timeout - averaging.matchmaking_time
-    level = "fatal" if seconds > averaging.averaging_timeout else "warning" if seconds > left else "ok"
+    left = LINE.averaging_timeout - LINE.matchmaking_time
+    level = "fatal" if seconds > LINE.averaging_timeout else "warning" if seconds > left else "ok"
     return Check("bandwidth", level, finding, cure)
 
 
@@ -407,7 +416,7 @@ def check_all(
         yield check_step_time(seconds, batch_size)
         speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
         epoch_seconds = averaging.target_batch_size / speed
-        yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time)
+        yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time or LINE.matchmaking_time)
         if averaging.bandwidth is not None:  # no peer, no measure
             yield check_bandwidth(parameters, peers, averaging)
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from arguments import TrainerArguments, first_line, stop_for_user
-from averaging import STOP_REQUESTED
 from devices import choose_devices, is_out_of_memory
+from swarm.processes import STOP_REQUESTED
 
 logger = logging.getLogger("trainer")
 

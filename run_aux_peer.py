@@ -35,12 +35,13 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import TRAFFIC, clean_end, handle_stop_signals, shut_down
 from dashboard import RunReport
 from data import load_tokenizer
 from joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from model import find_objective
 from status import StatusServer
+from swarm.line import LINE
+from swarm.processes import clean_end, handle_stop_signals, shut_down
 from utils import log_to_folder, setup_logging
 
 logger = logging.getLogger("aux")
@@ -109,7 +110,7 @@ def main() -> None:
                 # once more: the first trainers may have come after this peer
                 comparison = watching.submit(compare_with_run, dht, swarm.experiment_prefix, contract)
             if metrics and optimizer and args.assist_in_averaging:
-                sent, received = (count / 1e6 for count in TRAFFIC)
+                sent, received = (count / 1e6 for count in LINE.traffic)
                 logger.info(
                     f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} came to nothing; sent {sent:,.1f} "
                     f"MB, received {received:,.1f} MB"

@@ -47,7 +47,6 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from callback import CollaborativeCallback, find_stream, save_stream
 from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
 from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
@@ -79,6 +78,7 @@ from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
 from ranks import RankLost, Ranks, list_gradients, start_ranks
 from status import StatusServer
+from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from utils import keep_signing_key, log_to_folder, perplexity, setup_logging
 
 logger = logging.getLogger("trainer")

@@ -42,10 +42,10 @@ from arguments import (
     parse_arguments,
     stop_for_user,
 )
-from averaging import clean_end, handle_stop_signals, shut_down
 from dashboard import RunReport, load_history, plot_run
 from joining import compare_with_run, make_dht, warn_of_local_addresses
 from status import StatusServer
+from swarm.processes import clean_end, handle_stop_signals, shut_down
 from utils import log_to_folder, setup_logging
 from watch import watch_swarm
 

@@ -421,8 +421,9 @@ class RoleFormatter(logging.Formatter):
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """Whether a file beside this one wrote the record (all of .venv lies below this folder, not in it)."""
-    return Path(record.pathname).absolute().parent == Path(__file__).absolute().parent
+    """Whether one of the project's own files wrote the record."""
+    path = Path(record.pathname).absolute()
+    return path.is_relative_to(Path(__file__).absolute().parent) and "site-packages" not in path.parts
 
 
 def setup_logging(role_name: str) -> None:

@@ -19,10 +19,10 @@ import torch
 from torch_optimizer import Lamb
 
 from arguments import ModelArguments, OptimizerArguments
-from averaging import list_params
 from lamb_8bit import BLOCK_SIZE, DynamicQuantizer
 from model import make_model
 from optimizer import make_local_optimizer, make_param_groups
+from swarm.states import list_params
 
 TURNS = 15
 NUMBERS = 2**22

@@ -3,6 +3,7 @@
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/chaos.py --minutes 10
     python benchmarks/chaos.py --minutes 2 --faults kill stop --trainers 3
+    python benchmarks/chaos.py --minutes 10 --mbits 20 --rtt_ms 75 --large
 
 A monitor and the trainers train undisturbed, then with a fault every --fault_every seconds, then undisturbed again, and
 end with Ctrl-C. The faults:
@@ -11,7 +12,8 @@ end with Ctrl-C. The faults:
     stop       SIGSTOP of all its processes for 20 s, as a laptop that is closed
     partition  half of the trainers cut off from the others for 20 s; needs root (see tests/netlab.py), or is left out
 Batches are paced (paced_trainer.py), so that the cores are not the bottleneck and a trainer computes at the same speed
-whatever becomes of the others.
+whatever becomes of the others. --large takes a model of 14 M parameters and epochs of about 40 s, of which averaging
+takes half at 20 Mbit/s; undisturbed phases are three times as long then, and faults half as frequent.
 
 Figures:
     goodput          samples that reached an optimizer step / samples computed. What a killed trainer had computed since
@@ -44,13 +46,13 @@ from safetensors.torch import load_file
 from soak import measure_processes
 
 FAULTS = ["kill", "stop", "partition", "main"]
-RESTART_AFTER, FAULT_SECONDS, AVERAGING_TIMEOUT = 5.0, 20.0, 15.0
+RESTART_AFTER, FAULT_SECONDS = 5.0, 20.0
 BATCH_SIZE, SECONDS_PER_BATCH = 8, 0.4
+LARGE, LARGE_SECONDS_PER_BATCH, LARGE_BATCH = dict(hidden_size=1024, intermediate_size=4096), 1.6, 420
 TRAINER = (
-    "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 15 --total_steps 1000000 "
+    "--optim adamw --learning_rate 1e-3 --warmup_steps 15 --total_steps 1000000 "
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --dataloader_num_workers 0 "
-    f"--matchmaking_time 3 --request_timeout 1 --averaging_timeout {AVERAGING_TIMEOUT:g} --next_chunk_timeout 4 "
-    "--metadata_expiration 30 --average_state_every 1"
+    "--metadata_expiration 30"
 ).split()
 
 
@@ -125,8 +127,12 @@ class Chaos:
         common += ["--initial_peers", peers, *TRAINER, "--target_group_size", self.args.target_group_size]
         common += ["--target_batch_size", self.args.target_batch_size]
         common += ["--dataset_path", self.args.dataset_path, "--tokenizer_path", self.args.tokenizer_path]
+        config = json.loads(Path("configs/demo.json").read_text()) | (LARGE if self.args.large else {})
+        (self.folder / "config.json").write_text(json.dumps(config))
+        common += ["--config_path", self.folder / "config.json"]
+        pace = LARGE_SECONDS_PER_BATCH if self.args.large else SECONDS_PER_BATCH
         for name in names:
-            command = ["benchmarks/paced_trainer.py", SECONDS_PER_BATCH, *common, *self.listen(name)]
+            command = ["benchmarks/paced_trainer.py", pace, *common, *self.listen(name)]
             self.trainers.append(Trainer(name, self.folder / name, command, self.prefix(name)))
             self.trainers[-1].start()
 
@@ -142,8 +148,11 @@ class Chaos:
             script.kill()
 
     def wait_for_joint_epoch(self, seconds: float) -> dict | None:
-        """The first epoch from now on that all trainers have averaged, or None when there is none in time."""
-        begin = time.time()
+        """The first epoch from now on that all trainers have averaged, or None when there is none in time.
+
+        :param seconds: of a small model
+        """
+        begin, seconds = time.time(), seconds * (3 if self.args.large else 1)
 
         def find() -> dict | None:
             self.work()
@@ -506,7 +515,14 @@ def main() -> None:
     parser.add_argument("--rtt_ms", type=float, default=20, help="of each path, where the network is emulated")
     parser.add_argument("--mbits", type=float, default=100, help="of each peer, up and down, likewise")
     parser.add_argument("--json", type=Path, help="file for the raw figures")
+    parser.add_argument("--large", action="store_true", help="14 M parameters, epochs of about 40 s at 20 Mbit/s")
     args = parser.parse_args()
+    if args.large:
+        args.target_batch_size, args.undisturbed, args.fault_every = (
+            LARGE_BATCH,
+            3 * args.undisturbed,
+            2 * args.fault_every,
+        )
     folder = Path(tempfile.mkdtemp(prefix="chaos_"))
     with contextlib.ExitStack() as stack:
         net = None

@@ -18,15 +18,18 @@ from typing import AsyncIterator  # noqa: UP035 (hivemind knows a stream by this
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 
 from arguments import SwarmArguments
-from averaging import StateAverager, clean_end, handle_stop_signals, shut_down
 from joining import make_dht
+from swarm.downloads import read_request
+from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.states import StateAverager
 from utils import setup_logging
 
-KINDS = ("truncated", "shapes", "types", "infinite", "metadata", "bytes", "hanging", "breaking")
+KINDS = ("mute", "shapes", "types", "infinite", "metadata", "bytes", "truncated", "hanging", "breaking", "lying")
 
 
 class BadStateAverager(StateAverager):
@@ -53,21 +56,28 @@ class BadStateAverager(StateAverager):
         return metadata, tensors, infos
 
     async def rpc_download_state(
-        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+        self, request: BytesValue, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        self.downloads.value += 1
-        print(json.dumps({"gave": self.kind}), flush=True)
+        if is_description := len(read_request(request.value)) == 1:
+            self.downloads.value += 1
+            self._snapshots.clear()
+            print(json.dumps({"gave": self.kind}), flush=True)
+            if self.kind == "mute":
+                await asyncio.sleep(3600)
         parts = 0
         async for message in super().rpc_download_state(request, context):
             parts += 1
-            if parts == 2 and self.kind == "truncated":
-                return
-            if parts == 2 and self.kind == "hanging":
-                await asyncio.sleep(3600)
-            if parts == 2 and self.kind == "breaking":
-                raise RuntimeError("this donor breaks")
-            if self.kind == "bytes":
-                message.tensor_part.buffer = b"not a tensor"
+            if not is_description:
+                if parts == 2 and self.kind == "truncated":
+                    return
+                if parts == 2 and self.kind == "hanging":
+                    await asyncio.sleep(3600)
+                if parts == 2 and self.kind == "breaking":
+                    raise RuntimeError("this donor breaks")
+                if self.kind == "bytes":
+                    message.tensor_part.buffer = b"not a tensor"
+                if self.kind == "lying":  # 0 where it has described -777
+                    message.tensor_part.buffer = bytes(len(message.tensor_part.buffer))
             yield message
 
 

@@ -16,9 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from arguments import SwarmArguments
-from averaging import TRAFFIC, GradientAverager, Optimizer, clean_end, handle_stop_signals, shut_down
 from joining import make_dht
 from optimizer import COMPRESSIONS
+from swarm.line import LINE
+from swarm.optimizer import Optimizer
+from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.rounds import GradientAverager
 from utils import setup_logging
 
 
@@ -31,6 +34,7 @@ def make_gradient_optimizer(
     eight_bit: bool = False,
     auxiliary: bool = False,
     average_state_every: int = 10**6,
+    averaging_timeout: float = 10.0,
 ) -> Optimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
     return Optimizer(
@@ -40,11 +44,12 @@ def make_gradient_optimizer(
         optimizer=partial(torch.optim.SGD, lr=1.0),
         target_batch_size=target_batch_size,
         matchmaking_time=2.0,
-        averaging_timeout=10.0,
+        averaging_timeout=averaging_timeout,
         next_chunk_timeout=4.0,
+        request_timeout=1.0,
         grad_compression=COMPRESSIONS["8bit" if eight_bit else "none"],
-        grad_averager_factory=partial(GradientAverager, target_group_size=group_size, request_timeout=1.0),
-        averager_opts=dict(target_group_size=group_size, request_timeout=1.0),
+        grad_averager_factory=partial(GradientAverager, target_group_size=group_size),
+        averager_opts=dict(target_group_size=group_size),
         client_mode=dht.client_mode,
         auxiliary=auxiliary,
         average_state_every=average_state_every,
@@ -67,6 +72,9 @@ def main() -> None:
     parser.add_argument("--auxiliary", action="store_true", help="no gradient: average for the others")
     parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
     parser.add_argument("--average_state_every", type=int, default=10**6)
+    parser.add_argument("--mbits", type=float, help="of this peer's line, upwards")
+    parser.add_argument("--averaging_timeout", type=float, default=10.0)
+    parser.add_argument("--others", type=int, default=0, help="begin when so many other peers are there")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: add 1 to the parameters, as if led astray")
     args = parser.parse_args()
     setup_logging("peer")
@@ -78,6 +86,8 @@ def main() -> None:
         client_mode=args.client_mode,
     )
     dht, *_ = make_dht(swarm)
+    if args.mbits:
+        LINE.set_bandwidth(args.mbits, is_given=True)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
     optimizer = make_gradient_optimizer(
         dht,
@@ -88,12 +98,16 @@ def main() -> None:
         args.eight_bit,
         args.auxiliary,
         args.average_state_every,
+        args.averaging_timeout,
     )
     if args.auxiliary:
         optimizer.state_averager.offer_states()
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
     epoch = steps = 0
+    while len(optimizer.tracker.present) < args.others and not stop.is_set():
+        optimizer.tracker.announce()
+        time.sleep(0.3)
     while not stop.is_set():
         time.sleep(args.step_seconds)  # stands for the work of computing a gradient
         if args.auxiliary:
@@ -125,7 +139,7 @@ def main() -> None:
                 "averaged_with": optimizer.averaged_with,
                 "rounds": optimizer.rounds,
                 "failed_rounds": optimizer.failed_rounds,
-                "traffic": list(TRAFFIC),
+                "traffic": list(LINE.traffic),
                 "round_seconds": optimizer.round_seconds,
                 "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],
             }

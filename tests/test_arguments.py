@@ -44,8 +44,14 @@ def test_steps_count_epochs_and_say_so():
         (["--run_id", "a", "--no_such_flag", "1"], ["--no_such_flag"]),
         (["--run_id", "a", "--learning", "1"], ["--learning"]),
         (["--run_id", "a", "--learning_rate", "fast"], ["--learning_rate", "fast"]),
-        (["--run_id", "a", "--matchmaking_time", "2"], ["--matchmaking_time", "--request_timeout"]),
-        (["--run_id", "a", "--averaging_timeout", "9"], ["--averaging_timeout", "--matchmaking_time"]),
+        (
+            ["--run_id", "a", "--matchmaking_time", "2", "--request_timeout", "3"],
+            ["--matchmaking_time", "--request_timeout"],
+        ),
+        (
+            ["--run_id", "a", "--averaging_timeout", "9", "--matchmaking_time", "9"],
+            ["--averaging_timeout", "--matchmaking_time"],
+        ),
         (["--run_id", "a", "--delay_grad_averaging"], ["--delay_optimizer_step"]),
         (["--run_id", "a", "--host_maddrs", "localhost"], ["--host_maddrs", "'localhost'"]),
         (["--run_id", "a", "--dht_listen_on", "[::]:70000"], ["--host_maddrs", "70000"]),

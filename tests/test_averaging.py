@@ -9,14 +9,14 @@ import torch
 from bad_donor import KINDS
 from processes import ROOT, make_prefix, wait_until
 
-from averaging import drop_small_shares
+from swarm.rounds import drop_small_shares
 
 # A peer that takes over the swarm's state again and again, each time from a parameter of its own.
 TAKER = """
 import json, sys
 import torch
 from arguments import SwarmArguments
-from averaging import clean_end, shut_down
+from swarm.processes import clean_end, shut_down
 from joining import make_dht
 from gradient_peer import make_gradient_optimizer
 from utils import setup_logging
@@ -104,7 +104,7 @@ EIGHT_BITS = """
 import json, os, sys, time
 import torch
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from averaging import clean_end, handle_stop_signals, shut_down
+from swarm.processes import clean_end, handle_stop_signals, shut_down
 from joining import make_dht
 from optimizer import make_optimizer
 
@@ -204,32 +204,34 @@ def test_shares_that_are_too_small_go_to_the_others(min_vector_size, expected):
 # Two peers average once; in a second round one of them is in the group, and sends nothing.
 ROUNDS = """
 import json, multiprocessing, sys, time
-import hivemind, torch
+import torch
+import swarm.rounds
 from hivemind.averaging.control import AveragingStage
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from averaging import clean_end, shut_down
+from swarm.processes import clean_end, shut_down
 from joining import make_dht
 from optimizer import make_optimizer
 
 shares = multiprocessing.Array("d", 2)
-run_allreduce = hivemind.DecentralizedAverager._run_allreduce_inplace_
+plan_round = swarm.rounds.plan_round
 
 
-async def note_shares(*args, peer_fractions, **kwargs):
-    shares[:] = peer_fractions
-    await run_allreduce(*args, peer_fractions=peer_fractions, **kwargs)
+def note_shares(*args):
+    plan = plan_round(*args)
+    shares[:] = plan.fractions
+    return plan
 
 
-hivemind.DecentralizedAverager._run_allreduce_inplace_ = note_shares
+swarm.rounds.plan_round = note_shares
 with clean_end():
     settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
     peers, maddrs = [], []
     for _ in range(2):
-        swarm = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-        dht, *_ = make_dht(swarm)
+        args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        dht, *_ = make_dht(args)
         maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
         averaging = AveragingArguments(**settings, **json.loads(sys.argv[2]))
-        peers.append((dht, make_optimizer(torch.nn.Linear(100, 10), dht, swarm, OptimizerArguments(), averaging)))
+        peers.append((dht, make_optimizer(torch.nn.Linear(100, 10), dht, args, OptimizerArguments(), averaging)))
     averagers = [optimizer.grad_averager for _, optimizer in peers]
 
     def schedule():
@@ -271,7 +273,7 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     # a matrix and a bias have 1,010 numbers: two peers of the same bandwidth share them, unless 505 are too few
     assert [fact["group_sizes"] for fact in facts] == [[2, 2], [2, 2]]
     assert [fact["shares"] for fact in facts] == [[0.5, 0.5], [0, 1]]
-    assert all("nobody else's data" in fact["failure"] for fact in facts)
+    assert all("has left the round" in fact["failure"] for fact in facts)
     # where both average a share, the silent one is waited for twice: for its part, then for what it averages
     assert facts[0]["seconds"] == pytest.approx(2 * 1, abs=0.9)
     assert 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
@@ -341,7 +343,8 @@ def test_helpers_end_when_their_parent_dies(start):
 
 
 def test_a_bad_state_is_refused_and_another_donor_asked(start):
-    """Truncated, of wrong shapes, not finite, broken or no answer (note 25): the next donor's is taken as a whole."""
+    """Truncated, of wrong shapes, not finite, not what it was said to be, broken or no answer (note 25): the next
+    donor's is taken as a whole."""
     prefix = make_prefix()
     good = start_peer(start, "good", prefix, gradient=1.0, batch_size=128)
     maddrs = good.json_lines()[0]["maddrs"]
@@ -352,7 +355,8 @@ def test_a_bad_state_is_refused_and_another_donor_asked(start):
         "taker", "-c", TAKER, prefix, len(KINDS), 100_000, *maddrs, env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     )
     taker.assert_clean_end(120)
-    assert [line["gave"] for line in bad.json_lines() if "gave" in line] == list(KINDS)
+    # asked at least once for each, and once more where the good peer was just between two epochs
+    assert [line["gave"] for line in bad.json_lines() if "gave" in line][: len(KINDS)] == list(KINDS)
     taken = taker.json_lines()
     assert len(taken) == len(KINDS)
     for line in taken:
@@ -403,20 +407,20 @@ LAMB = """
 import json, sys
 import torch
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from averaging import clean_end, shut_down
+from swarm.processes import clean_end, shut_down
 from joining import make_dht
 from optimizer import make_optimizer
 
 with clean_end():
     states, maddrs = [], []
     for steps in (3, 0):
-        swarm = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-        dht, *_ = make_dht(swarm)
+        args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        dht, *_ = make_dht(args)
         maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
         torch.manual_seed(steps)
         model = torch.nn.Sequential(torch.nn.Linear(50, 20), torch.nn.LayerNorm(20))
         options = OptimizerArguments(optim=sys.argv[2], min_8bit_size=1000)
-        optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(state_compression=sys.argv[3]))
+        optimizer = make_optimizer(model, dht, args, options, AveragingArguments(load_state_compression=sys.argv[3]))
         for _ in range(steps):
             for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
                 param.grad.normal_()
@@ -470,7 +474,7 @@ WAITER = """
 import json, sys, time
 import torch
 from arguments import SwarmArguments
-from averaging import clean_end, shut_down
+from swarm.processes import clean_end, shut_down
 from joining import make_dht
 from gradient_peer import make_gradient_optimizer
 

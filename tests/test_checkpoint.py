@@ -47,7 +47,7 @@ ROUND_TRIP = """
 import copy, json, random, sys, time
 import numpy, torch
 from arguments import *
-from averaging import clean_end, shut_down
+from swarm.processes import clean_end, shut_down
 from joining import make_dht
 from checkpoint import *
 from data import load_tokenizer

@@ -190,7 +190,8 @@ def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, ti
 
 def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
     """What overflows in one peer costs that peer's step alone; all processes of the swarm have the same weights."""
-    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 7, "--target_batch_size", 512]
+    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 20, "--target_batch_size", 512]
+    common += ["--average_state_every", 1]
     (tmp_path / "two").mkdir()
     (tmp_path / "half").mkdir()
     half = start(
@@ -210,8 +211,8 @@ def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, 
     first, second, other = (torch.load(tmp_path / path) for path in ("two/rank0.pt", "two/rank1.pt", "half/rank0.pt"))
     for name, weight in first["weights"].items():
         # an averaging of parameters may end after the last step
-        torch.testing.assert_close(second["weights"][name], weight, atol=1e-5, rtol=0)
-        torch.testing.assert_close(other["weights"][name], weight, atol=1e-5, rtol=0)
+        torch.testing.assert_close(second["weights"][name], weight, atol=5e-5, rtol=0)
+        torch.testing.assert_close(other["weights"][name], weight, atol=5e-5, rtol=0)
     # each rank has data of its own, and each step counts the samples of both
     assert len(set(first["rows"]) & set(second["rows"])) < 0.7 * len(set(first["rows"]))
     assert len(first["rows"]) > 64

@@ -19,10 +19,10 @@ from test_monitor import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments
-from averaging import ProgressTracker
 from dashboard import History, draw_learning_curve
 from data import load_tokenized_dataset, load_tokenizer, make_eval_batches
 from model import evaluate, make_model
+from swarm.progress import ProgressTracker
 from utils import (
     LocalMetrics,
     find_evaluation,

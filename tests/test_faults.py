@@ -14,7 +14,7 @@ from test_swarm import TRAINER, flags, history, largest_difference
 
 AVERAGING_TIMEOUT, MATCHMAKING_TIME = 15, 3
 # Batches of 16 at a pace of 0.2 s, so that the cores are not the bottleneck: three trainers take two seconds an epoch.
-PACED = ["benchmarks/paced_trainer.py", 0.2]
+PACE = 0.2
 SETTINGS = {
     **TRAINER,
     "--target_group_size": 16,
@@ -35,6 +35,7 @@ class Swarm:
         self.start, self.tmp_path, self.net = start, tmp_path, net
         self.settings = {**SETTINGS, **settings, "--experiment_prefix": make_prefix()}
         self.trainers: dict[str, Script] = {}
+        self.pace = PACE  # seconds of a batch
 
     def where(self, name: str) -> dict:
         """Flags and options that put a role on its host."""
@@ -56,7 +57,9 @@ class Swarm:
         for name in names:
             options = {"--initial_peers": self.peers, "--output_dir": self.tmp_path / name, **self.where(name)}
             options |= {f"--{flag}": value for flag, value in own.items()}
-            trainer = self.start(name, *PACED, *flags(self.settings, options), **self.prefix(name))
+            trainer = self.start(
+                name, "benchmarks/paced_trainer.py", self.pace, *flags(self.settings, options), **self.prefix(name)
+            )
             self.trainers[name] = trainer
         return [self.trainers[name] for name in names]
 

@@ -1,4 +1,4 @@
-"""Faults of hivemind 1.1.12 that averaging.py works around. A failure here is good news: hivemind has mended one of
+"""Faults of hivemind 1.1.12 that swarm/ works around. A failure here is good news: hivemind has mended one of
 them, and the workaround that the test names can go."""
 
 import inspect
@@ -100,7 +100,7 @@ def test_the_gradient_averager_downloads_a_state_that_nobody_reads():
 
 def test_numpy_that_breaks_compression_is_refused(capsys):
     """Note 1."""
-    from averaging import check_versions
+    from swarm.dht import check_versions
 
     check_versions("2.3.5")
     for version in ("2.4.0", "2.10.1", "3.0.0"):
@@ -113,7 +113,7 @@ def test_numpy_that_breaks_compression_is_refused(capsys):
 def test_the_daemon_dials_without_reusing_ports():
     """Note 6: with port reuse, 10 of 20 simultaneous first dials failed."""
     code = (
-        "import psutil; from arguments import SwarmArguments; from averaging import shut_down;"
+        "import psutil; from arguments import SwarmArguments; from swarm.processes import shut_down;"
         "from joining import make_dht;"
         "dht, _ = make_dht(SwarmArguments('gaps', host_maddrs=['/ip4/127.0.0.1/tcp/0']));"
         "daemons = [child for child in psutil.Process(dht.pid).children() if child.name().startswith('p2pd')];"
@@ -124,7 +124,7 @@ def test_the_daemon_dials_without_reusing_ports():
 
 
 def test_a_peer_asks_fixed_relays_at_once_only_where_we_say_so():
-    """Note 30; P2P.FORCE_REACHABILITY_MAPPING["relayed"] in averaging.py."""
+    """Note 30; P2P.FORCE_REACHABILITY_MAPPING["relayed"] in swarm/dht.py."""
     assert "relayDiscovery" not in inspect.getsource(hivemind.p2p.P2P)
 
 
@@ -139,7 +139,7 @@ RELAYS = """
 import asyncio
 from hivemind.p2p import P2P
 from arguments import SwarmArguments
-from averaging import clean_end, shut_down
+from swarm.processes import clean_end, shut_down
 from addresses import get_peer_id
 from joining import ask_relay_limit, make_dht
 
@@ -168,7 +168,7 @@ with clean_end():
 
 
 def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
-    """GOMAXPROCS in averaging.py and force_reachability in joining.py."""
+    """GOMAXPROCS in swarm/__init__.py and force_reachability in joining.py."""
     run = subprocess.run([sys.executable, "-c", RELAYS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     plain, *ours = run.stdout.split()
     assert plain == str(2**17), run.stderr
@@ -212,6 +212,24 @@ def test_a_round_waits_for_a_peer_that_is_gone():
     assert "ping" not in inspect.getsource(AllReduceRunner)
 
 
+def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
+    """PromptRunner._communicate_with_peer: it has failed, and ends only when all other parts have come."""
+    assert "finalize" not in inspect.getsource(AllReduceRunner._communicate_with_peer)
+
+
+def test_times_and_bandwidth_are_fixed_when_a_peer_starts():
+    """from_line in swarm/line.py, and Line.send: hivemind sends as fast as the daemon takes it."""
+    source = inspect.getsource(hivemind.DecentralizedAverager)
+    assert "self.bandwidth = bandwidth" in source and "self.next_chunk_timeout = next_chunk_timeout" in source
+    assert "sleep" not in inspect.getsource(AllReduceRunner)
+
+
+def test_all_wait_for_the_slowest_line():
+    """plan_round: a peer without a share sends all of its tensors all the same."""
+    source = inspect.getsource(AllReduceRunner._generate_input_for_peer)
+    assert source.count("yield") == 2 and "continue" not in source
+
+
 def test_peers_that_were_lost_are_not_looked_for():
     """keep_in_touch: hivemind pings initial peers once, at its start."""
     assert inspect.getsource(hivemind.dht.DHTNode).count("call_ping(") == 1
@@ -247,7 +265,7 @@ def test_the_epochs_of_clients_do_not_count():
 
 
 def test_iterators_of_the_standard_library_are_not_recognised_in_requests():
-    """The import of AsyncIterator in averaging.py: a stream would be taken for a single message."""
+    """The import of AsyncIterator in swarm/rounds.py: a stream would be taken for a single message."""
     from collections.abc import AsyncIterator
 
     assert hivemind.p2p.ServicerBase._strip_iterator_hint(AsyncIterator[int]) == (AsyncIterator[int], False)

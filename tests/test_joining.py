@@ -18,7 +18,7 @@ from joining import announce_public_address
 MEASURER = """
 import json, sys
 from arguments import AveragingArguments, SwarmArguments
-from averaging import clean_end, shut_down
+from swarm.processes import clean_end, shut_down
 from joining import make_dht, measure_bandwidth
 
 with clean_end():

@@ -215,7 +215,8 @@ def test_numbers_are_those_of_a_plain_implementation(name):
         if checkpointing:
             model.activation_checkpointing_enable()
         for padding in (True, False):
-            assert_same(model, make_inputs(padding=padding), 1e-5)
+            # what 32 bits round off depends on the processor: 1.05e-5 on an Intel Xeon
+            assert_same(model, make_inputs(padding=padding), 2e-5)
     assert_same(model.double(), make_inputs(), 1e-10)
 
 

@@ -17,7 +17,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import make_prefix, wait_until
 
-import averaging  # noqa: F401 (it sets what hivemind's daemon reads: without, two peers' first dials may both fail)
+import swarm  # noqa: F401 (it sets what hivemind's daemon reads: without, two peers' first dials may both fail)
 from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,

@@ -67,7 +67,7 @@ ROLES = """
 import json, os, sys, time
 import torch
 from arguments import *
-from averaging import clean_end, shut_down
+from swarm.processes import clean_end, shut_down
 from joining import make_dht
 from callback import CollaborativeCallback
 from model import make_model

@@ -1,0 +1,326 @@
+"""How long peers take to average their gradients over slow lines, against the time that the bytes alone would take.
+
+    python benchmarks/rounds.py --short
+    python benchmarks/rounds.py
+    python benchmarks/rounds.py --millions 14 --mbits 20 --rtt_ms 75 --compression float16 --rounds 3
+    python benchmarks/rounds.py --mbits 50 --up 10
+    python benchmarks/rounds.py --loss 0.5 --congestion bbr
+
+Each peer is a process on an emulated host (tests/netlab.py, needs root) that averages random gradients of a
+transformer's shapes; its steps only wait. The first line takes less than five minutes where rounds succeed, the second
+one, all of the grid, some hours; flags that choose a part take several values each. What a row says:
+    rounds     those that all averaged together, of those that the peers tried; the first one does not count
+    ping s     longest time that a peer's DHT took to answer another one, of pings sent while a round was running;
+               30 where one was not answered at all
+    seconds    median over those rounds; of each that of the peer that took longest, from the group's formation to the
+               average
+    ratio      seconds / ideal; the ideal is 2 V (N - 1) / N bytes at the line's rate in the slower direction, with V
+               the gradient's bytes as they are sent: all-reduce over N peers cannot do with less
+    MB sent    per peer and round, counted at the line: with headers, acknowledgements, repetitions and the DHT's talk
+    CPU        while a round was running: of the fabric, which carries all packets and is one process, and of all cores.
+               A star: one of them was busy for more than 90 % of the time, so this machine was slower than the line
+Rows of 1000 Mbit/s without delay run on loopback instead, as the fabric carries less: they show the machine's share.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import netlab
+import numpy
+import psutil
+from processes import Script, make_prefix
+
+BYTES_PER_NUMBER = {"none": 4, "float16": 2, "8bit": 1}
+BATCH_SIZE, STEPS_PER_EPOCH, STEP_SECONDS = 32, 5, 1.0
+PING_PERIOD, PING_TIMEOUT = 0.5, 30.0
+TITLES = "million | down / up Mbit/s | RTT ms | loss | sent as | peers | rounds | ping s | seconds | ratio | MB sent"
+AXES = {
+    "millions": "of parameters",
+    "mbits": "of each peer's line, down and up",
+    "up": "Mbit/s up, where it differs",
+    "rtt_ms": "of each path",
+    "loss": "of each path, percent of packets",
+    "peers": "each needs 0.5 GB for 1 M parameters, 1.3 GB for 14 M and 4 GB for 60 M",
+    "compression": ", ".join(BYTES_PER_NUMBER),
+}
+
+
+@dataclasses.dataclass
+class Row:
+    """What one row of the table measures."""
+
+    millions: float = 14
+    mbits: float = 20
+    up: float | None = None
+    rtt_ms: float = 75
+    loss: float = 0
+    peers: int = 3
+    compression: str = "float16"
+
+    def __post_init__(self):
+        self.up = self.up or self.mbits
+        self.is_loopback = min(self.mbits, self.up) >= 1000 and not self.rtt_ms and not self.loss
+        sent = 2 * self.millions * 1e6 * BYTES_PER_NUMBER[self.compression] * (self.peers - 1) / self.peers
+        self.memory_bytes = self.peers * (4e8 + self.millions * 6e7)  # measured: 3.8 GB for each peer of 60 M
+        self.ideal_seconds = sent * 8 / 1e6 / min(self.mbits, self.up)
+
+
+# --- the peer ---------------------------------------------------------------------------------------------------------
+
+
+def make_shapes(numbers: float) -> list[tuple[int, ...]]:
+    """Of the tensors of a transformer with so many parameters: feed-forward layers, and an embedding of the rest."""
+    width = 1024 if numbers >= 5e6 else 256
+    layer = [(4 * width, width), (4 * width,), (width,)]
+    count, rest = divmod(int(numbers), 4 * width * width + 5 * width)
+    return [(rest // width, width), *(layer * count)]
+
+
+async def measure_ping(dht, node, peer_id: str) -> float:
+    """Runs in the DHT's process: the seconds until this peer answers."""
+    from hivemind.p2p import PeerID
+    from hivemind.proto import dht_pb2
+
+    start, request = time.monotonic(), dht_pb2.PingRequest(peer=node.protocol.node_info, validate=False)
+    with contextlib.suppress(Exception):  # no answer, in whatever way: as bad as the longest wait
+        await node.protocol.get_stub(PeerID.from_base58(peer_id)).rpc_ping(request, timeout=PING_TIMEOUT)
+        return time.monotonic() - start
+    return PING_TIMEOUT
+
+
+def watch_pings(dht, optimizer, peer_ids: list[str], pings: list[tuple]) -> None:
+    """For ever: ping these peers, and keep the pings that were sent while a round was running: (time, future)."""
+    seconds = 0.0
+    while True:
+        time.sleep(PING_PERIOD)
+        before, seconds = seconds, optimizer.round_seconds["averaging"]
+        questions = [partial(measure_ping, peer_id=peer_id) for peer_id in peer_ids]
+        futures = [dht.run_coroutine(question, return_future=True) for question in questions]
+        if seconds > before:
+            pings += [(time.monotonic(), future) for future in futures]
+
+
+def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str], start_file: str) -> None:
+    """Average random gradients until stopped; print a JSON line after each round, also a failed one."""
+    import torch
+
+    from arguments import SwarmArguments
+    from joining import make_dht
+    from optimizer import COMPRESSIONS
+    from swarm.line import LINE
+    from swarm.optimizer import Optimizer
+    from swarm.processes import handle_stop_signals, shut_down
+    from swarm.rounds import GradientAverager
+    from utils import setup_logging
+
+    setup_logging("peer")
+    dht, *_ = make_dht(SwarmArguments(experiment_prefix, initial_peers, host_maddrs=[f"/ip4/{ip}/tcp/0"]))
+    print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
+    LINE.set_bandwidth(row.up, is_given=True)
+    averager_options = dict(target_group_size=row.peers)
+    optimizer = Optimizer(
+        dht=dht,
+        run_id=experiment_prefix,
+        params=[{"params": params}],
+        optimizer=partial(torch.optim.SGD, lr=1e-3),
+        target_batch_size=row.peers * STEPS_PER_EPOCH * BATCH_SIZE,
+        grad_compression=COMPRESSIONS[row.compression],
+        grad_averager_factory=partial(GradientAverager, **averager_options),
+        averager_opts=averager_options,
+        client_mode=dht.client_mode,
+        average_state_every=10**6,
+        tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
+    )
+    stop = handle_stop_signals()
+    for param in params:
+        param.grad = torch.randn_like(param)
+    print(json.dumps({"ready": True}), flush=True)
+    while not os.path.exists(start_file):  # all begin at once: nobody steps alone, nobody downloads a state
+        time.sleep(0.1)
+    while len(optimizer.tracker.present) < row.peers - 1:
+        optimizer.tracker.announce()
+        time.sleep(0.3)
+    peer_ids = [maddr.split("/")[-1] for maddr in json.loads(Path(start_file).read_text())]
+    others, pings = [peer_id for peer_id in peer_ids if peer_id != str(dht.peer_id)], []
+    threading.Thread(target=watch_pings, args=(dht, optimizer, others, pings), daemon=True).start()
+
+    counts = (0, 0)
+    while not stop.wait(STEP_SECONDS):  # stands for the work of computing a gradient
+        optimizer.step(batch_size=BATCH_SIZE)
+        if counts != (counts := (optimizer.rounds, optimizer.failed_rounds)):
+            line = {"time": time.time(), "epoch": optimizer.local_epoch, "averaged_with": optimizer.averaged_with}
+            line |= {"rounds": counts[0], "failed_rounds": counts[1], "round_seconds": optimizer.round_seconds}
+            # of those that wait for their answer still, what they have waited
+            waits = [(future.result() if future.done() else time.monotonic() - sent) for sent, future in pings]
+            pings[:] = [(sent, future) for sent, future in pings if not future.done()]
+            print(json.dumps(line | {"longest_ping": max(waits, default=0.0)}), flush=True)
+    shut_down(dht, optimizer)
+
+
+# --- the driver -------------------------------------------------------------------------------------------------------
+
+
+def start_peers(row: Row, net: netlab.Net, folder: Path, scripts: list[Script]) -> None:
+    """Start the peers on their hosts, the first one alone, and let them go once all are ready."""
+    start_file, prefix, maddrs = folder / "start.json", make_prefix(), []
+    for number in range(row.peers):
+        host = "loopback" if row.is_loopback else f"peer{number}"
+        ip = "127.0.0.1" if row.is_loopback else net.ip(host)
+        options = dict(ip=ip, experiment_prefix=prefix, initial_peers=maddrs, start_file=str(start_file))
+        command = [__file__, "--peer", json.dumps(dict(row=dataclasses.asdict(row), **options))]
+        scripts.append(Script(folder / f"peer{number}.log", *command, prefix=net.prefix(host)))
+        if not maddrs:
+            maddrs = [scripts[0].wait_for('"maddr": "(.+)"', 120)[1]]
+    for script in scripts:
+        script.wait_for('"ready"', 180)
+    unfinished = folder / "unfinished"
+    unfinished.write_text(json.dumps([script.wait_for('"maddr": "(.+)"')[1] for script in scripts]))
+    unfinished.rename(start_file)
+
+
+def end_peers(net: netlab.Net, scripts: list[Script]) -> None:
+    """Kill all but torch's managers of shared memory, which end by themselves and free what the killed ones had: what
+    nobody frees stays in RAM."""
+    for script in scripts:
+        script.kill()
+        script.wait()
+    pids = [netlab.run("ip netns pids", namespace) for namespace in net.namespaces]
+    psutil.wait_procs([psutil.Process(int(pid)) for pid in " ".join(pids).split() if psutil.pid_exists(int(pid))], 20)
+
+
+def read_rounds(script: Script) -> list[dict]:
+    """The lines that a peer has printed of its rounds, each with the seconds that it averaged since the one before."""
+    lines, before = [line for line in script.json_lines() if "epoch" in line], 0.0
+    for line in lines:
+        line["seconds"], before = line["round_seconds"]["averaging"] - before, line["round_seconds"]["averaging"]
+    return lines
+
+
+def find_joint_rounds(lines: list[list[dict]], peers: int) -> dict[int, list[dict]]:
+    """Epoch -> the lines of all peers about the round that led to it, if all of them averaged it with all."""
+    averaged = [{line["epoch"]: line for line in each if line["averaged_with"] == peers} for each in lines]
+    return {epoch: [each[epoch] for each in averaged] for epoch in sorted(set.intersection(*map(set, averaged)))}
+
+
+def measure(row: Row, rounds: int, congestion: str, folder: Path) -> list[str]:
+    """Run one row's peers; returns its cells."""
+    scripts: list[Script] = []
+    cpu = []  # time, and seconds of work until then: of the fabric, and of a core on average
+    sent, joint = [], {}
+    with netlab.Net(congestion) as net, contextlib.ExitStack() as stack:
+        stack.callback(end_peers, net, scripts)
+        for host in ["loopback"] if row.is_loopback else [f"peer{number}" for number in range(row.peers)]:
+            loss = 1 - (1 - row.loss / 100) ** 0.5
+            net.host(host, rtt_ms=row.rtt_ms / 2, up=row.up, down=row.mbits, loss=loss)
+        net.start()
+        start_peers(row, net, folder, scripts)
+        deadline = time.monotonic() + (rounds + 1) * (60 + (12 if row.loss else 4) * row.ideal_seconds)
+        while len(joint) < rounds + 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            of_fabric, of_all = psutil.Process(net.fabric.pid).cpu_times(), psutil.cpu_times()
+            working = sum(of_all[:8]) - of_all.idle - of_all.iowait
+            cpu.append((time.time(), of_fabric.user + of_fabric.system, working / os.cpu_count()))
+            lines = [read_rounds(script) for script in scripts]
+            before, joint = len(joint), find_joint_rounds(lines, row.peers)
+            if len(joint) > before:
+                sent.append(sum(net.bytes(host)[0] for host in net.hosts))
+            if any(script.process.poll() is not None for script in scripts):
+                print(f"a peer has ended by itself, see {folder}", file=sys.stderr)
+                break
+    return make_cells(row, lines, joint, cpu, sent)
+
+
+def make_cells(row: Row, lines: list[list[dict]], joint: dict, cpu: list[tuple], sent: list[int]) -> list[str]:
+    first, *epochs = joint or [None]
+    if joint:  # what came after the first one, the failed ones too
+        lines = [each[each.index(own) + 1 :] for each, own in zip(lines, joint[first], strict=True)]
+    ping = max((line["longest_ping"] for each in lines for line in each), default=0)
+    measured = ["-"] * 4
+    if epochs:
+        slowest = [max(joint[epoch], key=lambda line: line["seconds"]) for epoch in epochs]
+        spans = numpy.array([[line["time"] - line["seconds"], line["time"]] for line in slowest])
+        seconds, (times, *work) = numpy.diff(spans), zip(*cpu, strict=True)
+        loads = [numpy.diff(numpy.interp(spans, times, each)).sum() / seconds.sum() for each in work]
+        measured = [
+            f"{numpy.median(seconds):.3g}",
+            f"{numpy.median(seconds) / row.ideal_seconds:.2f}" + ("*" if max(loads) > 0.9 else ""),
+            "-" if row.is_loopback else f"{(sent[-1] - sent[0]) / 1e6 / row.peers / len(epochs):.1f}",
+            " / ".join(f"{load:.0%}" for load in loads),
+        ]
+    return [
+        f"{row.millions:g}",
+        f"{row.mbits:g} / {row.up:g}{', loopback' * row.is_loopback}",
+        f"{row.rtt_ms:g}",
+        f"{row.loss:g} %",
+        row.compression,
+        f"{row.peers}",
+        f"{len(epochs)} of {max(map(len, lines))}",
+        f"{ping:.1f}",
+        *measured,
+    ]
+
+
+def make_rows(chosen: dict[str, list]) -> list[Row]:
+    """All combinations of these values, with Row's defaults for the rest; the grid where there are none."""
+
+    def combine(**axes: list) -> list[Row]:
+        axes = {"compression": ["float16", "8bit"], **axes}
+        return [Row(**dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+
+    if chosen:
+        return combine(**chosen)
+    grid = combine(millions=[1, 14, 60], mbits=[1000, 100, 20], rtt_ms=[0, 75])
+    return [*grid, *combine(peers=[8], mbits=[100, 20]), *combine(mbits=[50], up=[10]), *combine(loss=[0.5])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="14 M at 20 Mbit/s and 75 ms alone, under five minutes")
+    for name, text in AXES.items():
+        parser.add_argument(f"--{name}", nargs="+", help=text, type={"peers": int, "compression": str}.get(name, float))
+    parser.add_argument("--rounds", type=int, default=3, help="that count, after the first one")
+    parser.add_argument("--congestion", default="reno", help="control of TCP: reno, cubic, bbr")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)  # the driver starts the peers with it
+    args = parser.parse_args()
+    if args.peer:
+        from swarm.processes import clean_end
+
+        options = json.loads(args.peer)
+        with clean_end():
+            run_peer(Row(**options.pop("row")), **options)
+    if why := netlab.unavailable():
+        raise SystemExit(f"no network can be emulated here: {why}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    chosen = {name: value for name in AXES if (value := getattr(args, name))}
+    rows = make_rows(chosen or ({"mbits": [20]} if args.short else {}))
+    folder = Path(tempfile.mkdtemp(prefix="rounds_"))
+    print(f"{len(rows)} rows, TCP with {args.congestion}, {os.cpu_count()} cores; logs are in {folder}\n")
+    print(f"| {TITLES} | CPU fabric / all |\n{'|---' * 12}|", flush=True)
+    for number, row in enumerate(rows):
+        if psutil.virtual_memory().available < row.memory_bytes:
+            print(f"{row}: left out, it needs {row.memory_bytes / 1e9:.0f} GB of memory", file=sys.stderr)
+            continue
+        (logs := folder / f"row{number}").mkdir()
+        try:
+            print(f"| {' | '.join(measure(row, args.rounds, args.congestion, logs))} |", flush=True)
+        except AssertionError as e:  # from Script: the other rows are worth to have all the same
+            print(f"{row}: {e}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The DHT: finds lost peers again, and tells who answers."""
+
+import asyncio
+import contextlib
+import math
+import multiprocessing
+import resource
+from collections.abc import Iterable
+
+import hivemind
+import numpy
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, PeerID
+
+from addresses import get_peer_id
+from arguments import stop_for_user
+from swarm.line import LINE, ask
+from swarm.processes import STOPPING, live_as_helper
+
+TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
+TOUCHES = 60  # pings after which a lost peer is given up
+
+# Among relays to choose from, p2pd waits three minutes for a fourth one (note 30); fixed ones it asks at once.
+P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
+
+
+def check_versions(numpy_version: str = numpy.__version__) -> None:
+    """Stop where hivemind would average nothing and log success: its 8-bit codecs fail silently on numpy >= 2.4."""
+    if tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
+        stop_for_user(f"numpy {numpy_version} breaks hivemind's compression in silence: pip install 'numpy<2.4'")
+
+
+async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
+    """Runs in the DHT's process, for ever: look for peers that were lost.
+
+    hivemind forgets a peer that has failed to answer once. A monitor that was restarted would stay alone, and the two
+    halves of a network that was cut in two might never meet again.
+    """
+    initial_peers = {get_peer_id(maddr) for maddr in dht.initial_peers or ()}
+    known, lost = set(), dict.fromkeys(initial_peers, 0)
+    while True:
+        await asyncio.sleep(TOUCH_PERIOD)
+        present = set(node.protocol.routing_table.peer_id_to_uid)
+        lost = {peer: touches for peer, touches in lost.items() if peer not in present}
+        lost |= dict.fromkeys(known - present - lost.keys(), 0)
+        known |= present
+        answers = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in lost))
+        for peer, answer in zip(list(lost), answers, strict=True):
+            lost[peer] += 1
+            if answer is None and lost[peer] >= TOUCHES and peer not in initial_peers:
+                del lost[peer]
+                known.discard(peer)
+
+
+async def watch_line(_: hivemind.DHT, node: DHTNode) -> None:
+    """Runs in the DHT's process, for ever."""
+    await LINE.watch(node)
+
+
+def raise_file_limit() -> float:
+    """Allow this process and its helpers as many open files as the system does; returns that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
+class DHT(hivemind.DHT):
+    """Finds lost peers again, and ends without a traceback when one that has asked it something ended first: a helper,
+    as in each clean stop, or the peer itself, killed."""
+
+    def run_in_background(self, *args, **kwargs) -> None:
+        super().run_in_background(*args, **kwargs)
+        self.touching = self.run_coroutine(keep_in_touch, return_future=True)
+        self.watching = self.run_coroutine(watch_line, return_future=True)
+
+    def run(self) -> None:
+        live_as_helper()
+        try:
+            super().run()
+        except EOFError:
+            if STOPPING.value:
+                return
+            peer = multiprocessing.parent_process()
+            peer.join(1.0)  # which may be about to die
+            if peer.is_alive():
+                raise
+
+
+def name_peers(peer_ids: Iterable[bytes]) -> str:
+    return ", ".join(str(PeerID(peer_id)) for peer_id in peer_ids)
+
+
+async def find_answering_peers(
+    dht: hivemind.DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None
+) -> set[bytes]:
+    """Runs in the DHT's process: those of these peers that answer a ping, or else a second one.
+
+    :param patience: seconds to wait for each answer; default: the line's
+    """
+
+    async def answers(peer: PeerID) -> bool:
+        for attempt in range(2):
+            with contextlib.suppress(asyncio.TimeoutError):
+                # only the second one costs the peer its place in the routing table
+                question = asyncio.shield(node.protocol.call_ping(peer)) if attempt else ask(node, peer)
+                if await asyncio.wait_for(question, patience or LINE.patience) is not None:
+                    return True
+        return False
+
+    found = await asyncio.gather(*(answers(PeerID(peer_id)) for peer_id in peer_ids))
+    return {peer_id for peer_id, is_there in zip(peer_ids, found, strict=True) if is_there}

@@ -1,0 +1,254 @@
+"""This peer's line to the others: nothing is sent faster than it carries, and all times follow from it.
+
+A volunteer's line carries 20 Mbit/s up. What a round hands over faster than that waits in queues in front of the modem,
+in sockets and in the daemon, and whatever comes next waits behind it: a ping through a full line took longer than 3 s,
+and its peer was taken for dead. So all that averagers send passes one pacer, and the queue stays where the next message
+can go round it: here.
+
+    python benchmarks/rounds.py --short
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import multiprocessing
+import time
+from ctypes import c_bool, c_double, c_longlong
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+
+logger = logging.getLogger("swarm")
+
+# Of 1,500 bytes on the wire 52 are headers, and what comes the other way is acknowledged with 52 bytes for two packets.
+PAYLOAD_SHARE = 0.93
+# After a pause TCP begins with 15 kB and doubles that with each answer. What was handed over faster would stand in a
+# queue for seconds, as the line has little to spare: from a quarter of the rate on, doubled in so many seconds.
+TCP_PAUSE, RAMP = 0.5, 0.15
+BURST = 0.002  # seconds ahead of its time that a message may go, as sleeping is not more precise
+ROUND_SHARE = 5  # a byte in the background costs as many in a round while one is going on
+ROUND_PAUSE = 0.5  # seconds after a round's last message in which it counts as going on
+
+LOOK_PERIOD, IDLE_PERIOD = 0.5, 5.0  # seconds between two looks at the line, with traffic and without
+LOOKED_AT = 3  # peers asked at each look; the nearest answer counts, as the others' own lines may be full
+# Seconds of waiting. Messages come in bursts, at both ends and both ways: only what never goes away is a queue.
+LONG_QUEUE, SHORT_QUEUE = 0.1, 0.06
+RAISE, LOWER, LOWER_MUCH = 1.08, 0.95, 0.85  # of the rate, at one look
+LOWEST_RATE = 1e4  # bytes/s
+
+PATIENCE = 6  # times the longest recent answer, until one that has not come is not expected any more
+SHORTEST_PATIENCE, LONGEST_PATIENCE = 1.5, 15.0  # seconds
+LONGEST_REQUEST = 10.0  # seconds: while a peer waits for an answer, others wait for its own
+
+
+class Line:
+    """What this process and its helpers, forked later, know of their one line. All rates are of payload, in bytes/s."""
+
+    def __init__(self):
+        self.lock = multiprocessing.Lock()
+        shared = multiprocessing.RawValue
+        #: bytes of rounds and states so far
+        self._sent, self._received = shared(c_longlong), shared(c_longlong)
+        #: the pace, what it may be at most, and whether the user has said so
+        self._rate, self._limit, self._is_given = shared(c_double, 0), shared(c_double, math.inf), shared(c_bool)
+        #: when what was handed over so far has left; when the background may go on; when a round was last sent to
+        self._free_at, self._background_at, self._round_at = shared(c_double), shared(c_double), shared(c_double)
+        #: when it began to send after a pause
+        self._began = shared(c_double)
+        #: the longest recent answer to a small question, in seconds
+        self._answer = shared(c_double, 0.3)
+        #: the longest recent round, or what one should take, in seconds
+        self._round_seconds = shared(c_double, 1.0)
+        #: what the user has fixed, in seconds; 0: follows from the line
+        self._fixed = {name: shared(c_double) for name in ("matchmaking", "request", "averaging", "chunk")}
+
+    # --- rate
+
+    def set_bandwidth(self, mbits: float, is_given: bool) -> None:
+        """
+        :param mbits: of the line, upwards
+        :param is_given: by the user: never send faster; otherwise it was measured, and may have been more
+        """
+        self._rate.value = PAYLOAD_SHARE * mbits * 1e6 / 8
+        self._limit.value, self._is_given.value = self._rate.value if is_given else math.inf, is_given
+
+    @property
+    def mbits(self) -> float | None:
+        """What the line carries upwards, in Mbit/s, as far as is known."""
+        return self._rate.value * 8e-6 / PAYLOAD_SHARE or None
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of rounds and states that this peer has sent and received so far."""
+        return self._sent.value, self._received.value
+
+    def seconds_for(self, size: int) -> float:
+        """At a tenth of the rate: longer than a download of so many bytes may take."""
+        return 10 * size / self._rate.value if self._rate.value else 0.0
+
+    def reserve(self, size: int, is_round: bool) -> float:
+        """Take the next free time of the line for so many bytes.
+
+        :returns: seconds until then; negative: it is not the background's turn, ask again after so many seconds
+        """
+        with self.lock:
+            now, rate = time.monotonic(), self._rate.value
+            if is_round:
+                self._round_at.value = now
+            elif now < self._background_at.value:
+                return now - self._background_at.value
+            self._sent.value += size
+            if not rate:
+                return 0.0
+            if now > self._free_at.value + TCP_PAUSE:
+                self._began.value = now
+            start = max(now, self._free_at.value)
+            rate *= min(1.0, 2 ** ((start - self._began.value) / RAMP - 2))
+            self._free_at.value = start + size / rate
+            if not is_round:
+                is_shared = now - self._round_at.value < ROUND_PAUSE
+                pause = size / rate * (ROUND_SHARE if is_shared else 1)
+                self._background_at.value = max(self._background_at.value, now - pause) + pause
+            return max(0.0, start - now - BURST)
+
+    async def send(self, messages, is_round: bool):
+        """Pass messages on at the line's pace: those of rounds before those of the background, all of one kind in turn.
+
+        :param is_round: whether others wait for these
+        """
+        async for message in messages:
+            while (seconds := self.reserve(message.ByteSize(), is_round)) < 0:
+                await asyncio.sleep(-seconds)
+            if seconds:
+                await asyncio.sleep(seconds)
+            yield message
+
+    async def receive(self, messages):
+        """Pass messages on, and count their bytes."""
+        async for message in messages:
+            with self.lock:
+                self._received.value += message.ByteSize()
+            yield message
+
+    # --- times
+
+    def fix(self, **seconds: float | None) -> None:
+        """Times that the user has given: matchmaking, request, averaging, chunk."""
+        for name, value in seconds.items():
+            self._fixed[name].value = value or 0.0
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for a small answer before asking once more."""
+        return min(max(PATIENCE * self._answer.value, SHORTEST_PATIENCE), LONGEST_PATIENCE)
+
+    @property
+    def round_seconds(self) -> float:
+        """What a round should take, or the longest recent one did."""
+        return self._round_seconds.value
+
+    @property
+    def request_timeout(self) -> float:
+        """Seconds after which a peer that does not answer a request to form a group is passed over."""
+        longest = self._fixed["matchmaking"].value / 2 or LONGEST_REQUEST
+        return self._fixed["request"].value or min(2 * self.patience, longest)
+
+    @property
+    def matchmaking_time(self) -> float:
+        """Seconds to wait for others when a group forms."""
+        return self._fixed["matchmaking"].value or max(5.0, 2.5 * self.request_timeout)
+
+    @property
+    def averaging_timeout(self) -> float:
+        """Seconds after which a round is given up, matchmaking included."""
+        return self._fixed["averaging"].value or max(30.0, 3 * self._round_seconds.value) + self.matchmaking_time
+
+    @property
+    def next_chunk_timeout(self) -> float:
+        """Seconds without a piece of data after which a peer is left out, although it answers pings."""
+        return self._fixed["chunk"].value or max(10.0, 4 * self.patience, self._round_seconds.value / 2)
+
+    def describe_times(self) -> str:
+        return (
+            f"it may take {self.averaging_timeout:.0f} s (--averaging_timeout), its group {self.matchmaking_time:.1f} "
+            f"s to form (--matchmaking_time), an answer {self.request_timeout:.1f} s (--request_timeout), and a peer "
+            f"may pause for {self.next_chunk_timeout:.0f} s (--next_chunk_timeout)"
+        )
+
+    def expect_round(self, seconds: float) -> None:
+        """A round should take so long, or did: the longest counts, and is slowly forgotten."""
+        self._round_seconds.value = max(seconds, 0.9 * self._round_seconds.value)
+
+    def note_answer(self, seconds: float) -> None:
+        self._answer.value = max(seconds, 0.9 * self._answer.value)
+
+    # --- looks
+
+    async def watch(self, node: DHTNode) -> None:
+        """Runs in the DHT's process, for ever: ask some peers how long an answer takes, and keep the queue in front of
+        the modem short by the rate (as LEDBAT does, RFC 6817)."""
+        shortest: dict[PeerID, float] = {}
+        sent, looked, is_told, last_wait = self._sent.value, time.monotonic(), False, 0.0
+        while True:
+            await asyncio.sleep(LOOK_PERIOD)
+            node.protocol.wait_timeout = max(3.0, 2 * self.patience)
+            now, has_traffic = time.monotonic(), self._sent.value > sent
+            peers = list(node.protocol.routing_table.peer_id_to_uid)[:LOOKED_AT]
+            if not peers or not has_traffic and now < looked + IDLE_PERIOD:
+                continue
+            share = (self._sent.value - sent) / (now - looked) / (self._rate.value or math.inf)
+            sent, looked = self._sent.value, now
+            asking = [asyncio.create_task(ask(node, peer)) for peer in peers]
+            await asyncio.wait(asking, timeout=LOOK_PERIOD)
+            waits = []
+            for peer, answer in zip(peers, asking, strict=True):
+                if answer.done() and (seconds := answer.result()) is not None:
+                    # a way that has become longer for good is learned in a minute
+                    known = shortest.get(peer, seconds)
+                    shortest[peer] = min(seconds, known + 0.01 * (seconds - known))
+                    waits.append(seconds - shortest[peer])
+            if has_traffic:
+                wait = min(waits, default=LOOK_PERIOD)
+                self.adjust(min(wait, last_wait), share)
+                last_wait = wait
+            if self._is_given.value and not is_told and self._rate.value < 0.7 * self._limit.value:
+                is_told = True
+                logger.warning(
+                    f"this line carries about {self.mbits:.2g} Mbit/s up, less than --bandwidth says: sending no "
+                    "faster than that"
+                )
+
+    def adjust(self, wait: float, share: float) -> None:
+        """
+        :param wait: seconds that an answer took beyond the shortest
+        :param share: of the rate that was used
+        """
+        if not (rate := self._rate.value):
+            return
+        # where less was sent than allowed, whatever delays the answers is not this peer's queue
+        if wait > LONG_QUEUE and share > 0.6:
+            rate *= LOWER if wait < 3 * LONG_QUEUE else LOWER_MUCH
+        elif wait < SHORT_QUEUE and share > 0.85:
+            rate *= RAISE
+        self._rate.value = min(max(rate, LOWEST_RATE), self._limit.value)
+
+
+async def ask(node: DHTNode, peer: PeerID) -> float | None:
+    """Runs in the DHT's process: seconds that a ping took, or None without an answer."""
+    start = time.monotonic()
+    with contextlib.suppress(Exception):  # a peer that is gone fails in many ways, all of which mean the same
+        await asyncio.wait_for(node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest()), LONGEST_PATIENCE)
+        seconds = time.monotonic() - start
+        LINE.note_answer(seconds)
+        return seconds
+    return None
+
+
+LINE = Line()
+
+
+def from_line(name: str) -> property:
+    """For a time or rate that hivemind fixes at its start, and that follows from the line here."""
+    return property(lambda _: getattr(LINE, name), lambda *_: None)

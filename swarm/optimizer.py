@@ -1,0 +1,515 @@
+"""The collaborative optimizer: failed rounds lose no gradients and take no step, and nobody is waited for in vain."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import hivemind
+import torch
+from hivemind.averaging.allreduce import AllreduceException
+from hivemind.averaging.control import AveragingStage
+from hivemind.utils import get_dht_time
+
+from swarm.dht import find_answering_peers
+from swarm.line import LINE, from_line
+from swarm.processes import STOP_REQUESTED, end_when_it_dies
+from swarm.progress import ProgressTracker
+from swarm.rounds import OutOfStep, count_bits
+from swarm.states import StateAverager, list_params
+
+logger = logging.getLogger("swarm")
+
+# All in seconds.
+FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself gives up on a peer after 3
+FIRST_LOOK = 2.0  # of waiting for a group, or without a report, before asking whether anybody is there
+SIGN_PERIOD = 3.0  # between two signs of life while this peer waits for a round
+RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
+RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
+
+QUESTIONED = 8  # peers pinged at once, by each peer before each round
+MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
+
+
+class AveragingFailed(Exception):
+    """A gradient averaging round came to nothing; its gradients are kept."""
+
+
+class Optimizer(hivemind.Optimizer):
+    """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that waits for nobody in vain.
+
+    After a failed round the epoch stays, the gradients are kept, and a later `step` tries again.
+    """
+
+    #: peers whose gradients verifiably entered the last step, this one included
+    averaged_with = 1
+    #: rounds of this peer that came to an average, and to nothing
+    rounds = 0
+    failed_rounds = 0
+    #: samples of this peer in the last step, and in all steps together
+    epoch_samples = 0
+    total_samples = 0
+    #: how often in a row a downloaded state was already behind the swarm when it arrived
+    late_downloads = 0
+    _download_after = -float("inf")  # time before which no download is tried
+    _download_from = 0  # the swarm's epoch before which none is tried
+    _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
+    _questions: list = []  # pings under way
+    #: of an auxiliary peer: when its epoch began
+    _epoch_start = -float("inf")
+
+    matchmaking_time = from_line("matchmaking_time")
+    averaging_timeout = from_line("averaging_timeout")
+    allreduce_timeout = from_line("averaging_timeout")
+    next_chunk_timeout = from_line("next_chunk_timeout")
+
+    def __init__(
+        self,
+        *args,
+        matchmaking_time: float | None = None,
+        request_timeout: float | None = None,
+        averaging_timeout: float | None = None,
+        next_chunk_timeout: float | None = None,
+        **kwargs,
+    ):
+        """hivemind's arguments; times (in seconds) that are None follow from the line, see swarm/line.py."""
+        LINE.fix(
+            matchmaking=matchmaking_time, request=request_timeout, averaging=averaging_timeout, chunk=next_chunk_timeout
+        )
+        #: seconds spent so far while a group formed, and while gradients were averaged
+        self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
+        super().__init__(*args, **kwargs)
+        if LINE.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
+            bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.allreduce_kwargs["compression"])
+            LINE.expect_round(2 * bits / (LINE.mbits * 1e6))
+            logger.info(f"a round of {bits / 8e6:.3g} MB: {LINE.describe_times()}")
+
+    def accumulate_on(self, device: torch.device) -> None:
+        """Accumulate gradients on the model's device; call it once, after the model has moved there."""
+        self.grad_averager.accumulate_on(device)
+
+    def training_state(self) -> dict:
+        """A copy of all that this peer's next step depends on but its gradients, at any moment between two steps.
+
+        Without waiting for an averaging of parameters that runs in the background: for some of them the copy may hold
+        the values before it, for others those after it, as all peers do that lose their connection in it.
+
+        :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
+            local_epoch, lineage, total_samples; all of it of types that torch.load reads with weights_only=True
+        """
+        averager = self.state_averager
+        with averager.lock_optimizer, torch.no_grad():
+            # a step in the background counts when it has ended, which is when it moves the schedule on
+            return {
+                "parameters": [param.detach().clone() for param in list_params(self.opt)],
+                "optimizer": copy.deepcopy(self.opt.state_dict()),
+                "scheduler": copy.deepcopy(averager.scheduler.state_dict()),
+                "local_epoch": averager.scheduler.last_epoch,
+                "lineage": averager.lineage,
+                "total_samples": self.total_samples,
+            }
+
+    def load_training_state(self, state: dict) -> None:
+        """Take over what `training_state` returned, also that of another process or device.
+
+        Learning rate and other options remain those of this process, which the run's contract names. hivemind's
+        load_state_dict would leave the parameters, the schedule, and what the swarm hears of this peer (note 26).
+
+        :raises ValueError: the tensors have other shapes than this optimizer's; nothing has changed then
+        """
+        averager, epoch = self.state_averager, state["local_epoch"]
+        own = self.opt.state_dict()
+        params = list_params(self.opt)
+        moments = state["optimizer"]["state"]
+
+        def shapes(parameters: list[torch.Tensor], moments: dict[int, dict]) -> list:
+            # single numbers are tensors at one time and not at another: LAMB's trust ratio
+            return [tuple(tensor.shape) for tensor in parameters] + [
+                {name: tuple(getattr(value, "shape", ())) for name, value in entry.items()}
+                for _, entry in sorted(moments.items())
+            ]
+
+        if shapes(state["parameters"], moments) != shapes(params, own["state"]):
+            raise ValueError(
+                "its optimizer is another one (--optim, --min_8bit_size), or its tensors have other shapes"
+            )
+        with averager.lock_optimizer, averager.lock_averaged_tensors, torch.no_grad():
+            for param, saved in zip(params, state["parameters"], strict=True):
+                param.copy_(saved)
+            # a copy: torch would keep these tensors and change them in place
+            self.opt.load_state_dict({"state": copy.deepcopy(moments), "param_groups": own["param_groups"]})
+            scheduler = averager.scheduler
+            scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
+            averager.set_epoch(epoch)
+            averager.lineage = state.get("lineage", "")
+        averager._apply_optimizer_parameters_()
+        self.grad_averager.reset_accumulated_grads_()
+        self.total_samples = state["total_samples"]
+        with self.tracker.pause_updates():
+            self.tracker.update_epoch(epoch)
+            if not self.tracker.present:  # an epoch that this peer was at before counts no more
+                self.tracker.global_progress.epoch = epoch
+        self._should_check_synchronization_on_update = True
+        if not self.client_mode:
+            # newcomers ask those who are furthest
+            averager.state_sharing_priority = self.grad_averager.state_sharing_priority = epoch
+
+    def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
+        if self.auxiliary:
+            self._follow_trainers()
+            if len(self.tracker.in_step) < 2:
+                return None  # who is alone needs no help
+        elif self._should_load_state_from_peers():
+            # hivemind drops what this step has computed
+            self.grad_averager.accumulate_grads_(batch_size)
+            self.load_state_from_peers()
+            return None
+        return super().step(closure, batch_size, grad_scaler)
+
+    def seconds_to_next_step(self, at_most: float) -> float:
+        """How long an auxiliary peer may do nothing: it has to be there when the trainers' epoch is about to end."""
+        return min(at_most, max(0.05, self.tracker.estimated_next_update_time - self.matchmaking_time - get_dht_time()))
+
+    def _follow_trainers(self) -> None:
+        """Bring an auxiliary peer to the trainers' epoch: it has no progress of its own.
+
+        That is the highest epoch that two of them have reached, as one alone cannot be helped. Forward when they have
+        stepped without it; back when they have lost a round that it took for averaged.
+        """
+        records = sorted(self.tracker.present.values(), key=lambda record: -record.epoch)
+        if len(records) < 2:
+            return
+        epoch, reported = records[1].epoch, records[1].time > self._epoch_start + FIRST_LOOK
+        if epoch == self.local_epoch or (epoch < self.local_epoch and not reported):
+            return
+        if self.scheduled_grads is not None and not self.scheduled_grads.done():
+            if self.scheduled_grads.stage == AveragingStage.LOOKING_FOR_GROUP:
+                self.scheduled_grads.cancel()
+            else:
+                self.scheduled_grads.allow_allreduce()  # others are waiting for this peer
+        self.scheduled_grads, self._epoch_start = None, get_dht_time()
+        self.state_averager.set_epoch(epoch)
+        with self.tracker.pause_updates():
+            self.tracker.update_epoch(epoch)
+            self.tracker.global_progress.epoch = epoch
+        self.tracker.fetch_soon(0.0)
+
+    def _should_load_state_from_peers(self) -> bool:
+        return self._may_download() and super()._should_load_state_from_peers()
+
+    def _may_download(self) -> bool:
+        return time.monotonic() >= self._download_after and self.tracker.global_epoch >= self._download_from
+
+    def load_state_from_peers(self, min_epoch: int | None = None, donors: Sequence[bytes] = ()) -> bool:
+        """Take over the newest state of the swarm; gradients that are not yet averaged are kept.
+
+        :param min_epoch: take an earlier state only after some seconds without this one; default: the swarm's epoch
+        :param donors: ids of peers to ask first
+        :returns: whether a peer gave it; otherwise the local state stays, and peers that do not answer do not count
+            any more, so that training goes on without them
+        """
+        if self.scheduled_grads is not None and not self.scheduled_grads.done():
+            if self.scheduled_grads.stage != AveragingStage.RUNNING_ALLREDUCE and self._averages_in_step():
+                # the group would leave this peer out
+                self.scheduled_grads.cancel()
+            else:
+                self._tag_along_with_zero_weight(self.scheduled_grads)
+            self.scheduled_grads = None
+        self.state_averager.step(wait_for_delayed_updates=True)
+        old_epoch = self.local_epoch
+        with self.tracker.performance_ema.pause():
+            loaded = self.state_averager.load_state_from_peers(
+                min_epoch=self.tracker.global_epoch if min_epoch is None else min_epoch,
+                donors=donors,
+                avoid=list(self.tracker.silent),
+                timeout=max(self.load_state_timeout, LINE.seconds_for(12 * self.state_averager.total_size)),
+            )
+        if not loaded:
+            ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
+            logger.warning("no peer gave its state: going on with the local one")
+            self._question(ahead)
+            self._download_after = time.monotonic() + RETRY_PERIOD
+            return False
+
+        self.grad_averager.keep_accumulated()
+        if self.local_epoch - old_epoch > MAX_STALENESS and self.grad_averager.kept_samples:
+            logger.warning(f"dropped {self.grad_averager.kept_samples} samples: their epoch {old_epoch} is too old")
+            self.grad_averager.drop_kept()
+        logger.info(
+            f"took over the state of epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of "
+            f"{self.grad_averager.kept_samples} samples"
+        )
+        self.epoch_samples, self.averaged_with = 0, 1
+        self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
+        self.grad_averager.reset_accumulated_grads_()
+        if not self.client_mode:
+            self.state_averager.state_sharing_priority = self.local_epoch
+        if not self.auxiliary:
+            self.tracker.announce()
+        self._note_late_download()
+        return True
+
+    def _note_late_download(self) -> None:
+        """Tell a peer that can never catch up why, and let it try less often."""
+        with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
+            self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+        epochs = self.tracker.global_epoch - self.local_epoch
+        self.late_downloads = self.late_downloads + 1 if epochs > 0 else 0
+        if epochs > 0:
+            # one that begins with an epoch is there before the next one, if that is possible at all
+            self._download_from = self.tracker.global_epoch + 1
+        if self.late_downloads >= 3:
+            megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
+            pause = min(300.0, seconds * 2 ** (self.late_downloads - 3))
+            logger.warning(
+                f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.1f} s "
+                f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
+                f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger --target_batch_size for all. "
+                f"Next try in {pause:.0f} s"
+            )
+            self._download_after = time.monotonic() + pause
+
+    def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
+        return ProgressTracker(
+            dht=self.dht,
+            prefix=self.run_id,
+            target_batch_size=target_batch_size,
+            client_mode=self.client_mode,
+            status_loglevel=self.status_loglevel,
+            start=True,
+            **kwargs,
+        )
+
+    def _make_state_averager(self, **kwargs) -> StateAverager:
+        averager = StateAverager(
+            dht=self.dht,
+            prefix=f"{self.run_id}_state_averager",
+            min_matchmaking_time=self.matchmaking_time,
+            allreduce_timeout=self.allreduce_timeout,
+            shutdown_timeout=self.shutdown_timeout,
+            offload_optimizer=self.offload_optimizer,
+            custom_gradients=self.offload_optimizer,
+            status_loglevel=self.status_loglevel,
+            next_chunk_timeout=self.next_chunk_timeout,
+            client_mode=self.client_mode,
+            auxiliary=self.auxiliary,
+            start=True,
+            **kwargs,
+        )
+        end_when_it_dies(averager, "state averager")
+        if self.client_mode:
+            averager.offer_states()
+        return averager
+
+    def _make_gradient_averager(self, *args, **kwargs):
+        averager = super()._make_gradient_averager(*args, **kwargs)
+        end_when_it_dies(averager, "gradient averager")
+        return averager
+
+    def _maybe_schedule_gradient_averaging(self) -> None:
+        self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
+        others = self.tracker.in_step
+        for averager in (self.grad_averager, self.state_averager):
+            averager.expect(others)
+        # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
+        # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
+        if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
+            before = self.scheduled_grads
+            super()._maybe_schedule_gradient_averaging()
+            if self.scheduled_grads is not before:
+                # in good time: who is gone is known when the epoch ends
+                self._question(others)
+
+    def _maybe_schedule_state_averaging(self) -> None:
+        if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
+            super()._maybe_schedule_state_averaging()
+
+    def _begin_averaging_gradients(self, grad_scaler) -> bool:
+        if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
+            # hivemind steps alone when the group that it looked for in advance came to nothing, while others are there
+            self.scheduled_grads = None
+        if not self.delay_grad_averaging:
+            self.averaged_with = 1
+        self.state_averager.group_id = self.dht.peer_id.to_bytes()
+        return super()._begin_averaging_gradients(grad_scaler)
+
+    def _average_gradients_and_load_into_optimizer(self, maybe_step_control) -> None:
+        # hivemind would go on with its accumulators here, which are zeros by now (note 16)
+        try:
+            group = self._wait_for_round(maybe_step_control)
+        except (Exception, asyncio.CancelledError) as e:
+            if not maybe_step_control.done():
+                maybe_step_control.cancel()
+            self.grad_averager.keep_gradients()
+            self.failed_rounds += 1
+            self.averaged_with = 1
+            raise AveragingFailed(f"{type(e).__name__}: {e}") from e
+        self._load_averaged_gradients_into_optimizer_()
+        group_id, *sent = next(iter(group.values()))
+        self.grad_averager.keep_unsent(*sent)
+        self.averaged_with = len(group)
+        if self._averages_in_step() and not self.auxiliary:
+            self.state_averager.group_id = group_id
+            present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
+            absent = [peer_id for peer_id in self.tracker.in_step if peer_id in present and peer_id not in took_part]
+            # nobody can ping a peer in client mode
+            self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
+            self._question(absent)
+
+    def _wait_for_round(self, control) -> dict:
+        """The round's result. While no group is found, look whether anybody is there, and whether the others are here.
+
+        hivemind waits for averaging_timeout in both cases: for dead peers whose records are still there (note 22), and
+        for a round that was over before this peer came.
+        """
+        start = last = time.monotonic()
+        asked, next_look, next_sign = get_dht_time(), start + FIRST_LOOK, start + SIGN_PERIOD
+        while True:
+            deadline = start + self.averaging_timeout  # which follows the group's bandwidths
+            if last >= next_sign and not self.auxiliary:
+                next_sign = last + SIGN_PERIOD
+                self.tracker.announce()
+            activity = "averaging" if control.stage == AveragingStage.RUNNING_ALLREDUCE else "waiting"
+            try:
+                return control.result(max(0.0, min(0.02, deadline - time.monotonic())))
+            except concurrent.futures.TimeoutError:
+                if control.done():
+                    return control.result()  # just now, or its failure is a TimeoutError too
+                if time.monotonic() >= deadline:
+                    if control.stage == AveragingStage.LOOKING_FOR_GROUP and self._averages_in_step():
+                        # who answers pings, but has neither come nor given a sign of life
+                        records = self.tracker.present.items()
+                        self.tracker.leave_out(peer_id for peer_id, record in records if record.time < asked)
+                    raise
+            finally:
+                now = time.monotonic()
+                # in the background it costs the loop nothing
+                self.round_seconds[activity] += (now - last) * (not self.delay_grad_averaging)
+                last = now
+            if control.stage != AveragingStage.LOOKING_FOR_GROUP:
+                continue
+            # whoever is there is enough
+            self.grad_averager.expect(self.tracker.in_step)
+            if time.monotonic() < next_look:
+                continue
+            if STOP_REQUESTED.is_set():
+                raise AllreduceException("this peer was asked to stop")
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+            if self._has_missed_the_round():
+                raise AllreduceException("the others have stepped without this peer")
+            self.tracker.impatient_epoch = self.local_epoch
+            self._question(self.tracker.in_step, wait=True)
+            if not self.tracker.in_step:
+                raise AllreduceException("nobody else is there")
+            next_look = time.monotonic() + FIRST_LOOK
+
+    def _question(self, peer_ids: Iterable[bytes], wait: bool = False) -> None:
+        """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
+
+        :param wait: for the answers, as long as the line's patience; otherwise they are dealt with when they come
+        """
+        present, quiet_since = self.tracker.present, get_dht_time() - FIRST_LOOK
+        public = [
+            peer_id
+            for peer_id in peer_ids
+            if peer_id in present and not present[peer_id].client_mode and present[peer_id].time < quiet_since
+        ]
+        asked = set(sorted(public, key=lambda peer_id: present[peer_id].time)[:QUESTIONED])
+        if not asked:
+            return
+        future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
+        if wait:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self.tracker.leave_out(asked - future.result(timeout=2 * LINE.patience + FETCH_TIMEOUT))
+        else:
+            self._questions = [question for question in self._questions if not question.done()] + [future]
+            future.add_done_callback(
+                lambda done: done.cancelled() or done.exception() or self.tracker.leave_out(asked - done.result())
+            )
+
+    def _averages_in_step(self) -> bool:
+        """Whether all peers go from epoch to epoch together.
+
+        Not where the swarm averages in several groups, of which one may be faster, nor where rounds run on in the
+        background: neighbours an epoch apart are nothing unusual there.
+        """
+        group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
+        is_one_group = group_size is None or len(self.tracker.in_step) + (not self.auxiliary) <= group_size
+        return is_one_group and not self.delay_grad_averaging
+
+    def _has_missed_the_round(self) -> bool:
+        """Whether the others have stepped without this peer.
+
+        hivemind would then step by its own gradients alone; the averaging of parameters brings those together again,
+        but not the moments.
+        """
+        return self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
+
+    def _update_global_epoch(self, grad_scaler) -> None:
+        if self._has_missed_the_round():
+            if self._may_download() and not self.auxiliary:
+                self.load_state_from_peers()
+            return
+        if self.tracker.last_fetch < self._retry_after:
+            return
+        if not self.tracker.in_step and not self.auxiliary:
+            # newcomers have to download the state of who goes ahead alone: one more look first
+            with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
+                self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+            if self.tracker.in_step:
+                return
+        samples = self.grad_averager.local_samples_accumulated
+        try:
+            super()._update_global_epoch(grad_scaler)
+            if self.averaged_with == 1 and not self.delay_grad_averaging:
+                self.grad_averager.drop_kept()  # all that was accumulated was in this step
+            self.epoch_samples = samples
+            self.total_samples += samples
+            self.rounds += 1
+            self._epoch_start = get_dht_time()
+        except AveragingFailed as e:
+            if self.auxiliary:
+                # nothing of its own is lost; where the trainers are, it looks in the next step
+                self._retry_after = time.monotonic()
+                self.tracker.fetch_soon(0.0)
+                return
+            logger.warning(
+                f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
+                "samples go into the next round"
+            )
+            cause = e.__cause__
+            if isinstance(cause, OutOfStep):
+                self.load_state_from_peers(*cause.args)
+            elif self._has_missed_the_round():
+                self.load_state_from_peers()
+            else:
+                self._question(self.tracker.present)
+                self._retry_after = time.monotonic() + RETRY_AFTER
+                self.tracker.fetch_soon(RETRY_AFTER)
+
+
+def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
+    """Fill the optimizer's state with zeros.
+
+    hivemind needs the tensors of the state before the first step and makes them by a step with zero gradients, at the
+    full learning rate: it counts in bias correction (note 8), and weight decay moves the parameters.
+    """
+    params = list_params(optimizer)
+    gradients = [param.grad for param in params]
+    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
+        group["lr"] = learning_rate
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+        state = optimizer.state[param]
+        state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0

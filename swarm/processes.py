@@ -1,0 +1,174 @@
+"""Helper processes and the end: Ctrl-C is a normal end at any time, and no process is left behind."""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import wait as wait_for_processes
+
+import psutil
+
+logger = logging.getLogger("swarm")
+
+# Shared with the helper processes: once it is set, what they log is noise.
+STOPPING = multiprocessing.Value(ctypes.c_bool, False)
+# Set by Ctrl-C and SIGTERM: whoever waits for others waits no longer.
+STOP_REQUESTED = threading.Event()
+
+
+class CalmLog(logging.Filter):
+    """Makes one line of each exception that hivemind has caught and handled, and drops what it logs of each round and
+    while stopping."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith(("hivemind", "asyncio")):
+            return True
+        if not os.environ.get("HIVEMIND_LOGLEVEL"):
+            # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
+            record.exc_info = record.exc_text = None
+            if record.name.startswith(("hivemind.averaging", "asyncio")):
+                return False  # Optimizer says what became of a round
+        return not STOPPING.value
+
+
+def calm_log() -> None:
+    """Spare the user hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
+    for name in (None, "hivemind"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(CalmLog())
+    # MPFuture.__del__ wakes event loops that are closed by then
+    show_unraisable, show = sys.unraisablehook, sys.excepthook
+    sys.unraisablehook = lambda unraisable: None if STOPPING.value else show_unraisable(unraisable)
+    # a helper that ends while it fetches a tensor: multiprocessing's thread that serves it calls this hook
+    sys.excepthook = lambda *error: None if STOPPING.value else show(*error)
+    # hivemind brings the schedule to the epoch of a downloaded state before the first step of this process
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+    # the default number of data loader workers suits a machine with a GPU; torch warns of it on two cores
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+
+
+def live_as_helper() -> None:
+    """What each helper process does first: leave Ctrl-C to its parent, and end when the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # a terminal sends Ctrl-C to the whole process group: out of it, or p2pd is gone before we have said goodbye
+    os.setpgrp()
+    # pages of the imports that this process shares with its parent: a garbage collection would write to all of them
+    gc.freeze()
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        end_helpers(find_helpers())
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch parent", daemon=True).start()
+
+
+def end_when_it_dies(process: multiprocessing.Process, name: str) -> None:
+    """End this process and its helpers when that helper dies: whoever waits for its answer would wait for ever."""
+    # a snapshot of what the helper itself has started: these are nobody's children once it is dead
+    helpers = find_helpers(process.pid)
+
+    def watch() -> None:
+        wait_for_processes([process.sentinel])
+        if not STOPPING.value:
+            logger.error(f"the {name} process died, this peer cannot go on (out of memory?)")
+            end_process(1, helpers)
+
+    threading.Thread(target=watch, name=f"watch {name}", daemon=True).start()
+
+
+def end_process(code: int, helpers: list[psutil.Process] = ()) -> None:
+    """End the helper processes, then this process, at once."""
+    STOPPING.value = True
+    end_helpers([*find_helpers(), *helpers])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # not sys.exit: threads of hivemind that wait for dead helpers would keep the interpreter from ending
+    os._exit(code)
+
+
+def find_helpers(pid: int | None = None) -> list[psutil.Process]:
+    """All processes that this one, or the one given, has started, directly or not.
+
+    Without torch's manager of shared memory: it ends with its last client, and clients that outlive it abort.
+    """
+    children = psutil.Process(pid).children(recursive=True)
+    return [child for child in children if child.name() != "torch_shm_manager"]
+
+
+def end_helpers(helpers: list[psutil.Process]) -> None:
+    """SIGTERM, and SIGKILL after three seconds."""
+    for send in (psutil.Process.terminate, psutil.Process.kill):
+        for helper in helpers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                send(helper)
+        _, helpers = psutil.wait_procs(helpers, timeout=3)
+
+
+@contextlib.contextmanager
+def clean_end() -> Iterator[None]:
+    """Run a role's main() in this: Ctrl-C and SIGTERM are a normal end at any time, an exception ends the helpers too.
+
+    Ends the process: exit code 0 after a normal end, 1 after an exception, 2 after a user's error.
+    """
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    def end_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
+        if not STOPPING.value:
+            traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+            end_process(1)
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    threading.excepthook = end_after_thread_failed
+    code = 0
+    try:
+        yield
+    except KeyboardInterrupt:
+        logger.info("stopped")
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    end_process(code)
+
+
+def handle_stop_signals() -> threading.Event:
+    """From now on SIGINT and SIGTERM set this event, for the loop to look at; a second signal ends at once.
+
+    Call it when everything is built: hivemind's constructors set SIGINT to be ignored (note 36).
+    """
+
+    def request_stop(*_) -> None:
+        if STOP_REQUESTED.is_set():
+            end_process(0)
+        STOP_REQUESTED.set()
+
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    return STOP_REQUESTED
+
+
+def shut_down(dht, optimizer=None) -> None:
+    """Say goodbye to the swarm and end the helper processes, without the tracebacks of hivemind's own."""
+    helpers = find_helpers()
+    STOPPING.value = True
+    if optimizer is not None:
+        optimizer.shutdown()
+    dht.shutdown()
+    end_helpers(helpers)

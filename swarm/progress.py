@@ -1,0 +1,142 @@
+"""Who is there: the progress of the other peers, as far as it can be believed."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator
+
+import hivemind
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.p2p import PeerID
+from hivemind.utils import ValueWithExpiration, get_dht_time
+
+from swarm.dht import name_peers
+from utils import select_believable
+
+logger = logging.getLogger("swarm")
+
+
+class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
+    """Counts only peers that are there, and reports at most once in min_refresh_period within an epoch.
+
+    hivemind counts a peer until its last record expires: for all that time a dead peer's samples are expected and
+    others wait for it in each round (note 22). Here a peer that was found silent does not count until it reports
+    something new. And hivemind reports each step (note 12): a signature and a message to several peers, and nobody
+    looks more often than min_refresh_period.
+    """
+
+    _last_report = -float("inf")
+
+    def __init__(self, *args, **kwargs):
+        #: newest records of the other peers, by peer id
+        self.others: dict[bytes, LocalTrainingProgress] = {}
+        #: when peers were found silent, in seconds of the DHT's time
+        self.silent: dict[bytes, float] = {}
+        self.last_fetch = -float("inf")
+        #: the epoch in which peers that are behind have been waited for long enough
+        self.impatient_epoch = -1
+        super().__init__(*args, **kwargs)
+
+    def _parse_swarm_progress_data(self, metadata):
+        own_id = self.dht.peer_id.to_bytes()
+        newest: dict[bytes, tuple[bytes, LocalTrainingProgress]] = {}
+        for key, entry in metadata.items() if isinstance(metadata, dict) else ():
+            if entry.value is not None:
+                record = LocalTrainingProgress.parse_obj(entry.value)
+                # a peer that was restarted has the records of both lives
+                if record.peer_id not in newest or record.time > newest[record.peer_id][1].time:
+                    newest[record.peer_id] = key, record
+        # anybody may sign "epoch 10**9" with a fresh key, and everybody would ask for that state
+        records = [(peer_id, record) for peer_id, (_, record) in newest.items() if peer_id != own_id]
+        self.others = dict(select_believable(records, self.local_progress.epoch))
+        newest = {peer_id: item for peer_id, item in newest.items() if peer_id == own_id or peer_id in self.others}
+        for peer_id, since in list(self.silent.items()):
+            record = self.others.get(peer_id)
+            if record is None:
+                del self.silent[peer_id]
+            elif record.time > since:
+                del self.silent[peer_id]
+                logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
+        counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
+        if all(record.client_mode for record in self.present.values()):
+            # hivemind would not look at their epochs, as clients give no state; here they do
+            for key, entry in counted.items():
+                counted[key] = ValueWithExpiration({**entry.value, "client_mode": False}, entry.expiration_time)
+        if own_id in newest:  # what the others were told last is older
+            own_key = newest[own_id][0]
+            counted[own_key] = ValueWithExpiration(self.local_progress.dict(), metadata[own_key].expiration_time)
+        self.last_fetch = time.monotonic()
+        progress = super()._parse_swarm_progress_data(counted)
+        # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
+        # one that is far behind, for which the others would wait in each round
+        progress.num_peers = len(self.in_step) + 1
+        return progress
+
+    @property
+    def present(self) -> dict[bytes, LocalTrainingProgress]:
+        """Newest records of the other peers that are not silent, by peer id."""
+        return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
+
+    @property
+    def in_step(self) -> list[bytes]:
+        """Ids of the other peers that are there and at this peer's epoch, or about to be."""
+        # who is one epoch behind takes over the state just now; worth to wait for a little, once
+        epoch = self.local_progress.epoch - (self.local_progress.epoch != self.impatient_epoch)
+        return [peer_id for peer_id, record in self.present.items() if record.epoch >= epoch]
+
+    @contextlib.contextmanager
+    def step_aside(self) -> Iterator[None]:
+        """For what takes this peer's time between two steps: the others neither count on its samples meanwhile nor wait
+        for it in a round, as its record names an epoch too long past for that; nor do they take it for slow later."""
+        own = self.local_progress
+        with self.performance_ema.pause():
+            # at first, no epoch is too long past; a newcomer has not announced itself yet
+            if own.epoch >= 2 and self.present and not self.shutdown_triggered.is_set():
+                self.local_progress = self._get_local_progress(own.epoch - 2, 0)
+                self.announce()
+            try:
+                yield
+            finally:
+                if self.local_progress is not own:
+                    self.local_progress = self._get_local_progress(own.epoch, own.samples_accumulated)
+                    self.announce()
+                    self.fetch_soon(0.0)
+
+    def leave_out(self, peer_ids: Iterable[bytes]) -> None:
+        """From now on these peers do not count, until they report something new."""
+        gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
+        self.silent |= dict.fromkeys(gone, get_dht_time())
+        if gone:
+            logger.warning(f"no answer from peer {name_peers(gone)}: going on with {len(self.present)} other peers")
+            self.fetch_soon(0.0)
+
+    def fetch_soon(self, seconds: float) -> None:
+        """Look at the swarm's progress again after this time."""
+        self.global_progress.next_fetch_time = get_dht_time() + seconds
+        self.global_state_updated.set()
+
+    def fetch_now(self, timeout: float) -> None:
+        """Look at the swarm's progress at once. The caller has paused updates."""
+        entry = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout=timeout)
+        self.global_progress = self._parse_swarm_progress_data(entry.value if entry else None)
+
+    def announce(self) -> None:
+        """Tell the others that this peer is there. hivemind does so when it has computed something first: the others
+        would go into the next round without it; nor does it while it waits for others."""
+        self.local_progress = self.local_progress.copy(update={"time": get_dht_time()})
+        self.dht.store(
+            self.training_progress_key,
+            subkey=self._local_public_key,
+            value=self.local_progress.dict(),
+            expiration_time=get_dht_time() + self.metadata_expiration,
+            return_future=True,
+        )
+
+    def report_local_progress(self, local_epoch: int, *args, **kwargs) -> None:
+        has_new_epoch = local_epoch != self.local_progress.epoch
+        super().report_local_progress(local_epoch, *args, **kwargs)
+        now = time.monotonic()
+        if has_new_epoch or now - self._last_report >= self.min_refresh_period:
+            self._last_report = now
+        else:
+            self.should_report_progress.clear()

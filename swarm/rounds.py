@@ -1,0 +1,672 @@
+"""Rounds: who forms a group, whose data entered the average, and gradients that a failed round does not lose."""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
+
+import hivemind
+import torch
+from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner, AveragingMode
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.averaging.partition import BannedException
+from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
+from hivemind.utils.serializer import MSGPackSerializer
+
+from swarm.dht import find_answering_peers
+from swarm.line import LINE, from_line
+from swarm.processes import live_as_helper
+
+logger = logging.getLogger("swarm")
+
+FIRST_LOOK = 2.0  # seconds without data until a peer is asked whether it is there
+LOOK_PERIOD = 0.5  # seconds between two looks at a running round
+# A part takes so many seconds of the slowest line: others' messages wait behind it, and a reducer answers part by part.
+PART_SECONDS = 0.0125
+PART_BYTES = 2**14, 2**19  # at least, at most
+PREFETCH = (
+    4  # parts that are compressed ahead, and received: while one waits for a sender, the next ones are on their way
+)
+WORTH_SPARING = 3.0  # seconds that all would wait for a slow peer's last data, from which on it sends less
+MOST_TURNS = 16  # rounds in which it sends all of its parts once, at most: gradients grow old
+NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of nothing else infinite
+
+
+class OutOfStep(AllreduceException):
+    """The group goes on without this peer, which has to take over the state of one of those that do.
+
+    Arguments: the epoch of that state, and the ids (bytes) of the peers that have it.
+    """
+
+    def __str__(self) -> str:
+        return f"the group goes on from another state, which is of epoch {self.args[0]} then"
+
+
+def read_gathered(data: bytes) -> tuple[AveragingMode, object, float | None]:
+    """Whether a peer of a group averages, is a client, or is auxiliary; what it has gathered; its Mbit/s, if known.
+
+    :raises ValueError: it is nothing that an averager would say
+    """
+    try:
+        bandwidth, mode, gathered = MSGPackSerializer.loads(data)
+        if bandwidth is not None and not 0 <= bandwidth < math.inf:
+            raise ValueError(f"a bandwidth of {bandwidth}")
+        return AveragingMode(mode), MSGPackSerializer.loads(gathered), bandwidth
+    except Exception as e:  # hostile bytes: the decoder raises whatever it likes
+        raise ValueError(f"what a peer tells its group cannot be read ({e!r})") from e
+
+
+class PromptMatchmaking(Matchmaking):
+    """Starts a group as soon as the epoch has ended here and every peer that is known to be there has come.
+
+    hivemind waits for a full group or until matchmaking_time has passed: a swarm smaller than target_group_size waits
+    it out in each round (note 11), and one that was just large enough does so once a peer has died (note 22).
+
+    And a group is full of trainers: hivemind counts auxiliary peers too, so that trainers average with nobody else.
+    """
+
+    #: ids (bytes) of the other peers that should come; set by VerifiedAverager
+    expected: frozenset[bytes] = frozenset()
+
+    # where all answers are slow, hivemind's fixed time would pass everybody over
+    request_timeout = from_line("request_timeout")
+
+    async def look_for_group(self, step):
+        self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = LINE.matchmaking_time
+        return await super().look_for_group(step)
+
+    @property
+    def target_group_size(self) -> int | None:
+        size = self.__dict__["target_group_size"]
+        if size is None or self.step_control is None:
+            return size
+        of_group = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]
+        return size + sum(read_gathered(data)[0] == AveragingMode.AUX for data in of_group)
+
+    async def rpc_join_group(self, request, context):
+        try:
+            read_gathered(request.gather)
+        except ValueError as e:  # the whole group would fail
+            logger.debug(f"refused {context.remote_id}: {e}")
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        arrival = time.monotonic()
+        async with self.lock_request_join_group:
+            # held while this peer asks another one in turn; who has waited so long here may have given up, and to count
+            # it would make everybody wait for its data in vain
+            is_stale = time.monotonic() - arrival > self.request_timeout / 2
+        if is_stale:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.CANCELLED)
+            return
+        async with contextlib.aclosing(super().rpc_join_group(request, context)) as messages:
+            async for message in messages:
+                if message.code == averaging_pb2.ACCEPTED:
+                    # the parent holds the lock that starting needs, until this message is under way
+                    self.starting = asyncio.create_task(self.start_when_complete())
+                yield message
+
+    async def start_when_complete(self) -> None:
+        async with self.lock_request_join_group:
+            if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
+                return
+            if not self.step_control.triggered:
+                return  # a group is looked for in advance; who comes in the meantime shall be in it
+            here = {peer_id.to_bytes() for peer_id in self.current_followers}
+            if self.expected and self.expected <= here:
+                await self.leader_assemble_group()
+
+
+def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
+    """What each peer of a group averages, in proportion to the others: nothing where it would be fewer numbers than
+    min_vector_size.
+
+    :param shares: numbers that each would average
+
+    hivemind drops nobody when all shares are small, as those of equals in a large group are.
+    """
+    total = sum(shares)
+    # all peers see the same shares in the same order, and drop the same ones
+    working = sorted(range(len(shares)), key=lambda index: -shares[index])
+    while len(working) > 1 and shares[working[-1]] * total < min_vector_size * sum(shares[i] for i in working):
+        working.pop()
+    return tuple(share * (index in working) for index, share in enumerate(shares))
+
+
+def choose_part_size(bandwidths: Sequence[float | None]) -> int:
+    """Bytes of one message of a round; the same for all peers, as all see the same bandwidths.
+
+    :param bandwidths: of the group's peers, in Mbit/s
+    """
+    slowest = min((mbits for mbits in bandwidths if mbits), default=math.inf)
+    least, most = PART_BYTES
+    return int(min(max(slowest * 1e6 / 8 * PART_SECONDS, least), most))
+
+
+def count_bits(
+    tensors: Sequence[torch.Tensor], compression: CompressionBase, infos: Sequence[CompressionInfo] | None = None
+) -> float:
+    """Of these tensors as they are sent."""
+    infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
+    ratios = map(compression.estimate_compression_ratio, infos)
+    return 8 * sum(tensor.nbytes * ratio for tensor, ratio in zip(tensors, ratios, strict=True))
+
+
+@dataclasses.dataclass
+class RoundPlan:
+    """What each peer of a group does in a round, in the group's order; all make the same plan of what all have
+    gathered."""
+
+    fractions: tuple[float, ...]  # of the tensors, that it averages for the others
+    modes: tuple[AveragingMode, ...]
+    shares: tuple[int, ...]  # it sends each so many-th part of its own tensors, in turn; 1: all of them
+    seconds: float  # that the round takes at least
+
+
+def plan_round(
+    bits: float, fractions: Sequence[float], modes: Sequence[AveragingMode], bandwidths: Sequence[float | None]
+) -> RoundPlan:
+    """Spare the others a long wait for a peer whose line is much slower: it averages nothing for them, and sends so
+    many of its parts as it can in the time that the others need.
+
+    :param bits: of the tensors, as they are sent
+    :param bandwidths: in Mbit/s; None: not known, and taken for fast
+    """
+    senders = sum(mode != AveragingMode.AUX for mode in modes)
+    rates = [1e6 * (mbits or math.inf) for mbits in bandwidths]
+    lines = sorted(rate for rate, mode in zip(rates, modes, strict=True) if mode != AveragingMode.AUX) or rates
+    # of equals, each sends what the others average, and all of them what it averages
+    usual = 2 * bits * (senders - 1) / max(1, senders) / lines[(len(lines) - 1) // 2]
+    alone = [bits / rate * (mode != AveragingMode.AUX) for rate, mode in zip(rates, modes, strict=True)]
+    shares = tuple(
+        min(math.ceil(seconds / usual), MOST_TURNS)
+        if usual and seconds > max(1.3 * usual, usual + WORTH_SPARING)
+        else 1
+        for seconds in alone
+    )
+    if any(fraction for fraction, share in zip(fractions, shares, strict=True) if share == 1):
+        fractions = tuple(fraction * (share == 1) for fraction, share in zip(fractions, shares, strict=True))
+    # hivemind forgets to say who is auxiliary: such a peer would send all of its tensors, with a weight of zero
+    modes = tuple(
+        mode if mode == AveragingMode.AUX or fraction else AveragingMode.CLIENT
+        for mode, fraction in zip(modes, fractions, strict=True)
+    )
+    part = [fraction / sum(fractions) for fraction in fractions]
+    seconds = max(
+        (own * (1 - part[i]) / shares[i] + (senders - (own > 0)) * part[i] * bits / rates[i])
+        for i, own in enumerate(alone)
+    )
+    return RoundPlan(fractions, modes, shares, seconds)
+
+
+class PromptRunner(AllReduceRunner):
+    """A round that ends as soon as it cannot succeed any more: hivemind's goes on to its end without the parts of a
+    reducer that has failed, and tells nobody why."""
+
+    def __init__(self, *args, share: int, turn: int, takes_all: bool, **kwargs):
+        """
+        :param share: send each so many-th part of the tensors; the weight of the others is 0
+        :param turn: with which of them to begin
+        :param takes_all: take the average of all parts all the same; otherwise keep the own values of those not sent
+        """
+        super().__init__(*args, **kwargs)
+        self.share, self.turn, self.takes_all = share, turn, takes_all
+        #: when each peer was last heard of, in this round
+        self.heard = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
+
+    def should_delay_results(self, peer_id: PeerID) -> bool:
+        # hivemind would spare lines on which acknowledgements wait behind data, which the pacer does
+        return False
+
+    def list_awaited(self) -> list[PeerID]:
+        """The other peers whose data this one is waiting for."""
+        parts, received = self.tensor_part_container, self.tensor_part_reducer.num_parts_received
+        senders = zip(self.sender_peer_ids, received, strict=True)
+        awaited = {peer for peer, sent in senders if sent < self.tensor_part_reducer.num_parts} - self.banned_senders
+        for index, peer in enumerate(self.ordered_peer_ids):
+            if parts._outputs_registered_by_peer[index] < parts.num_parts_by_peer[index]:
+                awaited.add(peer)
+        return [peer for peer in awaited if peer != self.peer_id]
+
+    def is_sent(self, peer_index: int, part_index: int) -> bool:
+        before = sum(self.tensor_part_container.num_parts_by_peer[:peer_index])
+        return (before + part_index) % self.share == self.turn
+
+    def list_unsent(self) -> list[tuple[int, int]]:
+        """Begin and end of what is not sent, counted over all tensors."""
+        spans, end = [], 0
+        for peer_index, parts in enumerate(self.tensor_part_container._input_parts_by_peer):
+            for part_index, (part, _) in enumerate(parts):
+                begin, end = end, end + len(part)
+                if not self.is_sent(peer_index, part_index):
+                    spans.append((begin, end))
+        return spans
+
+    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """hivemind's, with an empty message in place of each part that is not sent."""
+        container = self.tensor_part_container
+        container._inputs_consumed_by_peer[peer_index] = True
+
+        def make_message(part_index: int, part: torch.Tensor, info: CompressionInfo) -> averaging_pb2.AveragingData:
+            message = averaging_pb2.AveragingData(weight=self.weight)
+            if part_index == 0:
+                message.code, message.group_id = averaging_pb2.PART_FOR_AVERAGING, self.group_id
+            if self.is_sent(peer_index, part_index):
+                message.tensor_part.CopyFrom(container.compression.compress(part, info))
+            elif self.takes_all:
+                part.zero_()  # what comes back is the average itself
+                # that it is wanted, and how it is to be sent
+                message.tensor_part.compression = container.compression.compress(part[:1], info).compression
+                message.tensor_part.size.append(len(part))
+            return message
+
+        parts = [(number, *part) for number, part in enumerate(container._input_parts_by_peer[peer_index])]
+        async for message in amap_in_executor(
+            lambda part: make_message(*part), as_aiter(*parts), max_prefetch=container.prefetch
+        ):
+            yield message
+
+    async def _accumulate_parts_streaming(self, stream, sender_index: int):
+        """hivemind's, with empty messages."""
+        reducer, loop, part_index = self.tensor_part_reducer, asyncio.get_running_loop(), 0
+
+        def read(message: averaging_pb2.AveragingData) -> tuple:
+            tensor = deserialize_torch_tensor(message.tensor_part) if message.tensor_part.buffer else None
+            is_wanted = bool(message.tensor_part.size)
+            return tensor, message.weight, is_wanted, message.tensor_part.compression
+
+        try:
+            async for tensor, weight, is_wanted, compression in amap_in_executor(
+                read, stream, max_prefetch=self.tensor_part_container.prefetch
+            ):
+                if tensor is None:
+                    tensor, weight = torch.zeros(reducer.part_shapes[part_index]), NO_WEIGHT
+                average = await reducer.accumulate_part(sender_index, part_index, tensor, weight=weight)
+                part_index += 1
+                answer = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
+                if is_wanted:
+                    serialize = partial(serialize_torch_tensor, average - tensor, compression)
+                    answer.tensor_part.CopyFrom(await loop.run_in_executor(None, serialize))
+                yield answer
+        except BannedException:
+            logger.debug(f"sender {sender_index} is out of this round already")
+        finally:
+            if part_index != reducer.num_parts:
+                await self._ban_sender(self.sender_peer_ids[sender_index])
+
+    async def note_heard(self, messages: AsyncIterator, peer_id: PeerID):
+        async for message in messages:
+            self.heard[peer_id] = time.monotonic()
+            yield message
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        try:
+            async for message in super().rpc_aggregate_part(self.note_heard(stream, context.remote_id), context):
+                yield message
+        except asyncio.CancelledError:
+            if not self._future.done():
+                raise
+            # the round has ended here; hivemind says nothing, and the other peer would wait for reducer_timeout
+            yield averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED)
+
+    def _get_peer_stub(self, peer: PeerID):
+        stub = super()._get_peer_stub(peer)
+        aggregate_part = stub.rpc_aggregate_part
+
+        async def note_averages(inputs):
+            return self.fill_empty(self.note_heard(await aggregate_part(inputs), peer), peer)
+
+        stub.rpc_aggregate_part = note_averages
+        return stub
+
+    async def fill_empty(self, averages: AsyncIterator, peer: PeerID):
+        """No difference for parts whose average is not wanted."""
+        parts = list(self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(peer)])
+        async for number, message in aenumerate(averages):
+            if message.code == averaging_pb2.AVERAGED_PART and not message.tensor_part.buffer and number < len(parts):
+                message.tensor_part.CopyFrom(serialize_torch_tensor(torch.zeros_like(parts[number][0])))
+            yield message
+
+    async def _communicate_with_peer(self, peer_id: PeerID) -> None:
+        try:
+            await super()._communicate_with_peer(peer_id)
+        except Exception as e:
+            # its streams to the others break with this round, which tells them
+            self.finalize(exception=AllreduceException(f"peer {peer_id} has left the round ({e!r})"))
+            raise
+
+    async def run(self) -> AsyncIterator[torch.Tensor]:
+        try:
+            async for update in super().run():
+                yield update
+        except AllreduceException as e:
+            # why it was ended, where hivemind says that it was
+            raise self._future.exception() or e from e
+        if self._future.exception():
+            raise self._future.exception()  # auxiliary peers take it for a success
+
+
+class VerifiedAverager(hivemind.DecentralizedAverager):
+    """Tells whose data verifiably entered the average, as hivemind reports success for rounds that failed.
+
+    The result of a round maps each peer that took part completely, as seen from here, to what it gathered: no sender
+    was left out of the part that this peer averaged, and all parts came back. A round in which nobody else took part
+    raises AllreduceException.
+    """
+
+    #: whether others wait for what this averager sends; otherwise it is sent in the background
+    is_urgent = False
+    #: what it averages, in words
+    content = "parameters"
+    # each so many-th part of the tensors is sent in a round, the next one is that of this number, and what was not sent
+    _share, _turn, _unsent = 1, 0, ()
+    _expected: frozenset[bytes] | None = None
+    #: whether to look for a group not much longer than matchmaking_time, when the epoch has ended
+    gives_up_early = False
+
+    def run(self) -> None:
+        live_as_helper()
+        super().run()
+
+    bandwidth = from_line("mbits")
+    next_chunk_timeout = from_line("next_chunk_timeout")
+    _allreduce_timeout = from_line("averaging_timeout")
+
+    @classmethod
+    def get_stub(cls, *args, **kwargs):
+        stub = super().get_stub(*args, **kwargs)
+        aggregate_part, download_state = stub.rpc_aggregate_part, stub.rpc_download_state
+
+        async def pace_aggregate_part(inputs):
+            return LINE.receive(await aggregate_part(LINE.send(inputs, cls.is_urgent)))
+
+        async def count_download_state(request):
+            return LINE.receive(await download_state(request))
+
+        stub.rpc_aggregate_part, stub.rpc_download_state = pace_aggregate_part, count_download_state
+        return stub
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        async for message in LINE.send(super().rpc_aggregate_part(LINE.receive(stream), context), self.is_urgent):
+            yield message
+
+    async def rpc_download_state(
+        self, request: averaging_pb2.DownloadRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        async for message in LINE.send(super().rpc_download_state(request, context), is_round=False):
+            yield message
+
+    def step(self, *args, allow_retries: bool = False, **kwargs):
+        # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
+        # for others who have gone on
+        return super().step(*args, allow_retries=allow_retries, **kwargs)
+
+    def expect(self, peer_ids: Iterable[bytes]) -> None:
+        """A group with these other peers in it is complete and starts at once, also one that has formed already."""
+        if (expected := frozenset(peer_ids)) != self._expected:
+            self._expected = expected
+            self._outer_pipe.send(("_expect", [expected], {}))
+
+    async def _expect(self, expected: frozenset[bytes]) -> None:
+        """Runs in the averager's process."""
+        # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
+        self._matchmaking.__class__ = PromptMatchmaking
+        # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
+        # target_group_size for the auxiliary peers in it
+        self._matchmaking.group_key_manager.target_group_size = None
+        self._matchmaking.expected = expected
+        await self._matchmaking.start_when_complete()
+
+    async def _step(self, *, step, **kwargs) -> None:
+        start = asyncio.create_task(self._start_when_triggered(step))
+        try:
+            await super()._step(step=step, **kwargs)
+        finally:
+            start.cancel()
+
+    async def _start_when_triggered(self, step) -> None:
+        while step._trigger is None:  # made by the parent's first lines
+            await asyncio.sleep(0)
+        await step.wait_for_trigger()
+        matchmaking = self._matchmaking
+        if isinstance(matchmaking, PromptMatchmaking):
+            await matchmaking.start_when_complete()
+        if self.gives_up_early:
+            await asyncio.sleep(matchmaking.min_matchmaking_time + matchmaking.request_timeout)
+            is_looking = matchmaking.step_control is step and matchmaking.current_leader is None
+            if is_looking and not matchmaking.assembled_group.done():
+                matchmaking.assembled_group.set_exception(AllreduceException("no group has formed"))
+
+    async def _run_allreduce_inplace_(self, tensors, group_info, *, peer_fractions, **kwargs) -> None:
+        """hivemind's, with a runner of our own."""
+        peer_fractions = drop_small_shares(peer_fractions, self.allreduce_kwargs["min_vector_size"])
+        modes = [read_gathered(data)[0] for data in group_info.gathered]
+        bandwidths = [read_gathered(data)[2] for data in group_info.gathered]
+        bits = count_bits(tensors, kwargs["compression"], kwargs["tensor_infos"])
+        plan = plan_round(bits, peer_fractions, modes, bandwidths)
+        own = group_info.peer_ids.index(self.peer_id)
+        self._take_share(plan.shares[own], bandwidths, own)
+        kwargs |= dict(sender_timeout=LINE.next_chunk_timeout, reducer_timeout=2 * LINE.next_chunk_timeout)
+        kwargs |= dict(part_size_bytes=choose_part_size(bandwidths), prefetch=PREFETCH)
+        LINE.expect_round(plan.seconds)
+        started = time.monotonic()
+        runner = PromptRunner(
+            p2p=self._p2p,
+            servicer_type=type(self),
+            prefix=self.prefix,
+            tensors=tensors,
+            group_id=group_info.group_id,
+            ordered_peer_ids=group_info.peer_ids,
+            peer_fractions=plan.fractions,
+            modes=plan.modes,
+            share=self._share,
+            turn=self._turn,
+            takes_all=self.is_urgent,
+            **kwargs,
+        )
+        self._unsent = runner.list_unsent() if self._share > 1 else []
+        self._running_groups[group_info.group_id].set_result(runner)
+        # of an auxiliary peer, nothing
+        async for tensor, update in azip(as_aiter(*tensors), runner):
+            tensor.add_(update)
+        LINE.expect_round(time.monotonic() - started)
+        self._turn = (self._turn + 1) % self._share
+
+    def _take_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
+        """Send each so many-th part of the tensors in this round."""
+        # a line's speed varies
+        if share != self._share and not (min(share, self._share) > 1 and 0.6 < share / self._share < 1.6):
+            logger.info(
+                f"this line carries {bandwidths[own]:.2g} Mbit/s up, others {max(filter(None, bandwidths)):.2g}: "
+                + f"sending {1 / share:.0%} of the {self.content} in each round"
+            )
+            self._share, self._turn = share, 0
+
+    async def _aggregate_with_group(self, group_info, **kwargs):
+        watch = asyncio.create_task(self._end_when_a_peer_is_gone(group_info))
+        try:
+            gathered = await super()._aggregate_with_group(group_info, **kwargs)
+        finally:
+            watch.cancel()
+        runner = self._running_groups[group_info.group_id].result()
+        if runner.tensor_part_container.failed_size:
+            # a reducer did not answer: for its parts we hold our own values alone
+            averaged = {self.peer_id}
+        else:
+            averaged = set(runner.sender_peer_ids) - runner.banned_senders
+        if len(averaged) < 2:  # of which this peer is one, unless it is auxiliary
+            raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
+        return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
+
+    async def _end_when_a_peer_is_gone(self, group_info) -> None:
+        """End the running round when a peer that it waits for has sent nothing for a while, nor answers a question:
+        the round has failed anyway, and hivemind waits for twice next_chunk_timeout."""
+        runner = await asyncio.shield(self._running_groups[group_info.group_id])
+        modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
+        clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}
+        # a line that drops to a tenth has seconds of data in its queues
+        quiet_for, patience = max(FIRST_LOOK, LINE.round_seconds / 8), max(LINE.patience, LINE.round_seconds / 8)
+        while True:
+            await asyncio.sleep(LOOK_PERIOD)
+            quiet_since = time.monotonic() - quiet_for
+            # clients cannot be asked
+            quiet = [p for p in runner.list_awaited() if runner.heard[p] < quiet_since and p not in clients]
+            if not quiet:
+                continue
+            question = partial(find_answering_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=patience)
+            answering = await self.dht.run_coroutine(question, return_future=True)
+            for peer in quiet:
+                if peer.to_bytes() in answering:
+                    runner.heard[peer] = time.monotonic()
+                elif runner.heard[peer] < quiet_since:
+                    runner.finalize(exception=AllreduceException(f"peer {peer} is gone"))
+                    return
+
+
+def is_standing(item: object) -> bool:
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, lineage]."""
+    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str]
+
+
+class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
+    """Keeps the gradients of a failed round, which hivemind loses: it empties the accumulators when a round starts.
+
+    Averages peers of one state only. hivemind lets a peer that has lost a round average its old gradients with
+    everybody's new ones, for ever one epoch behind; and two halves of a swarm that could not reach each other for a
+    while, or a peer that has stepped alone, go on with other weights and moments than the rest. So peers gather where
+    they stand, their epoch and their lineage (see StateAverager): the majority goes on, the others take over its state.
+    And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
+    """
+
+    is_urgent = True
+    content = "gradients"
+    #: set by the optimizer: [epoch, whether the whole swarm averages in step, lineage] of the gradients
+    standing = [0, False, ""]
+
+    def __init__(self, *args, **kwargs):
+        self._in_flight = self._kept = None
+        # samples and times of the accumulated gradients that were in earlier rounds and could not be sent: for each of
+        # the turns that this peer's line makes of its gradients, see plan_round; and whose turn it is
+        self._behind, self._next_turn = [(0, 0)], 0
+        super().__init__(*args, **kwargs)
+
+    def schedule_step(self, *args, **kwargs):
+        return super().schedule_step(*args, gather=self.standing, **kwargs)
+
+    async def _aggregate_with_group(self, group_info, **kwargs):
+        # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
+        of_group = [read_gathered(data) for data in group_info.gathered]
+        # auxiliary peers have no gradients, and average anybody's
+        trainers = [index for index, (mode, *_) in enumerate(of_group) if mode != AveragingMode.AUX]
+        if trainers and all(is_standing(of_group[index][1]) and of_group[index][1][1] for index in trainers):
+            standings = {index: (of_group[index][1][0], of_group[index][1][2]) for index in trainers}
+            votes = Counter(standings.values())
+            # among equals not one that is far behind; then that of a peer that gives it to anybody, as clients give
+            # theirs only to peers that they have called
+            newest = max(epoch for epoch, _ in votes)
+            given = {standings[index] for index in trainers if of_group[index][0] != AveragingMode.CLIENT}
+            chosen = max(votes, key=lambda item: (votes[item], item[0] >= newest - 1, item in given, item))
+            donors = [group_info.peer_ids[index] for index in trainers if standings[index] == chosen]
+            if self.peer_id not in donors and self.mode != AveragingMode.AUX:
+                # one that is left alone cannot step now; two or more are about to
+                raise OutOfStep(chosen[0] + (len(donors) > 1), [peer_id.to_bytes() for peer_id in donors])
+            if len(donors) == 1:
+                raise AllreduceException(f"nobody else of the same state in a group of {len(trainers)} trainers")
+            staying = [index for index in range(len(of_group)) if standings.get(index, chosen) == chosen]
+            if all(of_group[index][0] == AveragingMode.CLIENT for index in staying):
+                raise AllreduceException(f"none of the {len(staying)} peers of the same state accepts connections")
+            group_info = dataclasses.replace(
+                group_info,
+                peer_ids=tuple(group_info.peer_ids[index] for index in staying),
+                gathered=tuple(group_info.gathered[index] for index in staying),
+            )
+        averaged = await super()._aggregate_with_group(group_info, **kwargs)
+        runner = self._running_groups[group_info.group_id].result()
+        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, self._unsent))
+
+    def step(self, *args, **kwargs):
+        self._in_flight = self._snapshot()
+        samples = self.local_samples_accumulated + self._behind[self._next_turn][0]
+        return super().step(*args, weight=samples, **kwargs)
+
+    def load_accumulators_into_averager_(self) -> None:
+        times = self.local_times_accumulated
+        self.local_times_accumulated += self._behind[self._next_turn][1]
+        super().load_accumulators_into_averager_()
+        self.local_times_accumulated = times
+
+    def _snapshot(self) -> tuple:
+        sums = [accumulator.clone() for accumulator in self._grad_accumulators() if self.local_samples_accumulated]
+        return sums, self.local_samples_accumulated, self.local_times_accumulated, self._anchor_batch_size
+
+    def keep_unsent(self, share: int, turn: int, unsent: Sequence[tuple[int, int]]) -> None:
+        """Of the gradients of the round that has just succeeded, keep those that were not sent, for a later one.
+
+        :param share: that one of so many turns was sent
+        :param turn: which one
+        :param unsent: begin and end of what was not, counted over all tensors
+        """
+        sums, samples, times, anchor = self._in_flight
+        if share != len(self._behind):  # the line has changed: neither exact nor lost
+            self._behind = [
+                tuple(sum(column) // len(self._behind) for column in zip(*self._behind, strict=True))
+            ] * share
+        self._behind = [(samples + s, times + t) for s, t in self._behind]
+        self._behind[turn], self._next_turn = (0, 0), (turn + 1) % share
+        if unsent and sums:
+            is_sent = torch.ones(sum(tensor.numel() for tensor in sums), dtype=torch.bool)
+            for begin, end in unsent:
+                is_sent[begin:end] = False
+            for tensor, mask in zip(sums, is_sent.split([tensor.numel() for tensor in sums]), strict=True):
+                tensor.view(-1).masked_fill_(mask.to(tensor.device), 0.0)
+            self._kept = sums, 0, 0, anchor
+
+    def keep_gradients(self) -> None:
+        """Put the gradients of the round that just failed aside, for the next `accumulate_grads_`."""
+        self._kept, self._in_flight = self._in_flight if self._in_flight[1] else None, None
+        self.notify_used_averaged_gradients()
+
+    def keep_accumulated(self) -> None:
+        """Put the gradients accumulated so far aside, for the next `accumulate_grads_`."""
+        self._kept = self._snapshot() if self.local_samples_accumulated else self._kept
+
+    def drop_kept(self) -> None:
+        """Forget the gradients that were put aside, and those that were not sent."""
+        self._kept, self._behind, self._next_turn = None, [(0, 0)], 0
+
+    @property
+    def kept_samples(self) -> int:
+        """Samples whose gradients wait for the next round."""
+        return self._kept[1] if self._kept else 0
+
+    @torch.no_grad()
+    def accumulate_grads_(self, batch_size: int) -> None:
+        # merged here, in the loop's own thread: after a delayed round, hivemind empties the accumulators once more
+        if self._kept:
+            sums, samples, times, anchor = self._kept
+            self._kept = None
+            self._anchor_batch_size = self._anchor_batch_size or anchor
+            for accumulator, kept in zip(self._grad_accumulators(), sums, strict=True):
+                accumulator.add_(kept.to(accumulator.device), alpha=anchor / self._anchor_batch_size)
+            self.local_samples_accumulated += samples
+            self.local_times_accumulated += times
+        super().accumulate_grads_(batch_size)
+
+    def load_state_from_peers(self, **kwargs) -> None:
+        return None
+
+    def accumulate_on(self, device: torch.device) -> None:
+        """Move the accumulators to where the gradients are, so that accumulating needs no transfer."""
+        self._local_accumulators = tuple(accumulator.to(device) for accumulator in self._local_accumulators)

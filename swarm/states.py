@@ -1,0 +1,473 @@
+"""States: given to peers that join, and taken over block by block from all donors that have the same one.
+
+A donor describes its state and keeps that very copy of it for as long as somebody fetches it. Who joins asks several
+for their description, takes those that agree, and lets each of them work on one queue of blocks as fast as its line is.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import ctypes
+import hashlib
+import logging
+import math
+import multiprocessing
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
+
+import torch
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.compression import TensorRole
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
+from hivemind.utils.asyncio import aiter_with_timeout
+
+from swarm.downloads import (
+    MAX_LINEAGE,
+    Donor,
+    Download,
+    Snapshot,
+    StaleState,
+    UnusableState,
+    allocate_together,
+    group_donors,
+    read_description,
+    read_request,
+)
+from swarm.line import LINE
+from swarm.processes import STOP_REQUESTED
+from swarm.rounds import VerifiedAverager
+
+logger = logging.getLogger("swarm")
+
+FIRST_ANSWER = 5.0  # seconds until a client that is asked for its state begins to answer
+DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, as a state is good for one epoch
+PROGRESS_PERIOD = 5.0  # seconds between two lines about a running download
+RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
+DOWNLOAD_TRIES = 16  # passes over all donors until one has the epoch that is wanted
+
+MAX_GIVING = 2  # peers that a client, or an auxiliary peer, gives states to at once
+MAX_SNAPSHOTS = 2  # states that a donor keeps for those who fetch them
+KEPT, IN_USE = 30.0, 5.0  # seconds without a request until a snapshot is dropped, and until it makes room for another
+LONGEST_KEPT = 1200.0  # seconds after which a snapshot is dropped in any case
+DONORS = 4  # peers that are asked to describe their state at once
+
+
+def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in the order of its groups, in which peers exchange them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+class StateAverager(TrainingStateAverager, VerifiedAverager):
+    """Gives states to peers that join, and takes them: from several donors, of which some may fail, in bounded time.
+
+    hivemind (note 25) tries for ever, believes what it gets, and ends with the first answer that is truncated.
+
+    Clients give no state in hivemind: where all trainers are clients nobody could join, and who has lost a round would
+    be lost. Here they give it to peers that they have called, and auxiliary peers, which all clients call, pass it on.
+    """
+
+    #: who has missed the others' group would wait here for averaging_timeout, and its next step with it
+    gives_up_early = True
+    #: id of the group whose gradient the next step takes, or of this peer that is alone; set by the optimizer
+    group_id = b""
+
+    def __init__(self, *args, **kwargs):
+        self._lock_step = threading.Lock()
+        self._lineage = multiprocessing.Array(ctypes.c_char, MAX_LINEAGE)
+        # kept for those who fetch them, and to whom states are given: when each has asked last
+        self._snapshots: list[Snapshot] = []
+        self._lock_snapshots, self._asked = asyncio.Lock(), {}
+        # an auxiliary peer's: how often clients have broken off, and who has described which state
+        self._broken, self._origins = Counter(), {}
+        # of the last download: bytes, numbers, milliseconds
+        self.received = multiprocessing.Array(ctypes.c_longlong, 3)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def lineage(self) -> str:
+        """Names the common history of peers whose state is the same: a digest of the groups that each epoch was made
+        with. Known to the averager's process too."""
+        return self._lineage.value.decode()
+
+    @lineage.setter
+    def lineage(self, value: str) -> None:
+        self._lineage.value = value.encode()
+
+    def patience(self) -> float:
+        """Seconds without a message after which a donor is given up."""
+        return max(FIRST_ANSWER, self.next_chunk_timeout or 0.0)
+
+    def offer_states(self) -> None:
+        """From now on give this client's state to whom it has called, or, if auxiliary, pass on those of clients."""
+        if self.mode == AveragingMode.AUX:
+            self.allow_state_sharing = True
+        else:
+            self._outer_pipe.send(("_give_as_client", [], {}))
+
+    async def _give_as_client(self) -> None:
+        """Runs in the process of a client's averager, for ever."""
+        name = self._get_handle_name(self.prefix, "rpc_download_state")
+        options = dict(input_protobuf_type=BytesValue, stream_output=True)
+        await self._p2p.add_protobuf_handler(name, self.rpc_download_state, **options)
+        self._allow_state_sharing.value = True
+        while True:
+            self._state_updated.clear()
+            try:
+                await self.dht.store(
+                    f"{self._state_key}.clients",
+                    subkey=self.peer_id.to_bytes(),
+                    value=self.state_sharing_priority,
+                    expiration_time=get_dht_time() + self.declare_state_period,
+                    return_future=True,
+                )
+            except Exception as e:  # of whatever kind the DHT's process raises: the next one may work
+                logger.debug(f"could not tell of this client's state: {e!r}")
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period / 2)
+
+    @property
+    def state_sharing_priority(self) -> float:
+        # not the epoch that an auxiliary peer is at: its own state is no trainer's
+        return RELAY if self.mode == AveragingMode.AUX else super().state_sharing_priority
+
+    @state_sharing_priority.setter
+    def state_sharing_priority(self, value: float) -> None:
+        TrainingStateAverager.state_sharing_priority.fset(self, value)
+
+    @property
+    def _state_key(self) -> str:
+        return self._matchmaking.group_key_manager.prefix
+
+    async def _fetch_epochs(self, key: str) -> dict[PeerID, float]:
+        """The epochs of the states that other peers say they give."""
+        entry = await self.dht.get(f"{self._state_key}.{key}", latest=True, return_future=True)
+        declared = entry.value.items() if entry is not None and isinstance(entry.value, dict) else ()
+        return {
+            PeerID(peer): float(info.value)
+            for peer, info in declared
+            if isinstance(info, ValueWithExpiration)
+            and isinstance(info.value, (int, float))
+            and info.value >= 0  # no NaN
+            and peer != self.peer_id.to_bytes()
+        }
+
+    async def rpc_download_state(
+        self, request: BytesValue, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        asked = read_request(request.value)
+        if asked is None or not self.allow_state_sharing or self._is_busy_without(context.remote_id):
+            return
+        if self.mode == AveragingMode.AUX:
+            answer = self._pass_on(request, asked, context)
+        else:
+            give = self._describe if len(asked) == 1 else self._give_blocks
+            answer = give(context.remote_id, *asked)
+        async for message in LINE.send(answer, is_round=False):
+            yield message
+
+    def _is_busy_without(self, peer: PeerID) -> bool:
+        """Whether a volunteer's line at home serves enough other peers."""
+        now = time.monotonic()
+        self._asked = {other: at for other, at in self._asked.items() if now - at < IN_USE}
+        if self.mode != AveragingMode.NODE and peer not in self._asked and len(self._asked) >= MAX_GIVING:
+            return True
+        self._asked[peer] = now
+        return False
+
+    async def _describe(self, peer: PeerID, min_epoch: int) -> AsyncIterator[averaging_pb2.DownloadData]:
+        epoch = self._state_sharing_priority.value
+        description = {"epoch": int(epoch), "lineage": ""}
+        if epoch >= min_epoch:
+            description = (await self._take_snapshot(peer, min_epoch)).description
+        yield averaging_pb2.DownloadData(metadata=self.serializer.dumps(description))
+
+    async def _take_snapshot(self, peer: PeerID, min_epoch: int) -> Snapshot:
+        """The present state, or the last one that was kept when there is no room for another."""
+        async with self._lock_snapshots:
+            for snapshot in self._snapshots:
+                snapshot.used.pop(peer, None)  # who asks for a description fetches nothing else any more
+            unused = [snapshot for snapshot in self._snapshots if time.monotonic() - snapshot.last_use > IN_USE]
+            lineage = self.lineage
+            snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == lineage), None)
+            if snapshot is None and len(self._snapshots) >= MAX_SNAPSHOTS and not unused:
+                snapshot = self._snapshots[-1]
+            if snapshot is None:
+                metadata, tensors, infos = await self._get_current_state_from_host_process()
+                snapshot = await asyncio.to_thread(Snapshot, self.serializer.loads(metadata), tensors, infos)
+                if snapshot.epoch < min_epoch:
+                    return snapshot
+                if len(self._snapshots) >= MAX_SNAPSHOTS:
+                    self._snapshots.remove(min(unused, key=lambda snapshot: snapshot.last_use))
+                self._snapshots.append(snapshot)
+                asyncio.create_task(self._drop_when_unused(snapshot))
+            snapshot.used[peer] = time.monotonic()
+            return snapshot
+
+    async def _drop_when_unused(self, snapshot: Snapshot) -> None:
+        while (left := min(snapshot.last_use + KEPT, snapshot.taken + LONGEST_KEPT) - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, KEPT))
+        with contextlib.suppress(ValueError):  # it has made room for another
+            self._snapshots.remove(snapshot)
+
+    async def _give_blocks(
+        self, peer: PeerID, epoch: int, lineage: str, numbers: list[int]
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        kept = [snapshot for snapshot in self._snapshots if (snapshot.epoch, snapshot.lineage) == (epoch, lineage)]
+        if not kept or not 0 <= min(numbers) <= max(numbers) < len(kept[0].blocks):
+            yield averaging_pb2.DownloadData(metadata=self.serializer.dumps({"gone": True}))
+            return
+        for message in kept[0].give(numbers, self.state_compression, peer):
+            yield message
+
+    async def _pass_on(
+        self, request: BytesValue, asked: list, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """The answer of a client; to who asks for a description that of another one when it gives none."""
+        is_description = len(asked) == 1
+        if is_description:
+            epochs = await self._fetch_epochs("clients")
+            epochs = {peer: epoch for peer, epoch in epochs.items() if epoch < math.inf and peer != context.remote_id}
+            # any of those who are not behind, as a stranger may boast of the highest epoch; first who never failed
+            usual = statistics.median(epochs.values()) if epochs else 0
+            clients = [peer for peer, epoch in epochs.items() if epoch >= usual]
+        else:
+            clients = [peer for key, peer in self._origins.items() if key == (asked[0], asked[1])]
+        for peer in sorted(clients, key=lambda peer: (self._broken[peer], random.random())):
+            passed = 0
+            try:
+                call = self.get_stub(self._p2p, peer, namespace=self.prefix).rpc_download_state(request)
+                stream = await asyncio.wait_for(call, FIRST_ANSWER)
+                # sooner than who is waiting here gives up
+                async for message in aiter_with_timeout(stream, FIRST_ANSWER if is_description else self.patience()):
+                    if is_description:
+                        metadata = self.serializer.loads(message.metadata)
+                        self._origins[int(metadata["epoch"]), str(metadata["lineage"])[:MAX_LINEAGE]] = peer
+                        self._origins = dict(list(self._origins.items())[-2 * MAX_GIVING :])
+                        message.metadata = self.serializer.dumps(metadata | {"origin": str(peer)})
+                    passed += 1
+                    yield message
+                if passed:
+                    return
+            except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
+                logger.debug(f"the state of {peer} could not be passed on: {e!r}")
+            self._broken[peer] += 1
+            if passed:
+                return
+
+    def step(self, *args, increment_epoch: bool = False, **kwargs):
+        if self.mode == AveragingMode.AUX:
+            # or an auxiliary peer misses the next round while it waits here for a group
+            kwargs["delay_averaging"] = True
+        if not increment_epoch:
+            return super().step(*args, **kwargs)
+        # hivemind counts the epoch first and steps then: who downloads in between gets the old parameters as new ones
+        with self._lock_step:
+            result = super().step(*args, increment_epoch=True, **kwargs)
+            history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
+            self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+            self._declare_as_client()
+            return result
+
+    def _declare_as_client(self) -> None:
+        if self.client_mode:
+            self._state_sharing_priority.value = self.local_epoch
+            self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
+
+    def get_current_state(self):
+        with self._lock_step:
+            metadata, tensors, infos = super().get_current_state()
+            # copies, or the next step changes what is still being sent
+            copies = allocate_together(infos)
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor)
+            return metadata | {"lineage": self.lineage}, copies, infos
+
+    def load_state_from_peers(
+        self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
+    ) -> bool:
+        """Download the state of the peers that are furthest, and take it over as a whole or not at all.
+
+        :param min_epoch: wait some seconds for a state of this epoch before taking an earlier one
+        :param donors: ids of peers to ask before the others
+        :param avoid: ids of peers to ask last
+        :param timeout: seconds for a whole state
+        :returns: whether parameters, optimizer, epoch and lineage are now that peer's
+        """
+        future = self.start_download(min_epoch, donors, avoid, timeout)
+        targets = (*list_params(self.optimizer), *self.extra_tensors)
+        numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
+        next_report = time.monotonic()
+        while True:
+            try:
+                loaded = future.result(timeout=0.5)
+                break
+            except concurrent.futures.TimeoutError:
+                received_bytes, received_numbers, milliseconds = self.received
+                if received_numbers and time.monotonic() >= next_report + PROGRESS_PERIOD:
+                    next_report = time.monotonic()
+                    logger.info(
+                        f"downloading the swarm's state: {received_numbers / numbers:.0%}, "
+                        f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-3 / max(1, milliseconds):.1f} Mbit/s"
+                    )
+                if STOP_REQUESTED.is_set():
+                    return False
+        if loaded is None:
+            return False
+        self.take_over(*loaded)
+        return True
+
+    def start_download(
+        self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
+    ) -> MPFuture:
+        """Begin to download a state, see `load_state_from_peers`, without waiting for it.
+
+        :returns: of (metadata, tensors) to give to `take_over`, or of None: no peer gave its state. metadata["epoch"],
+            and metadata["donors"]: the ids of the peers that gave it; metadata["donor"]: of the one that gave most
+        """
+        future = MPFuture()
+        # what clients declare may lag behind what they have, and an auxiliary peer has no state of its own to keep
+        lowest = 0 if self.mode == AveragingMode.AUX else min(min_epoch, self.local_epoch)
+        options = dict(min_epoch=min_epoch, lowest_epoch=lowest, donors=donors, avoid=avoid, timeout=timeout)
+        self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
+        return future
+
+    def take_over(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        """Make a downloaded state this peer's own."""
+        targets = (*list_params(self.optimizer), *self.extra_tensors)
+        # the run's own: all peers have the same, unless one lies
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        # an auxiliary peer has nothing to average, and must not wait here for a round of the others
+        averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
+        with self._lock_step, torch.no_grad(), averaged:
+            load_optimizer_state(self.optimizer, metadata["optimizer_metadata"], tensors[len(targets) :])
+            for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update(own)
+            for target, tensor in zip(targets, tensors, strict=False):
+                target.copy_(tensor)
+            self.set_epoch(metadata["epoch"])
+            self.lineage = metadata["lineage"]
+        if self.offload_optimizer:
+            self._apply_optimizer_parameters_()
+        if not self.reuse_tensors and self.mode != AveragingMode.AUX:
+            self._load_local_tensors_into_averager_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move epoch and learning rate to this epoch, also back; hivemind's only ever go forward."""
+        if self.scheduler is not None:
+            self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
+            self.scheduler.step()
+        self.local_epoch = epoch
+        self._declare_as_client()
+
+    async def _load_state_from_peers(self, future, timeout: float, **options) -> None:
+        """Runs in the averager's process."""
+        try:
+            future.set_result(await self._download_state(timeout, **options))
+        finally:
+            if not future.done():
+                future.set_result(None)
+
+    async def _download_state(
+        self, timeout: float, min_epoch: int, lowest_epoch: int, donors: Sequence[bytes], avoid: Sequence[bytes]
+    ) -> tuple[dict, list[torch.Tensor]] | None:
+        failures: dict[PeerID, int] = Counter()
+        for attempt in range(DOWNLOAD_TRIES):
+            await asyncio.sleep(DOWNLOAD_PAUSE * bool(attempt))
+            # the last time, a state that is older than wanted is better than none
+            wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
+            epochs = await self._fetch_epochs("all_averagers")
+            # trainers that have what is wanted go before auxiliary peers, which have it from a client
+            kinds = {peer: 2 if wanted <= epoch < RELAY else 1 for peer, epoch in epochs.items()}
+            if self.mode != AveragingMode.CLIENT:
+                # clients last, as only those reach them whom they have called
+                has_newest = any(min_epoch - 1 <= epoch < RELAY for epoch in epochs.values())
+                clients = await self._fetch_epochs("clients")
+                epochs |= {peer: clients[peer] for peer in clients if not has_newest or peer.to_bytes() in donors}
+            ranks = {}
+            for peer, epoch in epochs.items():
+                if epoch >= lowest_epoch and failures[peer] < (2 if epoch < RELAY else 6):
+                    is_donor, is_avoided = peer.to_bytes() in donors, peer.to_bytes() in avoid
+                    rank = (-failures[peer], is_donor, not is_avoided, kinds.get(peer, 0), epoch, random.random())
+                    ranks[peer] = rank
+            if not ranks and attempt >= 3:
+                break  # nobody is there, or nobody who can give a state
+            ranked = sorted(ranks, key=ranks.get, reverse=True)
+            for peers in (ranked[at : at + DONORS] for at in range(0, len(ranked), DONORS)):
+                donors = await self._ask_for_descriptions(peers, wanted, failures)
+                for group in group_donors(donors, {peer: rank[:-2] for peer, rank in ranks.items()}):
+                    for donor in donors:
+                        if donor.key == group[0].key and donor not in group:
+                            logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
+                    self.received[:] = 0, 0, 0
+                    options = self._request, self.patience, self.state_compression, self.received
+                    download = Download(group, *options)
+                    note_failure = partial(self._note_failure, failures)
+                    try:
+                        if await asyncio.wait_for(download.fetch(note_failure), timeout):
+                            givers = sorted((donor for donor in group if donor.numbers), key=lambda d: -d.numbers)
+                            names = list(dict.fromkeys(donor.name for donor in givers))
+                            return group[0].metadata | {"donor": names[0], "donors": names}, download.tensors
+                    except asyncio.TimeoutError:
+                        for donor in download.donors:
+                            note_failure(donor.peer, UnusableState(f"it has not come within {timeout:.0f} s"))
+        return None
+
+    def _note_failure(self, failures: dict[PeerID, int], peer: PeerID, error: Exception) -> None:
+        failures[peer] += 1
+        reason = str(error) if isinstance(error, UnusableState) else f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.warning(f"the state of peer {peer} is of no use ({reason}), asking another one")
+
+    async def _ask_for_descriptions(
+        self, peers: Sequence[PeerID], min_epoch: int, failures: dict[PeerID, int]
+    ) -> list[Donor]:
+        """Those of these peers that have a state of this epoch; nobody waits much longer than for the first of them."""
+        asked = {
+            asyncio.create_task(asyncio.wait_for(self._ask_for_description(peer, min_epoch), self.patience())): peer
+            for peer in peers
+        }
+        donors, pending, start, deadline = [], set(asked), time.monotonic(), math.inf
+        try:
+            while pending and (now := time.monotonic()) < deadline:
+                timeout = None if deadline == math.inf else deadline - now
+                done, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        donors.append(task.result())
+                    except StaleState:
+                        continue
+                    except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
+                        self._note_failure(failures, asked[task], e)
+                if donors and deadline == math.inf:
+                    now = time.monotonic()
+                    deadline = now + max(1.0, now - start)
+        finally:
+            for task in asked:
+                task.cancel()
+        return donors
+
+    async def _ask_for_description(self, peer: PeerID, min_epoch: int) -> Donor:
+        """Raises UnusableState, or what the network and the bytes cause."""
+        own = [(tensor, TensorRole.PARAMETER) for tensor in list_params(self.optimizer)]
+        own += [(tensor, TensorRole.UNSPECIFIED) for tensor in self.extra_tensors]
+        stream = await self._request(peer, [min_epoch])
+        try:
+            async for message in stream:
+                metadata = self.serializer.loads(message.metadata)
+                return read_description(peer, metadata, min_epoch, own, self.optimizer)
+            raise UnusableState("it gave none")
+        finally:
+            await stream.aclose()
+
+    async def _request(self, peer: PeerID, request: list) -> AsyncIterator[averaging_pb2.DownloadData]:
+        stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
+        return await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(request)))

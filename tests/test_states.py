@@ -1,0 +1,316 @@
+"""States that come from several donors at once: all of them are used, and none of them is trusted."""
+
+import json
+import re
+
+import pytest
+import torch
+from hivemind.averaging.averager import CompressionInfo
+from hivemind.compression import Float16Compression, TensorRole
+from hivemind.utils.serializer import MSGPackSerializer
+from processes import ROOT, make_prefix
+
+from optimizer import LOAD_STATE_COMPRESSIONS
+from state_codecs import Dynamic8bit, Scaled16bit
+from swarm.downloads import BLOCK, MAX_BLOCKS, Snapshot, allocate_together, differ, digest, list_blocks, read_request
+
+# A peer of AdamW on four matrices, of which two are not a whole number of blocks. A donor fills parameters and moments
+# with known random numbers, and may change one of them or step on; a taker downloads, and says what it has got.
+PEER = """
+import json, sys, time
+from functools import partial
+import torch
+from arguments import SwarmArguments
+from joining import make_dht
+from optimizer import LOAD_STATE_COMPRESSIONS
+from swarm.line import LINE
+from swarm.optimizer import initialize_optimizer_state_
+from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.states import StateAverager, list_params
+from utils import setup_logging
+
+def make_optimizer(groups):
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    initialize_optimizer_state_(optimizer)
+    return optimizer
+
+def list_tensors(averager):
+    params = list_params(averager.optimizer)
+    states = [averager.optimizer.state[param] for param in params]
+    return params + [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+with clean_end():
+    options = json.loads(sys.argv[1])
+    setup_logging("peer")
+    swarm = SwarmArguments(options["prefix"], options.get("maddrs", []), host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    dht, *_ = make_dht(swarm)
+    averager = StateAverager(
+        dht=dht, prefix=f"{options['prefix']}_state_averager", optimizer=make_optimizer,
+        params=[{"params": [torch.nn.Parameter(torch.zeros(rows, 1000)) for rows in (400, 512, 65, 2)]}],
+        offload_optimizer=True, custom_gradients=True, min_matchmaking_time=2.0, request_timeout=1.0,
+        next_chunk_timeout=5.0, start=True, state_compression=LOAD_STATE_COMPRESSIONS[options.get("codec", "none")],
+    )
+    stop = handle_stop_signals()
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.randn(tensor.shape, generator=generator) for tensor in list_tensors(averager)]
+    expected[5::2] = [tensor.square() * 1e-6 for tensor in expected[5::2]]  # of parameters there are four
+    if options["role"] == "donor":
+        LINE.set_bandwidth(options["mbits"], is_given=True)
+        with torch.no_grad():
+            for tensor, numbers in zip(list_tensors(averager), expected):
+                tensor.copy_(numbers).mul_(1 + 1e-6 * torch.rand(()).item())  # as no two peers are alike
+            if "lie" in options:
+                list_tensors(averager)[options["lie"]].mul_(-1)
+        averager.lineage = "common"
+        averager.local_epoch = averager.state_sharing_priority = 3
+        print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+        sent = 0
+        while not stop.wait(0.1):
+            if LINE.traffic[0] != sent:
+                sent = LINE.traffic[0]
+                print(json.dumps({"sent": sent}), flush=True)
+                if options.get("steps"):
+                    with averager._lock_step, torch.no_grad():
+                        list_params(averager.optimizer)[0].add_(1)
+                        averager.local_epoch = averager.state_sharing_priority = averager.local_epoch + 1
+                        averager.lineage = f"common {averager.local_epoch}"
+    else:
+        time.sleep(1)  # the donors' declarations
+        future = averager.start_download(min_epoch=3)
+        while not future.done():
+            print(json.dumps({"received": averager.received[0]}), flush=True)
+            time.sleep(0.1)
+        metadata, tensors = future.result()
+        averager.take_over(metadata, tensors)
+        pairs = list(zip(list_tensors(averager), expected))
+        facts = dict(epoch=averager.local_epoch, lineage=averager.lineage, donors=metadata["donors"])
+        facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+        print(json.dumps(facts | {"bytes": averager.received[0], "numbers": averager.received[1]}), flush=True)
+    shut_down(dht)
+"""
+NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
+MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds
+
+
+def start_one(start, name: str, prefix: str, others=(), **options):
+    maddrs = [maddr for other in others for maddr in other.json_lines()[0]["maddrs"]]
+    options = {"prefix": prefix, "maddrs": maddrs, "mbits": MBITS, **options}
+    return start(name, "-c", PEER, json.dumps(options), env={"PYTHONPATH": str(ROOT)})
+
+
+def start_donors(start, prefix: str, *each: dict) -> list:
+    donors = []
+    for number, options in enumerate(each):
+        donors.append(start_one(start, f"donor{number}", prefix, donors[:1], role="donor", **options))
+        donors[-1].wait_for('"maddrs"')
+    return donors
+
+
+def take(start, prefix: str, donors: list, **options):
+    return start_one(start, "taker", prefix, donors[:1], role="taker", **options)
+
+
+def read_facts(taker) -> dict:
+    taker.assert_clean_end(90)
+    return taker.json_lines()[-1]
+
+
+def sent(donor) -> int:
+    return max((line["sent"] for line in donor.json_lines() if "sent" in line), default=0)
+
+
+@pytest.mark.parametrize("codec, bytes_each", [("none", 4), ("8bit", 4 / 3)])
+def test_a_state_comes_from_all_donors_at_once(start, codec, bytes_each):
+    prefix = make_prefix()
+    donors = start_donors(start, prefix, *[{"codec": codec}] * 3)
+    facts = read_facts(take(start, prefix, donors, codec=codec))
+    assert (facts["epoch"], facts["lineage"], facts["numbers"]) == (3, "common", NUMBERS)
+    assert len(facts["donors"]) == 3
+    # nothing came twice
+    assert facts["bytes"] == pytest.approx(bytes_each * NUMBERS, rel=0.03)
+    # each had its share, as the lines are alike
+    shares = [sent(donor) / facts["bytes"] for donor in donors]
+    assert sum(shares) == pytest.approx(1, abs=0.05) and min(shares) > 0.2, shares
+    assert max(facts["errors"]) < (2e-6 if codec == "none" else 0.02), facts["errors"]
+    assert max(facts["errors"][:4]) < 5e-4  # the parameters
+
+
+@pytest.mark.parametrize("how", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
+def test_the_others_go_on_where_a_donor_broke_off(start, how):
+    prefix = make_prefix()
+    donors = start_donors(start, prefix, {}, {}, {})
+    taker = take(start, prefix, donors)
+    taker.wait_for(r'"received": [3-9]\d{6}\b')  # of 12 MB
+    getattr(donors[1], how)()
+    facts = read_facts(taker)
+    assert (facts["epoch"], facts["numbers"]) == (3, NUMBERS) and max(facts["errors"]) < 2e-6
+    # what it had given remains, and but for what was under way nothing came twice
+    assert len(facts["donors"]) == 3 and sent(donors[1]) > 4e5
+    assert facts["bytes"] < 1.1 * 4 * NUMBERS
+    assert len(re.findall("is of no use", taker.text)) == 1
+    if how == "freeze":
+        donors[1].thaw()
+
+
+def test_who_has_something_else_under_the_same_name_is_left_out(start):
+    """One of three has other numbers in one of 12 tensors, of the same size and type."""
+    prefix = make_prefix()
+    donors = start_donors(start, prefix, {}, {"lie": 6}, {})
+    taker = take(start, prefix, donors)
+    facts = read_facts(taker)
+    assert max(facts["errors"]) < 2e-6 and len(facts["donors"]) == 2
+    assert "differs from others' of the same epoch" in taker.text
+    assert sent(donors[1]) < 1e5 < min(sent(donors[0]), sent(donors[2]))
+
+
+def test_a_donor_keeps_what_is_being_fetched(start):
+    """It makes ten epochs a second meanwhile, in each of which a parameter grows by 1."""
+    prefix = make_prefix()
+    donors = start_donors(start, prefix, {"steps": True, "mbits": 40.0})
+    facts = read_facts(take(start, prefix, donors))
+    assert facts["epoch"] == 3 and max(facts["errors"]) < 2e-6
+    assert len([line for line in donors[0].json_lines() if "sent" in line]) > 10
+
+
+def make_infos(*tensors: torch.Tensor) -> list[CompressionInfo]:
+    return [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
+
+
+def test_blocks_cover_all_numbers_once():
+    infos = make_infos(
+        torch.zeros(3, BLOCK), torch.zeros(()), torch.zeros(BLOCK + 1, dtype=torch.uint8), torch.zeros(0)
+    )
+    tensors = allocate_together(infos)
+    assert [(t.shape, t.dtype) for t in tensors] == [(i.descriptor.shape, i.descriptor.dtype) for i in infos]
+    for tensor in tensors:
+        tensor.zero_()
+    for index, start, stop in list_blocks(infos):
+        assert 0 < stop - start <= BLOCK
+        tensors[index].view(-1)[start:stop] += 1
+    assert all((tensor == 1).all() for tensor in tensors)
+    # those of a type share their memory
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 2
+
+
+def test_what_a_snapshot_gives_is_what_it_describes():
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, BLOCK + 5), torch.tensor(3.0)]
+    snapshot = Snapshot(dict(epoch=1, lineage="a", optimizer_metadata=[]), tensors, make_infos(*tensors))
+    described = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 2)
+    codec = LOAD_STATE_COMPRESSIONS["none"]
+    for number, (index, start, stop) in enumerate(snapshot.blocks):
+        data = b"".join(message.tensor_part.buffer for message in snapshot.give([number], codec, "peer"))
+        block = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        assert torch.equal(block, tensors[index].view(-1)[start:stop])
+        assert not differ(described[number], digest(block))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: -x,
+        lambda x: 1.3 * x,
+        lambda x: x + 0.5,
+        lambda x: x * float("nan"),
+        torch.zeros_like,
+        lambda x: x.abs(),
+    ],
+)
+def test_other_numbers_have_another_digest(change):
+    torch.manual_seed(0)
+    numbers = torch.randn(BLOCK)
+    assert not differ(digest(numbers), digest(numbers * (1 + 0.02 * torch.randn(BLOCK))))
+    assert differ(digest(numbers), digest(change(numbers))) and differ(digest(change(numbers)), digest(numbers))
+
+
+@pytest.mark.parametrize(
+    "request_, expected",
+    [
+        ([5], [5]),
+        ([5, "a", [0, 7]], [5, "a", [0, 7]]),
+        ([5, "a", []], None),
+        ([5, "a", list(range(MAX_BLOCKS + 1))], None),
+        ([5, "a", [True]], None),
+        ([5, "a", [1.5]], None),
+        ([5, "a", [[1]]], None),
+        ([5, 7, [1]], None),
+        ([None], None),
+        ({"epoch": 5}, None),
+        (7, None),
+    ],
+)
+def test_requests_are_checked(request_, expected):
+    assert read_request(MSGPackSerializer.dumps(request_)) == expected
+
+
+def test_bytes_that_are_no_request_are_refused():
+    assert read_request(b"") == [0]  # of hivemind
+    for data in (b"\xc1", b"\xdd\xff\xff\xff\xff", b"GET / HTTP/1.1", bytes(100)):
+        assert read_request(data) is None
+
+
+def round_trip(codec, tensor: torch.Tensor, role: TensorRole = TensorRole.OPTIMIZER) -> torch.Tensor:
+    info = CompressionInfo.from_tensor(tensor, key=0, role=role)
+    while hasattr(codec, "choose_compression"):
+        codec = codec.choose_compression(info)
+    return codec.extract(codec.compress(tensor, info))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8])
+def test_parameters_in_16_bits(scale):
+    """Also biases that are near 0, as at the start of training."""
+    torch.manual_seed(0)
+    for numbers in (scale * torch.randn(10_000), torch.zeros(300)):
+        taken = round_trip(LOAD_STATE_COMPRESSIONS["float16"], numbers, TensorRole.PARAMETER)
+        assert torch.allclose(taken, numbers, rtol=2**-11, atol=2**-24 * numbers.abs().max().item())
+        assert not differ(digest(numbers), digest(taken))
+    numbers[3] = float("nan")
+    assert not round_trip(Scaled16bit(), numbers).isfinite().all()
+
+
+@pytest.mark.parametrize("decades", [0, 2, 4])
+def test_moments_in_8_bits(decades):
+    """The gradients of neighbours differ by as many decades: both moments lose 1 % or so, and the step made of them is
+    nearly the same. In hivemind's codecs, second moments become 0 beside first ones that do not, and the step leaps."""
+    torch.manual_seed(0)
+    mean, square = torch.zeros(100, 1000), torch.zeros(100, 1000)
+    scale = 1e-4 * 10.0 ** torch.empty(100, 1000).uniform_(-decades, 0)
+    for _ in range(50):
+        gradient = torch.randn(100, 1000) * scale
+        mean.lerp_(gradient, 0.1)
+        square.lerp_(gradient.square(), 0.001)
+
+    def largest_change(codec) -> float:
+        step, taken = (
+            m / (s.sqrt() + 1e-12) for m, s in ((mean, square), [round_trip(codec, x) for x in (mean, square)])
+        )
+        return ((taken - step).abs().max() / step.abs().max()).item()
+
+    codec = LOAD_STATE_COMPRESSIONS["8bit"]
+    for moment in (mean, square):
+        taken = round_trip(codec, moment)
+        assert taken.shape == moment.shape and taken.dtype == torch.float32
+        assert ((taken - moment).norm() / moment.norm()).item() < 0.02
+        assert not differ(digest(moment), digest(taken))
+    assert (taken > 0).all()
+    assert largest_change(codec) < 0.5
+    assert largest_change(Float16Compression()) > 100
+
+
+def test_what_takes_no_8_bits_comes_as_it_is():
+    codec = LOAD_STATE_COMPRESSIONS["8bit"]
+    for tensor in (torch.randint(0, 256, (20, 20), dtype=torch.uint8), torch.randn(300), torch.tensor(1234567.0)):
+        taken = round_trip(codec, tensor)
+        assert taken.dtype == tensor.dtype and torch.equal(taken, tensor)
+    zeros = torch.zeros(20, 20)
+    assert torch.equal(round_trip(codec, zeros), zeros)
+    assert not round_trip(codec, torch.full((20, 20), float("nan"))).isfinite().any()
+
+
+def test_bytes_that_are_no_moments_are_refused():
+    for codec in (Dynamic8bit(), Scaled16bit()):
+        message = codec.compress(torch.ones(300), None)
+        for data in (b"", message.buffer[:-1], message.buffer + b"1"):
+            message.buffer = data
+            with pytest.raises(ValueError):
+                codec.extract(message)
