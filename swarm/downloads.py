@@ -1,4 +1,5 @@
 """A state in blocks: a donor describes it and gives any of them; who joins fetches them from all donors that have it.
+And the gradients of a step in the same way, for those who have the state before it.
 
 Peers of one epoch and lineage have the same state but for the last bits, as they have averaged in another order and
 through compression: no hash tells whether they do. Here each block is compared by its norm and its sum, between donors
@@ -64,6 +65,14 @@ def allocate_together(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
     return tensors
 
 
+def copy_together(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
+    """Copies, as the next step changes what is still being sent."""
+    copies = allocate_together(infos)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
+    return copies
+
+
 def list_blocks(infos: Sequence[CompressionInfo]) -> list[tuple[int, int, int]]:
     """(tensor, start, stop) of each block: peers ask each other for blocks by their places in this list."""
     counts = [info.descriptor.numel() for info in infos]
@@ -86,28 +95,26 @@ def differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | f
 
 
 def read_request(data: bytes) -> list | None:
-    """What a peer asks for: [epoch] for the description of a state of at least that epoch; [epoch, lineage, numbers of
-    blocks] for these blocks of the state that was described. None: nothing that a peer would ask for."""
+    """What a peer asks for: [epoch] for the description of a state of at least that epoch; [epoch, lineage] for that of
+    the step from this state to the next one; [epoch, lineage, numbers of blocks] for these blocks of what was
+    described. None: nothing that a peer would ask for."""
     try:
         request = MSGPackSerializer.loads(data) if data else [0]
         if [type(part) for part in request] == [int, str, list] and 0 < len(request[2]) <= MAX_BLOCKS:
             return request if {type(number) for number in request[2]} == {int} else None
-        return request if [type(part) for part in request] == [int] else None
+        return request if [type(part) for part in request] in ([int], [int, str]) else None
     except Exception:  # hostile bytes: the decoder raises whatever it likes
         return None
 
 
 class Snapshot:
-    """A state that a donor keeps while it is being fetched."""
+    """A state, or the gradients of a step, that a donor keeps while it is being fetched."""
 
     def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo]):
         self.epoch, self.lineage, self.tensors, self.infos = metadata["epoch"], metadata["lineage"], tensors, infos
         self.blocks = list_blocks(infos)
         self.taken, self.used = time.monotonic(), {}  # and when each peer has fetched something of it last
-        self.description = {
-            "epoch": self.epoch,
-            "lineage": self.lineage,
-            "optimizer_metadata": metadata["optimizer_metadata"],
+        self.description = metadata | {
             "tensors": [[str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in tensors],
             "digests": torch.stack([digest(self.read(*block)) for block in self.blocks]).numpy().tobytes(),
         }
@@ -180,10 +187,11 @@ def read_description(
     metadata: object,
     min_epoch: int,
     tensors: Sequence[tuple[torch.Tensor, TensorRole]],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
 ) -> Donor:
     """
     :param tensors: this peer's own, and the optimizer's state: the donor's have to be like these
+    :param optimizer: None where only tensors are wanted
     :raises UnusableState: something is missing or wrong
     """
     if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
@@ -195,8 +203,8 @@ def read_description(
     if metadata["epoch"] < min_epoch:
         raise StaleState(f"it is of epoch {metadata['epoch']}, {min_epoch} is wanted")
     expected, plain_numbers = list(tensors), []
-    own, own_tensors = dump_optimizer_state(optimizer)
-    theirs, count = metadata.get("optimizer_metadata"), 0
+    own, own_tensors = dump_optimizer_state(optimizer) if optimizer else ([], [])
+    theirs, count = metadata.get("optimizer_metadata", []), 0
     if not isinstance(theirs, list) or len(theirs) != len(own):
         raise UnusableState("its optimizer is another one")
     for item, own_item in zip(theirs, own, strict=True):

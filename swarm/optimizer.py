@@ -83,6 +83,7 @@ class Optimizer(hivemind.Optimizer):
         #: seconds spent so far while a group formed, and while gradients were averaged
         self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
         super().__init__(*args, **kwargs)
+        self.state_averager.grad_averager = self.grad_averager
         if LINE.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.allreduce_kwargs["compression"])
             LINE.expect_round(2 * bits / (LINE.mbits * 1e6))
@@ -147,6 +148,7 @@ class Optimizer(hivemind.Optimizer):
             averager.set_epoch(epoch)
             averager.lineage = state.get("lineage", "")
         averager._apply_optimizer_parameters_()
+        self.grad_averager.last_step = None
         self.grad_averager.reset_accumulated_grads_()
         self.total_samples = state["total_samples"]
         with self.tracker.pause_updates():
@@ -202,7 +204,41 @@ class Optimizer(hivemind.Optimizer):
         return self._may_download() and super()._should_load_state_from_peers()
 
     def _may_download(self) -> bool:
-        return time.monotonic() >= self._download_after and self.tracker.global_epoch >= self._download_from
+        is_promising = self._is_one_step_behind or self.tracker.global_epoch >= self._download_from
+        return time.monotonic() >= self._download_after and is_promising
+
+    @property
+    def _is_one_step_behind(self) -> bool:
+        return self.local_epoch + 1 == self.tracker.global_epoch and self._averages_in_step() and not self.auxiliary
+
+    def _make_step_of_others(self) -> bool:
+        """Make the last step of the swarm with the gradients that others have averaged: from the same state they lead
+        to the same one, and are a half or a third of it.
+
+        :returns: whether somebody who has started from this very state gave them
+        """
+        loaded = self.state_averager.load_step_from_peers(self._download_timeout)
+        if loaded is None:
+            return False
+        gradients, group_id = loaded
+        before = self.local_epoch, self.state_averager.lineage
+        with self.grad_averager.get_tensors() as averaged_gradients:
+            for tensor, gradient in zip(averaged_gradients, gradients, strict=True):
+                tensor.copy_(gradient)
+        self._load_averaged_gradients_into_optimizer_()
+        self.state_averager.group_id = group_id
+        self.state_averager.step(increment_epoch=True, optimizer_step=True)
+        self._offer_last_step(*before)
+        return True
+
+    def _offer_last_step(self, epoch: int, lineage: str) -> None:
+        """To who was late for it; in the background, the optimizer may be using its gradients still."""
+        if not self.delay_optimizer_step:
+            self.grad_averager.last_step = epoch, lineage, self.state_averager.group_id
+
+    @property
+    def _download_timeout(self) -> float:
+        return max(self.load_state_timeout, LINE.seconds_for(12 * self.state_averager.total_size))
 
     def load_state_from_peers(self, min_epoch: int | None = None, donors: Sequence[bytes] = ()) -> bool:
         """Take over the newest state of the swarm; gradients that are not yet averaged are kept.
@@ -220,13 +256,18 @@ class Optimizer(hivemind.Optimizer):
                 self._tag_along_with_zero_weight(self.scheduled_grads)
             self.scheduled_grads = None
         self.state_averager.step(wait_for_delayed_updates=True)
+        self.grad_averager.last_step = None
         old_epoch = self.local_epoch
         with self.tracker.performance_ema.pause():
-            loaded = self.state_averager.load_state_from_peers(
+            has_stepped = loaded = self._is_one_step_behind and self._make_step_of_others()
+            if not loaded and self.tracker.global_epoch < self._download_from:
+                self._download_after = time.monotonic() + RETRY_AFTER
+                return False
+            loaded = loaded or self.state_averager.load_state_from_peers(
                 min_epoch=self.tracker.global_epoch if min_epoch is None else min_epoch,
                 donors=donors,
                 avoid=list(self.tracker.silent),
-                timeout=max(self.load_state_timeout, LINE.seconds_for(12 * self.state_averager.total_size)),
+                timeout=self._download_timeout,
             )
         if not loaded:
             ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
@@ -240,8 +281,8 @@ class Optimizer(hivemind.Optimizer):
             logger.warning(f"dropped {self.grad_averager.kept_samples} samples: their epoch {old_epoch} is too old")
             self.grad_averager.drop_kept()
         logger.info(
-            f"took over the state of epoch {self.local_epoch} (was at {old_epoch}), kept the gradients of "
-            f"{self.grad_averager.kept_samples} samples"
+            f"{'made the step to' if has_stepped else 'took over the state of'} epoch {self.local_epoch} (was at "
+            f"{old_epoch}), kept the gradients of {self.grad_averager.kept_samples} samples"
         )
         self.epoch_samples, self.averaged_with = 0, 1
         self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
@@ -464,8 +505,10 @@ class Optimizer(hivemind.Optimizer):
             if self.tracker.in_step:
                 return
         samples = self.grad_averager.local_samples_accumulated
+        before = self.local_epoch, self.state_averager.lineage
         try:
             super()._update_global_epoch(grad_scaler)
+            self._offer_last_step(*before)
             if self.averaged_with == 1 and not self.delay_grad_averaging:
                 self.grad_averager.drop_kept()  # all that was accumulated was in this step
             self.epoch_samples = samples

@@ -554,6 +554,9 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
     content = "gradients"
     #: set by the optimizer: [epoch, whether the whole swarm averages in step, lineage] of the gradients
     standing = [0, False, ""]
+    #: epoch and lineage of the state that the averaged gradients have moved on, and the group that made them; None once
+    #: the next round has begun. Set by the optimizer
+    last_step: tuple[int, str, bytes] | None = None
 
     def __init__(self, *args, **kwargs):
         self._in_flight = self._kept = None
@@ -602,6 +605,7 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         return super().step(*args, weight=samples, **kwargs)
 
     def load_accumulators_into_averager_(self) -> None:
+        self.last_step = None
         times = self.local_times_accumulated
         self.local_times_accumulated += self._behind[self._next_turn][1]
         super().load_accumulators_into_averager_()

@@ -24,7 +24,7 @@ from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise tha
 import torch
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
-from hivemind.compression import TensorRole
+from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
@@ -38,14 +38,14 @@ from swarm.downloads import (
     Snapshot,
     StaleState,
     UnusableState,
-    allocate_together,
+    copy_together,
     group_donors,
     read_description,
     read_request,
 )
 from swarm.line import LINE
 from swarm.processes import STOP_REQUESTED
-from swarm.rounds import VerifiedAverager
+from swarm.rounds import GradientAverager, VerifiedAverager
 
 logger = logging.getLogger("swarm")
 
@@ -67,6 +67,11 @@ def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def name_step(lineage: str) -> str:
+    """What the gradients that lead on from a state are called, where states go by their lineage."""
+    return f"{lineage} step"
+
+
 class StateAverager(TrainingStateAverager, VerifiedAverager):
     """Gives states to peers that join, and takes them: from several donors, of which some may fail, in bounded time.
 
@@ -80,6 +85,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     gives_up_early = True
     #: id of the group whose gradient the next step takes, or of this peer that is alone; set by the optimizer
     group_id = b""
+    #: whose last step is given to those who have missed it; set by the optimizer
+    grad_averager: GradientAverager | None = None
 
     def __init__(self, *args, **kwargs):
         self._lock_step = threading.Lock()
@@ -87,6 +94,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         # kept for those who fetch them, and to whom states are given: when each has asked last
         self._snapshots: list[Snapshot] = []
         self._lock_snapshots, self._asked = asyncio.Lock(), {}
+        # what the averager's process asks the other one for: a state, or the last step
+        self._wants_step = multiprocessing.Value(ctypes.c_bool)
         # an auxiliary peer's: how often clients have broken off, and who has described which state
         self._broken, self._origins = Counter(), {}
         # of the last download: bytes, numbers, milliseconds
@@ -170,7 +179,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         if self.mode == AveragingMode.AUX:
             answer = self._pass_on(request, asked, context)
         else:
-            give = self._describe if len(asked) == 1 else self._give_blocks
+            give = self._give_blocks if len(asked) == 3 else self._describe
             answer = give(context.remote_id, *asked)
         async for message in LINE.send(answer, is_round=False):
             yield message
@@ -184,27 +193,31 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self._asked[peer] = now
         return False
 
-    async def _describe(self, peer: PeerID, min_epoch: int) -> AsyncIterator[averaging_pb2.DownloadData]:
-        epoch = self._state_sharing_priority.value
-        description = {"epoch": int(epoch), "lineage": ""}
-        if epoch >= min_epoch:
-            description = (await self._take_snapshot(peer, min_epoch)).description
+    async def _describe(
+        self, peer: PeerID, epoch: int, lineage: str | None = None
+    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """Of a state of at least this epoch; or, where a lineage is named, of the step from this very state."""
+        given = self._state_sharing_priority.value
+        description = {"epoch": int(given), "lineage": ""}
+        if given >= epoch + (lineage is not None):
+            description = (await self._take_snapshot(peer, epoch, lineage)).description
         yield averaging_pb2.DownloadData(metadata=self.serializer.dumps(description))
 
-    async def _take_snapshot(self, peer: PeerID, min_epoch: int) -> Snapshot:
-        """The present state, or the last one that was kept when there is no room for another."""
+    async def _take_snapshot(self, peer: PeerID, epoch: int, lineage: str | None) -> Snapshot:
+        """The present state, or the last one that was kept when there is no room for another; or a step."""
         async with self._lock_snapshots:
             for snapshot in self._snapshots:
                 snapshot.used.pop(peer, None)  # who asks for a description fetches nothing else any more
             unused = [snapshot for snapshot in self._snapshots if time.monotonic() - snapshot.last_use > IN_USE]
-            lineage = self.lineage
-            snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == lineage), None)
+            wanted = self.lineage if lineage is None else name_step(lineage)
+            snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == wanted), None)
             if snapshot is None and len(self._snapshots) >= MAX_SNAPSHOTS and not unused:
                 snapshot = self._snapshots[-1]
             if snapshot is None:
+                self._wants_step.value = lineage is not None
                 metadata, tensors, infos = await self._get_current_state_from_host_process()
                 snapshot = await asyncio.to_thread(Snapshot, self.serializer.loads(metadata), tensors, infos)
-                if snapshot.epoch < min_epoch:
+                if snapshot.epoch < epoch or lineage is not None and snapshot.lineage != wanted:
                     return snapshot
                 if len(self._snapshots) >= MAX_SNAPSHOTS:
                     self._snapshots.remove(min(unused, key=lambda snapshot: snapshot.last_use))
@@ -285,12 +298,20 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
     def get_current_state(self):
         with self._lock_step:
+            if self._wants_step.value:
+                return self._get_last_step()
             metadata, tensors, infos = super().get_current_state()
-            # copies, or the next step changes what is still being sent
-            copies = allocate_together(infos)
-            for copy, tensor in zip(copies, tensors, strict=True):
-                copy.copy_(tensor)
-            return metadata | {"lineage": self.lineage}, copies, infos
+            return metadata | {"lineage": self.lineage}, copy_together(tensors, infos), infos
+
+    def _get_last_step(self):
+        """The gradients of the last step while they are there, which is until the next round begins."""
+        if self.grad_averager is None or self.grad_averager.last_step is None:
+            return {"epoch": -1, "lineage": ""}, [], []
+        with self.grad_averager.get_tensors() as gradients:
+            epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
+            infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(gradients)]
+            metadata = {"epoch": epoch, "lineage": name_step(lineage), "group": group_id}
+            return metadata, copy_together(gradients, infos), infos
 
     def load_state_from_peers(
         self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
@@ -306,25 +327,37 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         future = self.start_download(min_epoch, donors, avoid, timeout)
         targets = (*list_params(self.optimizer), *self.extra_tensors)
         numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
+        loaded = self._wait_for_download(future, numbers, "state")
+        if loaded is None:
+            return False
+        self.take_over(*loaded)
+        return True
+
+    def load_step_from_peers(self, timeout: float) -> tuple[list[torch.Tensor], bytes] | None:
+        """Download the gradients of the step that others have made from this very state.
+
+        :returns: them, and the id of the group that averaged them; None: nobody has them, or not any more
+        """
+        future, own = MPFuture(), (self.local_epoch, self.lineage)
+        self._outer_pipe.send(("_load_step_from_peers", [], dict(future=future, own=own, timeout=timeout)))
+        return self._wait_for_download(future, sum(map(torch.Tensor.numel, list_params(self.optimizer))), "step")
+
+    def _wait_for_download(self, future: MPFuture, numbers: int, content: str):
+        """The download's result, or None when this peer is asked to stop."""
         next_report = time.monotonic()
         while True:
             try:
-                loaded = future.result(timeout=0.5)
-                break
+                return future.result(timeout=0.5)
             except concurrent.futures.TimeoutError:
                 received_bytes, received_numbers, milliseconds = self.received
                 if received_numbers and time.monotonic() >= next_report + PROGRESS_PERIOD:
                     next_report = time.monotonic()
                     logger.info(
-                        f"downloading the swarm's state: {received_numbers / numbers:.0%}, "
+                        f"downloading the swarm's {content}: {received_numbers / numbers:.0%}, "
                         f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-3 / max(1, milliseconds):.1f} Mbit/s"
                     )
                 if STOP_REQUESTED.is_set():
-                    return False
-        if loaded is None:
-            return False
-        self.take_over(*loaded)
-        return True
+                    return None
 
     def start_download(
         self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
@@ -369,18 +402,42 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self.local_epoch = epoch
         self._declare_as_client()
 
-    async def _load_state_from_peers(self, future, timeout: float, **options) -> None:
+    async def _load_state_from_peers(self, future, **options) -> None:
         """Runs in the averager's process."""
         try:
-            future.set_result(await self._download_state(timeout, **options))
+            future.set_result(await self._download_state(**options))
         finally:
             if not future.done():
                 future.set_result(None)
+
+    async def _load_step_from_peers(self, future, **options) -> None:
+        """Runs in the averager's process."""
+        try:
+            future.set_result(await self._download_step(**options))
+        finally:
+            if not future.done():
+                future.set_result(None)
+
+    async def _download_step(self, own: tuple[int, str], timeout: float) -> tuple[list[torch.Tensor], bytes] | None:
+        epochs, failures = await self._fetch_epochs("all_averagers"), Counter()
+        peers = [peer for peer, epoch in epochs.items() if own[0] < epoch < RELAY]
+        wanted = [(param, TensorRole.GRADIENT) for param in list_params(self.optimizer)]
+        asked = random.sample(peers, min(DONORS, len(peers)))
+        donors = await self._ask_for_descriptions(asked, own, wanted, None, failures)
+        for group in group_donors(donors, dict.fromkeys(asked, ())):
+            group_id = group[0].metadata.get("group")
+            if group[0].key != (own[0], name_step(own[1])) or not isinstance(group_id, bytes):
+                continue
+            if tensors := await self._fetch_from(group, timeout, failures):
+                return tensors, group_id[:MAX_LINEAGE]
+        return None
 
     async def _download_state(
         self, timeout: float, min_epoch: int, lowest_epoch: int, donors: Sequence[bytes], avoid: Sequence[bytes]
     ) -> tuple[dict, list[torch.Tensor]] | None:
         failures: dict[PeerID, int] = Counter()
+        own = [(tensor, TensorRole.PARAMETER) for tensor in list_params(self.optimizer)]
+        own += [(tensor, TensorRole.UNSPECIFIED) for tensor in self.extra_tensors]
         for attempt in range(DOWNLOAD_TRIES):
             await asyncio.sleep(DOWNLOAD_PAUSE * bool(attempt))
             # the last time, a state that is older than wanted is better than none
@@ -403,23 +460,30 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 break  # nobody is there, or nobody who can give a state
             ranked = sorted(ranks, key=ranks.get, reverse=True)
             for peers in (ranked[at : at + DONORS] for at in range(0, len(ranked), DONORS)):
-                donors = await self._ask_for_descriptions(peers, wanted, failures)
+                donors = await self._ask_for_descriptions(peers, [wanted], own, self.optimizer, failures)
                 for group in group_donors(donors, {peer: rank[:-2] for peer, rank in ranks.items()}):
                     for donor in donors:
                         if donor.key == group[0].key and donor not in group:
                             logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
-                    self.received[:] = 0, 0, 0
-                    options = self._request, self.patience, self.state_compression, self.received
-                    download = Download(group, *options)
-                    note_failure = partial(self._note_failure, failures)
-                    try:
-                        if await asyncio.wait_for(download.fetch(note_failure), timeout):
-                            givers = sorted((donor for donor in group if donor.numbers), key=lambda d: -d.numbers)
-                            names = list(dict.fromkeys(donor.name for donor in givers))
-                            return group[0].metadata | {"donor": names[0], "donors": names}, download.tensors
-                    except asyncio.TimeoutError:
-                        for donor in download.donors:
-                            note_failure(donor.peer, UnusableState(f"it has not come within {timeout:.0f} s"))
+                    if tensors := await self._fetch_from(group, timeout, failures):
+                        givers = sorted((donor for donor in group if donor.numbers), key=lambda d: -d.numbers)
+                        names = list(dict.fromkeys(donor.name for donor in givers))
+                        return group[0].metadata | {"donor": names[0], "donors": names}, tensors
+        return None
+
+    async def _fetch_from(
+        self, group: list[Donor], timeout: float, failures: dict[PeerID, int]
+    ) -> list[torch.Tensor] | None:
+        """What all of these donors have, unless all of them fail."""
+        self.received[:] = 0, 0, 0
+        download = Download(group, self._request, self.patience, self.state_compression, self.received)
+        note_failure = partial(self._note_failure, failures)
+        try:
+            if await asyncio.wait_for(download.fetch(note_failure), timeout):
+                return download.tensors
+        except asyncio.TimeoutError:
+            for donor in download.donors:
+                note_failure(donor.peer, UnusableState(f"it has not come within {timeout:.0f} s"))
         return None
 
     def _note_failure(self, failures: dict[PeerID, int], peer: PeerID, error: Exception) -> None:
@@ -428,13 +492,27 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         logger.warning(f"the state of peer {peer} is of no use ({reason}), asking another one")
 
     async def _ask_for_descriptions(
-        self, peers: Sequence[PeerID], min_epoch: int, failures: dict[PeerID, int]
+        self,
+        peers: Sequence[PeerID],
+        request: Sequence,
+        wanted: Sequence[tuple[torch.Tensor, TensorRole]],
+        optimizer: torch.optim.Optimizer | None,
+        failures: dict[PeerID, int],
     ) -> list[Donor]:
-        """Those of these peers that have a state of this epoch; nobody waits much longer than for the first of them."""
-        asked = {
-            asyncio.create_task(asyncio.wait_for(self._ask_for_description(peer, min_epoch), self.patience())): peer
-            for peer in peers
-        }
+        """Those of these peers that have what is asked for, see read_request and read_description; nobody waits much
+        longer than for the first of them."""
+
+        async def ask(peer: PeerID) -> Donor:
+            stream = await self._request(peer, request)
+            try:
+                async for message in stream:
+                    metadata = self.serializer.loads(message.metadata)
+                    return read_description(peer, metadata, request[0], wanted, optimizer)
+                raise UnusableState("it gave none")
+            finally:
+                await stream.aclose()
+
+        asked = {asyncio.create_task(asyncio.wait_for(ask(peer), self.patience())): peer for peer in peers}
         donors, pending, start, deadline = [], set(asked), time.monotonic(), math.inf
         try:
             while pending and (now := time.monotonic()) < deadline:
@@ -455,19 +533,6 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 task.cancel()
         return donors
 
-    async def _ask_for_description(self, peer: PeerID, min_epoch: int) -> Donor:
-        """Raises UnusableState, or what the network and the bytes cause."""
-        own = [(tensor, TensorRole.PARAMETER) for tensor in list_params(self.optimizer)]
-        own += [(tensor, TensorRole.UNSPECIFIED) for tensor in self.extra_tensors]
-        stream = await self._request(peer, [min_epoch])
-        try:
-            async for message in stream:
-                metadata = self.serializer.loads(message.metadata)
-                return read_description(peer, metadata, min_epoch, own, self.optimizer)
-            raise UnusableState("it gave none")
-        finally:
-            await stream.aclose()
-
-    async def _request(self, peer: PeerID, request: list) -> AsyncIterator[averaging_pb2.DownloadData]:
+    async def _request(self, peer: PeerID, request: Sequence) -> AsyncIterator[averaging_pb2.DownloadData]:
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-        return await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(request)))
+        return await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(list(request))))

@@ -172,6 +172,26 @@ def test_a_donor_keeps_what_is_being_fetched(start):
     assert len([line for line in donors[0].json_lines() if "sent" in line]) > 10
 
 
+def test_who_is_one_step_behind_makes_it_with_the_gradients_of_the_others(start):
+    """Both begin with the same state, of epoch 0; one of them is there when the other has stepped."""
+    prefix = make_prefix()
+    common = ["--experiment_prefix", prefix, "--target_batch_size", 128]
+    first = start("first", "tests/gradient_peer.py", *common, "--gradient", 1, "--batch_size", 128, "--step_seconds", 15)
+    maddrs = json.loads(first.wait_for(r'\{"maddrs".*\}').group(0))["maddrs"]
+    first.wait_for('"epoch": 1')
+    common += ["--initial_peers", *maddrs]
+    late = start("late", "tests/gradient_peer.py", *common, "--gradient", 4, "--batch_size", 1)
+    late.wait_for("made the step to epoch 1")
+    late.wait_for('"epoch": 2')
+    first.wait_for('"epoch": 2')
+    (first1, first2), (late1, late2) = ([line for line in p.json_lines() if "epoch" in line] for p in (first, late))
+    assert late1["parameter"] == first1["parameter"] == [-1, -1, -1] and late1["rounds"] == 0
+    # and goes on with the same lineage, or they would not have averaged
+    assert late2["averaged_with"] == first2["averaged_with"] == 2 and late2["samples"] > 1
+    expected = -1 - (128 * 1 + late2["samples"] * 4) / (128 + late2["samples"])
+    assert late2["parameter"] + first2["parameter"] == pytest.approx([expected] * 6)
+
+
 def make_infos(*tensors: torch.Tensor) -> list[CompressionInfo]:
     return [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
 
