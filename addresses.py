@@ -15,7 +15,7 @@ from typing import NoReturn
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from arguments import stop_for_user
+from support.console import UserError
 
 # what a libp2p listener says, and wants to hear, before anything else
 GREETING = b"\x13/multistream/1.0.0\n"
@@ -30,7 +30,7 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
             if needs_peer_id:
                 get_peer_id(maddr)
         except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
-            stop_for_user(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})")
+            raise UserError(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})") from e
 
 
 def get_peer_id(maddr: str) -> PeerID:
@@ -77,7 +77,7 @@ def select_for_others(maddrs: list) -> list[str]:
 
 def stop_unreachable() -> NoReturn:
     """End a role that is there for others to reach it, and that has become a client; end its DHT before."""
-    stop_for_user(
+    raise UserError(
         "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the router "
         "(--announce_maddrs), or run it on another machine"
     )

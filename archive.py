@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import signal
 import statistics
 import threading
 import time
@@ -31,7 +30,6 @@ from arguments import (
     OptimizerArguments,
     SwarmArguments,
     parse_arguments,
-    stop_for_user,
 )
 from checkpoint import (
     collect_state,
@@ -48,6 +46,7 @@ from data import tokenizer_fingerprint
 from joining import compare_with_run
 from model import USES_OF, make_model
 from optimizer import describe_contract, make_optimizer
+from support.console import UserError, edge
 from swarm.optimizer import Optimizer
 from utils import SwarmMetrics, setup_logging
 
@@ -107,11 +106,13 @@ class CheckpointHandler:
                 logger.info(f"{saved[-1]} is not of the run {self.prefix}")
                 set_aside(self.folder, -1)
         except OSError as e:
-            stop_for_user(f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder")
+            raise UserError(
+                f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
+            ) from e
         self.publisher = None
         if args.repo_url:
             if find_token() is None:
-                stop_for_user("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
+                raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
             self.publisher = Publisher(args.repo_url, args.upload_interval, self.folder)
 
     def step(self, metrics: SwarmMetrics | None, history: list[dict]) -> None:
@@ -462,18 +463,19 @@ def explain_failure(error: BaseException) -> str:
 
 def main() -> None:
     """Upload the newest checkpoint of --local_path now."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     setup_logging("archive")
     [args] = parse_arguments(ArchiveArguments, description=__doc__.splitlines()[0])
     if not args.repo_url or not args.local_path:
-        stop_for_user("give --local_path FOLDER and --repo_url ORG/NAME: what to upload, and where to")
+        raise UserError("give --local_path FOLDER and --repo_url ORG/NAME: what to upload, and where to")
     if find_token() is None:
-        stop_for_user("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
+        raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
     folders = find_checkpoints(args.local_path)
     if not folders:
-        stop_for_user(f"--local_path {args.local_path} has no checkpoint: give the folder that holds checkpoint-EPOCH")
+        raise UserError(
+            f"--local_path {args.local_path} has no checkpoint: give the folder that holds checkpoint-EPOCH"
+        )
     if "settings" not in read_stamp(folders[-1]):
-        stop_for_user(
+        raise UserError(
             f"--local_path {args.local_path}: {folders[-1].name} is damaged, or a trainer's, which holds its whole "
             "command line: give the folder that a monitor or an auxiliary peer keeps with --store_checkpoints"
         )
@@ -485,4 +487,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with edge():
+        main()

@@ -11,13 +11,11 @@ import ipaddress
 import math
 import os
 import re
-import sys
 from dataclasses import dataclass, field, fields
 from typing import Literal, NoReturn
 from urllib.parse import urlsplit
 
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import HfArgumentParser
+from support.console import UserError
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 
@@ -126,19 +124,19 @@ class SwarmArguments:
     def __post_init__(self):
         self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
         if self.status_port is not None and not 0 <= self.status_port < 2**16:
-            raise ValueError(f"--status_port {self.status_port} is no TCP port: choose one from 1024 to 65535, or 0")
+            raise UserError(f"--status_port {self.status_port} is no TCP port: choose one from 1024 to 65535, or 0")
         if self.use_google_dns and self.announce_maddrs:
-            raise ValueError("--use_google_dns and --announce_maddrs exclude each other: give one of them")
+            raise UserError("--use_google_dns and --announce_maddrs exclude each other: give one of them")
         if self.use_auto_relay and not self.use_relay:
-            raise ValueError("--use_auto_relay and --no_use_relay exclude each other: give one of them")
+            raise UserError("--use_auto_relay and --no_use_relay exclude each other: give one of them")
         if not self.experiment_prefix:
-            raise ValueError("--experiment_prefix is empty: give the run a name, e.g. --experiment_prefix my_albert")
+            raise UserError("--experiment_prefix is empty: give the run a name, e.g. --experiment_prefix my_albert")
         if "." in self.experiment_prefix:
             # hivemind separates the group bits from the prefix by a dot (hivemind/averaging/key_manager.py)
             name = self.experiment_prefix
-            raise ValueError(f"--experiment_prefix {name} contains a dot, try {name.replace('.', '_')}")
+            raise UserError(f"--experiment_prefix {name} contains a dot, try {name.replace('.', '_')}")
         if self.use_ipfs and not self.initial_peers:
-            raise ValueError("--use_ipfs needs --initial_peers /p2p/XXXX: the id of a peer to look for")
+            raise UserError("--use_ipfs needs --initial_peers /p2p/XXXX: the id of a peer to look for")
 
 
 @dataclass
@@ -192,7 +190,7 @@ class ModelArguments:
 
     def __post_init__(self):
         if self.model_name_or_path and self.config_path:
-            raise ValueError("--model_name_or_path and --config_path exclude each other: give one of them")
+            raise UserError("--model_name_or_path and --config_path exclude each other: give one of them")
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
@@ -248,18 +246,18 @@ class OptimizerArguments:
 
     def __post_init__(self):
         if not 0 <= self.warmup_steps <= self.total_steps:
-            raise ValueError(
+            raise UserError(
                 f"--warmup_steps {self.warmup_steps} must lie between 0 and --total_steps {self.total_steps}"
             )
         if self.learning_rate <= 0 or self.max_grad_norm <= 0:
-            raise ValueError("--learning_rate and --max_grad_norm must be greater than 0")
+            raise UserError("--learning_rate and --max_grad_norm must be greater than 0")
         if not 0 <= self.min_learning_rate <= self.learning_rate:
-            raise ValueError(
+            raise UserError(
                 f"--min_learning_rate {self.min_learning_rate:g} must lie between 0 and --learning_rate "
                 f"{self.learning_rate:g}"
             )
         if self.min_8bit_size < 1:
-            raise ValueError("--min_8bit_size must be at least 1")
+            raise UserError("--min_8bit_size must be at least 1")
 
 
 @dataclass
@@ -385,28 +383,28 @@ class AveragingArguments:
 
     def __post_init__(self):
         if self.target_batch_size <= 0:
-            raise ValueError("--target_batch_size must be greater than 0")
+            raise UserError("--target_batch_size must be greater than 0")
         if not 0 <= self.batch_size_lead < self.target_batch_size:
-            raise ValueError("--batch_size_lead must be at least 0 and less than --target_batch_size")
+            raise UserError("--batch_size_lead must be at least 0 and less than --target_batch_size")
         if self.request_timeout and self.matchmaking_time and self.request_timeout >= self.matchmaking_time:
             # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
-            raise ValueError(
+            raise UserError(
                 f"--matchmaking_time {self.matchmaking_time:g} must be greater than --request_timeout "
                 f"{self.request_timeout:g}: raise the first or lower the second"
             )
         if self.matchmaking_time and self.averaging_timeout and self.matchmaking_time >= self.averaging_timeout:
-            raise ValueError(
+            raise UserError(
                 f"--averaging_timeout {self.averaging_timeout:g} must be greater than --matchmaking_time "
                 f"{self.matchmaking_time:g}, or no round has time to form"
             )
         if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
-            raise ValueError("--bandwidth must be greater than 0 Mbit/s (and less than a million)")
+            raise UserError("--bandwidth must be greater than 0 Mbit/s (and less than a million)")
         if self.target_group_size < 2:
-            raise ValueError("--target_group_size must be at least 2")
+            raise UserError("--target_group_size must be at least 2")
         if self.average_state_every < 1:
-            raise ValueError("--average_state_every must be at least 1")
+            raise UserError("--average_state_every must be at least 1")
         if self.delay_grad_averaging and not self.delay_optimizer_step:
-            raise ValueError("--delay_grad_averaging needs --delay_optimizer_step: add it")
+            raise UserError("--delay_grad_averaging needs --delay_optimizer_step: add it")
 
 
 @dataclass
@@ -543,37 +541,37 @@ class DataArguments:
 
     def __post_init__(self):
         if self.dataset_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", self.dataset_sha256):
-            raise ValueError(f"--dataset_sha256 {self.dataset_sha256} is none: it has 64 hexadecimal digits")
+            raise UserError(f"--dataset_sha256 {self.dataset_sha256} is none: it has 64 hexadecimal digits")
         texts = [self.dataset_name, self.train_file]
         if all(texts):
-            raise ValueError("--dataset_name and --train_file exclude each other: give one of them")
+            raise UserError("--dataset_name and --train_file exclude each other: give one of them")
         if self.streaming and any(texts):
-            raise ValueError("--streaming reads --sources: leave --dataset_name and --train_file away")
+            raise UserError("--streaming reads --sources: leave --dataset_name and --train_file away")
         if self.validation_file and not any(texts):
-            raise ValueError("--validation_file needs --train_file or --dataset_name: add one of them")
+            raise UserError("--validation_file needs --train_file or --dataset_name: add one of them")
         if self.dataset_config_name and not self.dataset_name:
-            raise ValueError("--dataset_config_name needs --dataset_name: add it")
+            raise UserError("--dataset_config_name needs --dataset_name: add it")
         if not 0 < self.mlm_probability < 1:
-            raise ValueError("--mlm_probability must lie between 0 and 1")
+            raise UserError("--mlm_probability must lie between 0 and 1")
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ValueError("--pad_to_multiple_of must be at least 1")
+            raise UserError("--pad_to_multiple_of must be at least 1")
         if self.shuffle_buffer < 1:
-            raise ValueError("--shuffle_buffer must be at least 1")
+            raise UserError("--shuffle_buffer must be at least 1")
         # zero is off, as in other scripts
         self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or any(texts) else None)
         self.initial_sequence_length = self.initial_sequence_length or None
         for name in ("max_sequence_length", "initial_sequence_length"):
             if getattr(self, name) is not None and getattr(self, name) < 8:
-                raise ValueError(f"--{name} must be at least 8: a pair of sentences and three special tokens")
+                raise UserError(f"--{name} must be at least 8: a pair of sentences and three special tokens")
         if self.initial_sequence_length is None:
             if self.sequence_length_warmup_steps:
-                raise ValueError("--sequence_length_warmup_steps needs --initial_sequence_length: add it")
+                raise UserError("--sequence_length_warmup_steps needs --initial_sequence_length: add it")
         elif self.max_sequence_length is None or self.sequence_length_warmup_steps < 1:
-            raise ValueError(
+            raise UserError(
                 "--initial_sequence_length needs --max_sequence_length and --sequence_length_warmup_steps: add them"
             )
         elif self.initial_sequence_length > self.max_sequence_length:
-            raise ValueError(
+            raise UserError(
                 f"--initial_sequence_length {self.initial_sequence_length} must not be greater than "
                 f"--max_sequence_length {self.max_sequence_length}"
             )
@@ -743,28 +741,28 @@ class TrainerArguments:
 
     def __post_init__(self):
         if self.fp16 and self.bf16:
-            raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+            raise UserError("--fp16 and --bf16 exclude each other: give one of them")
         if self.eval_steps is not None and not self.do_eval:
-            raise ValueError("--eval_steps needs --do_eval: add it")
+            raise UserError("--eval_steps needs --do_eval: add it")
         if self.max_eval_samples is not None and self.max_eval_samples < 1:
-            raise ValueError("--max_eval_samples must be at least 1")
+            raise UserError("--max_eval_samples must be at least 1")
         if self.eval_steps is not None and self.eval_steps < 1:
-            raise ValueError("--eval_steps must be at least 1")
+            raise UserError("--eval_steps must be at least 1")
         if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
-            raise ValueError("--num_train_epochs must be greater than 0")
+            raise UserError("--num_train_epochs must be greater than 0")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
-            raise ValueError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
+            raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
         if self.num_devices is not None and self.num_devices < 1:
-            raise ValueError("--num_devices must be at least 1")
+            raise UserError("--num_devices must be at least 1")
         if self.per_device_train_batch_size != "auto":
             try:
                 self.per_device_train_batch_size = int(self.per_device_train_batch_size)
             except ValueError:
-                raise ValueError("--per_device_train_batch_size must be a number, or auto") from None
+                raise UserError("--per_device_train_batch_size must be a number, or auto") from None
             if self.per_device_train_batch_size < 1:
-                raise ValueError("--per_device_train_batch_size must be at least 1")
+                raise UserError("--per_device_train_batch_size must be at least 1")
         if self.max_steps is not None and self.max_steps < 0:
-            raise ValueError("--max_steps must not be negative: leave it away to end at --total_steps")
+            raise UserError("--max_steps must not be negative: leave it away to end at --total_steps")
         for name in (
             "gradient_accumulation_steps",
             "per_device_eval_batch_size",
@@ -774,7 +772,7 @@ class TrainerArguments:
             "save_total_limit",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
+                raise UserError(f"--{name} must be at least 1")
 
 
 @dataclass
@@ -798,9 +796,9 @@ class ReportArguments:
 
     def __post_init__(self):
         if self.refresh_period <= 0:
-            raise ValueError("--refresh_period must be greater than 0")
+            raise UserError("--refresh_period must be greater than 0")
         if self.report_to == "wandb" and not self.wandb_project:
-            raise ValueError("--report_to wandb needs --wandb_project NAME")
+            raise UserError("--report_to wandb needs --wandb_project NAME")
         if self.wandb_project:
             self.report_to = "wandb"
 
@@ -827,9 +825,9 @@ class MonitorArguments(ReportArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.plot == "":
-            raise ValueError("--plot needs the name of a file, e.g. --plot loss.png")
+            raise UserError("--plot needs the name of a file, e.g. --plot loss.png")
         if self.watch and self.plot:
-            raise ValueError("--watch and --plot exclude each other: give one of them")
+            raise UserError("--watch and --plot exclude each other: give one of them")
 
 
 @dataclass
@@ -851,7 +849,7 @@ class AuxPeerArguments(ReportArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.assist_refresh <= 0:
-            raise ValueError("--assist_refresh must be greater than 0")
+            raise UserError("--assist_refresh must be greater than 0")
 
 
 @dataclass
@@ -909,19 +907,19 @@ class ArchiveArguments:
 
     def __post_init__(self):
         if self.save_checkpoint_step_interval < 1 or self.save_total_limit < 1:
-            raise ValueError("--save_checkpoint_step_interval and --save_total_limit must be at least 1")
+            raise UserError("--save_checkpoint_step_interval and --save_total_limit must be at least 1")
         if self.keep_one_in < 0:
-            raise ValueError("--keep_one_in must be at least 0 (none)")
+            raise UserError("--keep_one_in must be at least 0 (none)")
         for flag in ("local_path", "repo_url"):
             if getattr(self, flag) is not None and not self.store_checkpoints:
-                raise ValueError(f"--{flag} needs --store_checkpoints: add it")
+                raise UserError(f"--{flag} needs --store_checkpoints: add it")
         if self.upload_interval is not None and self.repo_url is None:
-            raise ValueError("--upload_interval needs --repo_url ORG/NAME: where to?")
+            raise UserError("--upload_interval needs --repo_url ORG/NAME: where to?")
         if self.repo_url is not None:
             self.repo_url = make_repo_id(self.repo_url)
             self.upload_interval = 43_200.0 if self.upload_interval is None else self.upload_interval
             if self.upload_interval <= 0:
-                raise ValueError("--upload_interval must be greater than 0")
+                raise UserError("--upload_interval must be greater than 0")
 
 
 @dataclass
@@ -993,19 +991,19 @@ class FinetuneArguments:
 
     def __post_init__(self):
         if (self.task is None) == (self.task_file is None):
-            raise ValueError("give --task or --task_file, one of them")
+            raise UserError("give --task or --task_file, one of them")
         if (self.checkpoint is None) == (self.model_name is None):
-            raise ValueError("give --checkpoint FOLDER or --model-name NAME, one of them")
+            raise UserError("give --checkpoint FOLDER or --model-name NAME, one of them")
         if self.fp16 and self.bf16:
-            raise ValueError("--fp16 and --bf16 exclude each other: give one of them")
+            raise UserError("--fp16 and --bf16 exclude each other: give one of them")
         for name in ("num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1")
+                raise UserError(f"--{name} must be at least 1")
         if self.max_length < 8:
-            raise ValueError("--max_length must be at least 8: two texts and three special tokens")
+            raise UserError("--max_length must be at least 8: two texts and three special tokens")
         for name in ("warmup_ratio", "dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 0 and less than 1")
+                raise UserError(f"--{name} must be at least 0 and less than 1")
 
 
 @dataclass
@@ -1035,7 +1033,7 @@ class PredictArguments:
 
     def __post_init__(self):
         if self.batch_size < 1 or self.max_length < 8:
-            raise ValueError("--batch_size must be at least 1, --max_length at least 8")
+            raise UserError("--batch_size must be at least 1, --max_length at least 8")
 
 
 @dataclass
@@ -1122,17 +1120,17 @@ class TokenizeArguments:
 
     def __post_init__(self):
         if self.seq_length < 8:
-            raise ValueError("--seq_length must be at least 8: a pair of sentences and three special tokens")
+            raise UserError("--seq_length must be at least 8: a pair of sentences and three special tokens")
         if self.num_proc < 1:
-            raise ValueError("--num_proc must be at least 1")
+            raise UserError("--num_proc must be at least 1")
         if not 0 < self.validation_fraction < 1:
-            raise ValueError("--validation_fraction must lie between 0 and 1")
+            raise UserError("--validation_fraction must lie between 0 and 1")
         if self.train_tokenizer and self.vocab_size < 100:
-            raise ValueError("--vocab_size must be at least 100")
+            raise UserError("--vocab_size must be at least 100")
         if self.archive and not re.fullmatch(r"[^/.][^/.]*\.(tar|tar\.gz|tgz)", self.archive.rsplit("/", 1)[-1]):
-            raise ValueError(f"--archive {self.archive} is no name such as wikitext.tar.gz, without another dot")
+            raise UserError(f"--archive {self.archive} is no name such as wikitext.tar.gz, without another dot")
         if self.archive_shards < 1 or (self.archive_shards > 1 and not self.archive):
-            raise ValueError("--archive_shards must be at least 1, and needs --archive NAME.tar.gz")
+            raise UserError("--archive_shards must be at least 1, and needs --archive NAME.tar.gz")
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:
@@ -1152,7 +1150,7 @@ def make_host_maddrs(text: str) -> list[str]:
         host, port = split_host_port(text)
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"--host_maddrs {text!r} is no address to listen on, such as /ip4/0.0.0.0/tcp/31337 or '[::]:31337'"
         ) from None
     # a socket on [::] accepts IPv4 too, libp2p's does not
@@ -1162,59 +1160,46 @@ def make_host_maddrs(text: str) -> list[str]:
 
 def make_repo_id(text: str) -> str:
     """`ORG/NAME` from that, from a repository's address, or from NAME of the organization in HF_ORGANIZATION_NAME."""
-    address, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
+    try:
+        address, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
+    except ValueError as e:
+        raise UserError(f"--repo_url {text} is no address ({e}): give ORG/NAME, e.g. me/my-albert") from e
     # guides for git write https://USER:TOKEN@huggingface.co/...: the token goes nowhere from here
     if address.scheme and address.hostname not in ("huggingface.co", "hf.co", endpoint.hostname):
-        raise ValueError(f"--repo_url is on {address.hostname}, which is not the Hugging Face Hub: give ORG/NAME")
+        raise UserError(f"--repo_url is on {address.hostname}, which is not the Hugging Face Hub: give ORG/NAME")
     repo_id = (address.path if address.scheme else text).strip("/").removesuffix(".git")
     if "/" not in repo_id:
         organization = os.environ.get("HF_ORGANIZATION_NAME")
         if not organization:
-            raise ValueError(f"--repo_url {repo_id} has no organization: give ORG/NAME, or set HF_ORGANIZATION_NAME")
+            raise UserError(f"--repo_url {repo_id} has no organization: give ORG/NAME, or set HF_ORGANIZATION_NAME")
         repo_id = f"{organization}/{repo_id}"
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
-        raise ValueError(f"--repo_url {repo_id} is no name of a repository: give ORG/NAME, e.g. me/my-albert") from None
+        raise UserError(f"--repo_url {repo_id} is no name of a repository: give ORG/NAME, e.g. me/my-albert") from None
     return repo_id
-
-
-def stop_for_user(message: str) -> NoReturn:
-    """End with exit code 2 and one line on standard error that names the cure: the user can mend this."""
-    print(f"{sys.argv[0].rsplit('/', 1)[-1]}: error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line: where that is a heading alone, with the next one."""
-    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return f"{first} {more[0]}" if first.endswith(":") and more else first
-
-
-def show_bytes(count: float) -> str:
-    """For people: 210.0 MB. It is here because fetch.py, which imports nothing slow, needs it too."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1000
 
 
 def parse_arguments(*groups: type, description: str | None = None) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 
-    A flag that is unknown, abbreviated, malformed or contradicts another one ends the process with one line and exit
-    code 2.
+    :raises UserError: a flag is unknown, abbreviated, malformed or contradicts another one
     """
+    from transformers import HfArgumentParser  # here: it takes most of a second, in which Ctrl-C should be quiet
+
     parser = HfArgumentParser(groups, description=description, allow_abbrev=False)
     for field_ in (field_ for group in groups for field_ in fields(group)):
         if aliases := field_.metadata.get("aliases"):
             parser._option_string_actions[f"--{field_.name}"].help += f" Also known as {', '.join(aliases)}."
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message} (--help lists every flag)")
+
     # argparse prints its usage before an error, which buries one clear line under a screen of flags
-    parser.error = lambda message: stop_for_user(f"{message} (--help lists every flag)")
-    try:
-        *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    except ValueError as e:
-        stop_for_user(str(e))
+    parser.error = refuse
+    *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
-        stop_for_user(f"unknown argument {unknown[0]} (--help lists every flag)")
+        raise UserError(f"unknown argument {unknown[0]} (--help lists every flag)")
     return tuple(parsed)

@@ -37,8 +37,9 @@ import transformers
 from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
-from arguments import TrainerArguments, stop_for_user
+from arguments import TrainerArguments
 from model import describe_architecture
+from support.console import UserError
 
 logger = logging.getLogger("checkpoint")
 
@@ -65,7 +66,9 @@ def lock_folder(flag: str, folder: str | Path) -> None:
         # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as e:
-        stop_for_user(f"{flag} {folder} is in use by another peer, or not yours: choose another one ({e.strerror})")
+        raise UserError(
+            f"{flag} {folder} is in use by another peer, or not yours: choose another one ({e.strerror})"
+        ) from e
     except OSError as e:  # a full disk, or one that knows no locks
         logger.info(f"{folder} is not locked ({e.strerror}): see that no other peer uses it")
 
@@ -324,10 +327,10 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
         if state:
             check_weights(state, model)
     except CheckpointError as e:
-        stop_for_user(
+        raise UserError(
             f"cannot resume: {e}. Give --resume_from_checkpoint PATH to go on from another one, another --output_dir "
             "to keep it, or --resume_from_checkpoint none to start anew"
-        )
+        ) from e
     set_aside(output_dir, state["local_epoch"] if state else -1)
     if state:
         logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import hivemind
 
-from arguments import ReportArguments, TrainerArguments, stop_for_user
+from arguments import ReportArguments, TrainerArguments
 from checkpoint import append_line, lock_folder, write_file
 from joining import Plan, find_plan
+from support.console import UserError
 from utils import (
     RECENT_EPOCHS,
     LocalMetrics,
@@ -93,7 +94,9 @@ class RunReport:
             self.history = load_history(self.output_dir / "metrics.jsonl", prefix)
             summary = self.load_summary()
         except OSError as e:
-            stop_for_user(f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder")
+            raise UserError(
+                f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder"
+            ) from e
         #: what was reported last, be it by an earlier process
         self.last = SwarmMetrics(**pick(self.history[-1], SwarmMetrics)) if self.history else None
         self.contributions = Contributions(summary.get("peers", {}))
@@ -503,7 +506,7 @@ def start_wandb(project: str, run_name: str, config: dict):
 def require_wandb(args: ReportArguments | TrainerArguments) -> None:
     """Stop with one line where --wandb_project is given and wandb is missing."""
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        stop_for_user("--wandb_project needs wandb: pip install wandb, or leave the flag away")
+        raise UserError("--wandb_project needs wandb: pip install wandb, or leave the flag away")
 
 
 def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool):

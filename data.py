@@ -32,8 +32,9 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments, first_line, parse_arguments, stop_for_user
+from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments, parse_arguments
 from fetch import Data, FetchError, NoRoomError, fetch, fetch_data, find_parts, hold, hub, make_room
+from support.console import UserError, edge, first_line
 
 logger = logging.getLogger("data")
 
@@ -56,14 +57,14 @@ def load_tokenizer(path: str | Path, objective: str = "mlm_sop"):
     is_folder = Path(path).is_dir()
     is_default = str(path) == DEFAULT_TOKENIZER_PATH
     if not is_folder and (is_default or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path))):
-        stop_for_user(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
+        raise UserError(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
     try:
         with contextlib.nullcontext() if is_folder else hub(f"the tokenizer {path}", "a folder that exists"):
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_folder)
     except (OSError, ValueError, KeyError) as e:
-        stop_for_user(
+        raise UserError(
             f"{path} holds no readable tokenizer ({first_line(e)}): make one with python tokenize_wikitext103.py"
-        )
+        ) from e
     return check_tokenizer(tokenizer, path, objective)
 
 
@@ -78,12 +79,14 @@ def check_tokenizer(tokenizer, name, objective: str = "mlm_sop"):
     if lacking or not tokenizer.is_fast:
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
         cure = "one of GPT-2 or Llama" if objective == "clm" else "one of ALBERT or BERT"
-        stop_for_user(f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {objective})")
+        raise UserError(
+            f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {objective})"
+        )
     if objective == "clm" and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         # training texts end with it alone
         logger.warning(f"the tokenizer {name} ends each prompt too: generate text with add_special_tokens=False")
     if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
-        stop_for_user(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: take one without gaps")
+        raise UserError(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: take one without gaps")
     if objective == "mlm_sop":
         # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
@@ -131,7 +134,7 @@ def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str |
     found = found if isinstance(found, Data) else Data(Path(found))
     path, names = found.dataset, ["validation"] if found.shards else ["train", "validation"]
     if not path.is_dir():
-        stop_for_user(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
+        raise UserError(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
     try:
         corpus = json.loads((path / "corpus.json").read_text())
         dataset, made_for = load_from_disk(str(path)), corpus.get("objective", "mlm_sop")
@@ -139,17 +142,17 @@ def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str |
         columns = [name for name in COLUMNS_OF[made_for] if objective != "mlm" or name != "sentence_order_label"]
         splits = {name: dataset[name].select_columns(columns) for name in names}
     except (OSError, ValueError, KeyError) as e:
-        stop_for_user(
+        raise UserError(
             f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {first_line(e)}): "
             f"remove it, then run python tokenize_wikitext103.py --dataset_path {path}"
-        )
+        ) from e
     if corpus.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
-        stop_for_user(
+        raise UserError(
             f"{path} was made by another tokenizer than the one in {tokenizer.name_or_path}: give the --tokenizer_path "
             f"of that run, or tokenize again with --tokenizer {tokenizer.name_or_path}"
         )
     if objective != made_for and (objective, made_for) != ("mlm", "mlm_sop"):
-        stop_for_user(
+        raise UserError(
             f"{path} was made for --objective {made_for}, and the model learns by {objective}: tokenize again with "
             f"--objective {objective}, or train another model"
         )
@@ -179,7 +182,7 @@ class ShardedSplit:
         try:
             fetch(shard.source, shard.sha256, self.cache_dir)
         except FetchError as e:
-            stop_for_user(str(e))
+            raise UserError(str(e)) from e
 
     def order(self) -> Iterator[int]:
         """Endless numbers of shards, pass after pass, each in an order of its own."""
@@ -205,7 +208,7 @@ class ShardedSplit:
         path, _ = find_parts(folder)
         corpus = json.loads((path / "corpus.json").read_text())
         if corpus["tokenizer_fingerprint"] != self.corpus["tokenizer_fingerprint"]:
-            stop_for_user(f"the shard in {folder} was made by another tokenizer than the others: tell who hosts it")
+            raise UserError(f"the shard in {folder} was made by another tokenizer than the others: tell who hosts it")
         return load_from_disk(str(path))["train"].select_columns(self.columns)
 
 
@@ -270,7 +273,7 @@ def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions
     stored, most = corpus["seq_length"], args.max_sequence_length
     if min(stored, most or stored) > positions:
         source = "--streaming" if args.streaming else args.train_file or args.dataset_name or args.dataset_path
-        stop_for_user(
+        raise UserError(
             f"{source} gives instances of {stored} tokens, the model takes {positions}: add --max_sequence_length "
             f"{positions}"
         )
@@ -447,7 +450,7 @@ class DataCollatorForWholeWordMask(DataCollator):
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         self.begins_word = find_word_beginnings(tokenizer) if whole_word_mask else np.ones(len(tokenizer), dtype=bool)
         if self.begins_word is None:
-            stop_for_user(
+            raise UserError(
                 f"where words begin cannot be told from the pieces of the tokenizer {tokenizer.name_or_path}: add "
                 "--no_whole_word_mask, or take one of ALBERT or BERT"
             )
@@ -796,7 +799,7 @@ def make_training_dataset(
     found = read_sources(sources, sentence_splitter)
     for source in found:
         if problem := source.find_problem(seed):
-            stop_for_user(f"--sources {sources}: {source.name} gives no text: {problem}")
+            raise UserError(f"--sources {sources}: {source.name} gives no text: {problem}")
     return TrainingDataset(found, tokenizer, max_sequence_length, seed, shuffle_buffer, objective)
 
 
@@ -1064,7 +1067,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-    try:
+    with edge():
         main()
-    except KeyboardInterrupt:
-        sys.exit(130)

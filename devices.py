@@ -18,9 +18,10 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from arguments import DataArguments, TrainerArguments, stop_for_user
+from arguments import DataArguments, TrainerArguments
 from data import make_train_batches
 from model import compute_losses, find_longest_sequence, move_batch
+from support.console import UserError
 
 logger = logging.getLogger("trainer")
 
@@ -43,7 +44,7 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
         index = torch.device(kind).index
         count = (args.num_devices or gpus) if index is None else 1
         if (index or 0) >= gpus or count > gpus:
-            stop_for_user(
+            raise UserError(
                 f"--device {args.device}{f' --num_devices {count}' if count > gpus > 0 else ''}: {gpus} NVIDIA GPUs "
                 "are visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or take --device cpu"
             )
@@ -53,13 +54,15 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
     else:
         devices = [torch.device(kind)]
         if kind == "mps" and not torch.backends.mps.is_available():
-            stop_for_user("--device mps: this is no Mac with an Apple GPU, or its torch cannot use it")
+            raise UserError("--device mps: this is no Mac with an Apple GPU, or its torch cannot use it")
         if kind == "xla" and not importlib.util.find_spec("torch_xla"):
-            stop_for_user("--device xla: the package torch_xla is missing; install the one of this torch version")
+            raise UserError("--device xla: the package torch_xla is missing; install the one of this torch version")
     if (args.num_devices or len(devices)) != len(devices):
-        stop_for_user(f"--num_devices {args.num_devices}: --device {args.device} is one device: leave one of them away")
+        raise UserError(
+            f"--num_devices {args.num_devices}: --device {args.device} is one device: leave one of them away"
+        )
     if args.fp16 and devices[0].type != "cuda":
-        stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
+        raise UserError("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
     return devices
 
 
@@ -80,7 +83,7 @@ def place_model(
         if args.tf32:
             torch.set_float32_matmul_precision("high")
         if args.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-            stop_for_user("--bf16 is not supported by this GPU: use --fp16")
+            raise UserError("--bf16 is not supported by this GPU: use --fp16")
     model.to(device).train()
     precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
     autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
@@ -122,7 +125,7 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        stop_for_user(explain_out_of_memory(args, device, model))
+        raise UserError(explain_out_of_memory(args, device, model)) from e
 
 
 def measure_memory(device: torch.device) -> float:
@@ -220,7 +223,7 @@ def find_batch_size(
                 break
             best, best_seconds, size = size, seconds, 2 * size
     if not best:
-        stop_for_user("not even one sample fits into this device's memory: use another one, or a smaller model")
+        raise UserError("not even one sample fits into this device's memory: use another one, or a smaller model")
     return best, max(1, min(round(1 / best_seconds), largest_step // best))
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import stop_for_user
+from support.console import UserError
 
 WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")
 WIKITEXT_HEADING = re.compile(r"^(?:= )+(.*?)(?: =)+$")
@@ -42,19 +42,19 @@ def read_text(path: str | Path) -> str:
         with open_file(path, "rb") as file:
             return file.read().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
-        stop_for_user(f"no file {path}: check the path")
+        raise UserError(f"no file {path}: check the path") from None
     except IsADirectoryError:
-        stop_for_user(f"{path} is a folder: name the files in it, e.g. {path}/*.txt")
+        raise UserError(f"{path} is a folder: name the files in it, e.g. {path}/*.txt") from None
     except UnicodeDecodeError as e:
         coding = "UTF-16" if e.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
-        stop_for_user(
+        raise UserError(
             f"{path} is not UTF-8 (byte {e.object[e.start]:#04x} at {e.start}): convert it first, "
             f"e.g. iconv -f {coding} -t UTF-8 FILE > NEW_FILE"
-        )
+        ) from e
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as e:
-        stop_for_user(f"{path} is damaged or not a {path.suffix} file ({e}): fetch it again, or rename it")
+        raise UserError(f"{path} is damaged or not a {path.suffix} file ({e}): fetch it again, or rename it") from e
     except OSError as e:
-        stop_for_user(f"cannot read {path}: {e.strerror}")
+        raise UserError(f"cannot read {path}: {e.strerror}") from e
 
 
 def split_paragraphs(text: str) -> list[str]:
@@ -105,7 +105,7 @@ def read_documents(path: str | Path, text_column: str = "text") -> list[list[str
     into its articles. Errors end the process with a line that names the cure."""
     kinds = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
     if other := kinds & {".parquet", ".arrow", ".zst", ".zip"}:
-        stop_for_user(f"{path}: {other.pop()} is not read here: put it into a folder and give that as --dataset_name")
+        raise UserError(f"{path}: {other.pop()} is not read here: put it into a folder and give that as --dataset_name")
     text = read_text(path)
     if kinds & {".jsonl", ".json"}:
         records = read_json_lines(path, text)
@@ -121,9 +121,9 @@ def read_documents(path: str | Path, text_column: str = "text") -> list[list[str
     for number, record in records:
         if not isinstance(record, dict) or text_column not in record:
             fields = ", ".join(map(str, record)) if isinstance(record, dict) else "none"
-            stop_for_user(f"{path}, line {number} has no field {text_column} (fields: {fields}): give --text_column")
+            raise UserError(f"{path}, line {number} has no field {text_column} (fields: {fields}): give --text_column")
         if not isinstance(record[text_column], str):
-            stop_for_user(f"{path}, line {number}: {text_column} is not a text: give another --text_column")
+            raise UserError(f"{path}, line {number}: {text_column} is not a text: give another --text_column")
         # JSON can spell half of a surrogate pair, which no tokenizer takes
         if paragraphs := split_paragraphs(record[text_column].encode("utf-8", "replace").decode()):
             documents.append(paragraphs)
@@ -138,7 +138,9 @@ def read_json_lines(path: str | Path, text: str) -> Iterator[tuple[int, object]]
         try:
             yield number, json.loads(line)
         except ValueError:
-            stop_for_user(f"{path}, line {number} is not JSON: put one object on each line, or rename the file to .txt")
+            raise UserError(
+                f"{path}, line {number} is not JSON: put one object on each line, or rename the file to .txt"
+            ) from None
 
 
 @functools.cache
@@ -155,7 +157,7 @@ def load_sentence_splitter(language: str, splitter: str = "auto") -> Callable[[s
     import punkt
 
     if language not in punkt.available_languages():
-        stop_for_user(f"no language {language}: choose one of {', '.join(punkt.available_languages())}")
+        raise UserError(f"no language {language}: choose one of {', '.join(punkt.available_languages())}")
     return punkt.PunktSentenceTokenizer(punkt.load_model(language)).tokenize
 
 

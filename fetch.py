@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from arguments import show_bytes, stop_for_user
+from support.console import UserError, show_bytes
 
 logger = logging.getLogger("fetch")
 
@@ -88,10 +88,10 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> Data:
         except ValueError:
             is_known = False
         if not is_known:
-            stop_for_user(f"--dataset_path {path} is no http(s) address: mend it, or fetch the file and name that")
+            raise UserError(f"--dataset_path {path} is no http(s) address: mend it, or fetch the file and name that")
     if not is_url(path) and not Path(path).is_file():
         if sha256:
-            stop_for_user(f"--dataset_sha256 is of an archive, and {path} is none: leave it away")
+            raise UserError(f"--dataset_sha256 is of an archive, and {path} is none: leave it away")
         return Data(Path(path))
     try:
         found = fetch(path, sha256, cache_dir)
@@ -101,7 +101,7 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> Data:
         dataset, tokenizer = find_parts(fetch(common.source, common.sha256, cache_dir))
         return Data(dataset, tokenizer, shards, cache_dir)
     except FetchError as e:
-        stop_for_user(str(e))
+        raise UserError(str(e)) from e
 
 
 def is_url(source: str) -> bool:
@@ -520,4 +520,6 @@ def hub(what: str, alternative: str):
         yield
     except (OSError, ValueError) as e:
         reason = "no connection" if constants.HF_HUB_OFFLINE else str(e).split("\n")[0]
-        stop_for_user(f"cannot load {what} from the Hugging Face Hub ({reason}): mend that, or use {alternative}")
+        raise UserError(
+            f"cannot load {what} from the Hugging Face Hub ({reason}): mend that, or use {alternative}"
+        ) from e

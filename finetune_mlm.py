@@ -19,16 +19,20 @@ import contextlib
 import json
 import logging
 import math
-import signal
 import statistics
-import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # Ctrl-C while the imports below run: the end, without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from arguments import FinetuneArguments, parse_arguments
+from support.console import UserError, edge, first_line
+
+GROUPS = (FinetuneArguments,)
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge():
+        groups = parse_arguments(*GROUPS, description=__doc__)
 
 import torch
 import transformers
@@ -37,7 +41,6 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from arguments import FinetuneArguments, first_line, parse_arguments, stop_for_user
 from checkpoint import lock_folder, save_model, write_file
 from finetune_tasks import (
     TASKS,
@@ -85,7 +88,7 @@ def load_pretrained(args: FinetuneArguments) -> Pretrained:
     if path.is_file():
         return load_old_checkpoint(path)
     if args.checkpoint and not (path / "config.json").is_file():
-        stop_for_user(
+        raise UserError(
             f"--checkpoint {path} has no config.json: give a folder with a model, as outputs/trainer/model or a "
             "checkpoint-N, or a state.pth with config.json and tokenizer/ beside it"
         )
@@ -94,7 +97,7 @@ def load_pretrained(args: FinetuneArguments) -> Pretrained:
         tokenizer = load_tokenizer(name)
     except (OSError, ValueError, KeyError) as e:
         cure = "give the id of a model on the Hub, or a folder with a model and its tokenizer"
-        stop_for_user(f"{flag} {name} cannot be loaded ({first_line(e)}): {cure}")
+        raise UserError(f"{flag} {name} cannot be loaded ({first_line(e)}): {cure}") from e
     return Pretrained(name, config, tokenizer)
 
 
@@ -111,14 +114,14 @@ def load_old_checkpoint(path: Path) -> Pretrained:
     """A state.pth of RuLeanALBERT, with config.json and tokenizer/ beside it, as its guide lays them out."""
     for part in ("config.json", "tokenizer/tokenizer.json"):
         if not (path.parent / part).is_file():
-            stop_for_user(
+            raise UserError(
                 f"--checkpoint {path} needs {path.parent / part} beside it: get it from where the state is from"
             )
     try:
         model = load_ruleanalbert(path.parent / "config.json", path)
         tokenizer = load_tokenizer(path.parent / "tokenizer")
     except (OSError, ValueError, KeyError) as e:
-        stop_for_user(f"--checkpoint {path} cannot be loaded: {first_line(e)}")
+        raise UserError(f"--checkpoint {path} cannot be loaded: {first_line(e)}") from e
     return Pretrained(str(path), model.config, tokenizer, model.albert)
 
 
@@ -130,12 +133,12 @@ def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
     pieces, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
     is_exact = is_own and pretrained.config.model_type in ("albert", "lean_albert")
     if pieces > rows or (is_exact and pieces != rows):
-        stop_for_user(
+        raise UserError(
             f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, take the "
             "tokenizer that it was trained with"
         )
     if pretrained.tokenizer.pad_token_id is None or not pretrained.tokenizer.is_fast:
-        stop_for_user(f"the tokenizer of {pretrained.name} cannot pad or has no fast version: choose another model")
+        raise UserError(f"the tokenizer of {pretrained.name} cannot pad or has no fast version: choose another model")
 
 
 def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch.nn.Module:
@@ -172,12 +175,14 @@ def load_weights(auto_class: type, pretrained: Pretrained) -> torch.nn.Module:
             pretrained.name, config=pretrained.config, dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-        stop_for_user(f"the weights of {pretrained.name} cannot be loaded ({first_line(e)}): give another model")
+        raise UserError(
+            f"the weights of {pretrained.name} cannot be loaded ({first_line(e)}): give another model"
+        ) from e
     # not every model is trained with a pooler
     encoder = {param for name, param in model.base_model.named_parameters() if "pooler" not in name}
     missing = [name for name, param in model.named_parameters() if name in info["missing_keys"] and param in encoder]
     if missing:
-        stop_for_user(
+        raise UserError(
             f"{pretrained.name} has no weights for {len(missing)} of its tensors ({missing[0]}, ...): give a folder "
             "whose weights and config.json belong together"
         )
@@ -407,10 +412,12 @@ def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        stop_for_user(f"{folder / 'results.json'} cannot be read ({e!r}): remove it, or choose another --output_dir")
+        raise UserError(
+            f"{folder / 'results.json'} cannot be read ({e!r}): remove it, or choose another --output_dir"
+        ) from e
     wanted = json.loads(json.dumps(describe_settings(args)))
     if different := [name for name in wanted if settings.get(name) != wanted[name]]:
-        stop_for_user(
+        raise UserError(
             f"{folder / 'results.json'} is of another {', '.join(different)}: choose another --output_dir, or remove it"
         )
     return seeds
@@ -448,20 +455,18 @@ def show_table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    (args,) = parse_arguments(FinetuneArguments, description=__doc__)
+def main(args: FinetuneArguments) -> None:
     setup_logging("finetune")
     if args.task is not None and args.task not in TASKS:
-        stop_for_user(f"--task {args.task} is unknown: choose one of {', '.join(TASKS)}, or give --task_file")
+        raise UserError(f"--task {args.task} is unknown: choose one of {', '.join(TASKS)}, or give --task_file")
     task = load_task_file(args.task_file) if args.task_file else TASKS[args.task]
     if "train" not in task.files:
-        stop_for_user(
+        raise UserError(
             f"{task.name} has no training data: tune for TERRa (-t terra), then python predict_on_lidirus.py -m FOLDER"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
-        stop_for_user("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
+        raise UserError("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
     folder = Path(args.output_dir or f"outputs/finetune/{task.name}")
     examples = load_examples(task, args.data_dir)
     pretrained = load_pretrained(args)
@@ -471,7 +476,7 @@ def main() -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        stop_for_user(f"--output_dir: {folder} cannot be written ({e.strerror}): choose another folder")
+        raise UserError(f"--output_dir: {folder} cannot be written ({e.strerror}): choose another folder") from e
     lock_folder("--output_dir", folder)
     seeds = load_results(args, folder)
 
@@ -509,8 +514,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command again goes on with the seed that was not finished", file=sys.stderr)
-        sys.exit(130)
+    with edge(interrupted="the same command again goes on with the seed that was not finished"):
+        main(*groups)

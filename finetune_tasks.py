@@ -30,7 +30,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from arguments import first_line, stop_for_user
+from support.console import UserError, first_line
 
 Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character behind the last
 
@@ -408,7 +408,7 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
         required = [split for split in splits if split != "test" or len(splits) == 1 or task.folder]
         for split in required:
             if splits[split] is None:
-                stop_for_user(f"{folder / task.files[split]} does not exist: get it from {task.address}")
+                raise UserError(f"{folder / task.files[split]} does not exist: get it from {task.address}")
     examples = {split: make_examples(task, records) for split, records in splits.items() if records is not None}
     for split in ("in_domain", "out_of_domain"):
         for example in examples.get(split, ()):
@@ -418,13 +418,13 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     for split in ("train", "validation"):
         where = f"the {split} data of {task.name}"
         if split in examples and not examples[split]:
-            stop_for_user(f"{where} is empty: get it from {task.address}")
+            raise UserError(f"{where} is empty: get it from {task.address}")
         for example in examples.get(split, ()):
             if example.right is None:
                 found = ", ".join(map(str, example.record))
-                stop_for_user(f"{where} has a record without {task.label_column}, with {found}: is it the test data?")
+                raise UserError(f"{where} has a record without {task.label_column}, with {found}: is it the test data?")
     if not any(examples.values()):
-        stop_for_user(f"the data of {task.name} is empty: get it from {task.address}")
+        raise UserError(f"the data of {task.name} is empty: get it from {task.address}")
     return examples
 
 
@@ -458,11 +458,11 @@ def read_file(task: Task, path: Path) -> list[tuple[str, dict]] | None:
                         nested = task.restructure and not all(column in value for column in task.columns)
                         records += [(where, record) for record in (task.restructure(value) if nested else [value])]
     except (KeyError, TypeError, AttributeError) as e:
-        stop_for_user(f"{where} is no record of {task.name} ({e!r}): get it from {task.address}")
+        raise UserError(f"{where} is no record of {task.name} ({e!r}): get it from {task.address}") from e
     except csv.Error as e:
-        stop_for_user(f"{path} cannot be read behind line {rows.line_num} ({e}): mend its quotation marks")
+        raise UserError(f"{path} cannot be read behind line {rows.line_num} ({e}): mend its quotation marks") from e
     except (ValueError, OSError) as e:
-        stop_for_user(f"{where} cannot be read ({e}): get it from {task.address}")
+        raise UserError(f"{where} cannot be read ({e}): get it from {task.address}") from e
     return records
 
 
@@ -472,7 +472,7 @@ def make_examples(task: Task, records: list[tuple[str, dict]]) -> list[Example]:
         found = list(record) if isinstance(record, dict) else []
         missing = [column for column in task.columns if column not in found or record[column] is None]
         if missing:
-            stop_for_user(
+            raise UserError(
                 f"{where} has no {', '.join(missing)}: {task.name} needs the columns {', '.join(task.columns)}, and "
                 f"found are {', '.join(map(str, found)) or 'none'}"
             )
@@ -482,7 +482,7 @@ def make_examples(task: Task, records: list[tuple[str, dict]]) -> list[Example]:
                 if not isinstance(text, str | None):
                     raise ValueError(f"{text!r} is no text")
         except (ValueError, TypeError, AttributeError) as e:
-            stop_for_user(f"{where}: {e}")
+            raise UserError(f"{where}: {e}") from e
         examples.append(example)
     return examples
 
@@ -493,7 +493,7 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
     files = ", ".join(str(here / name) for name in task.files.values())
     cure = f"get {files} from {task.address}, or give --data_dir"
     if not task.hub:
-        stop_for_user(f"no folder {here}: {cure}")
+        raise UserError(f"no folder {here}: {cure}")
     revision, name = "refs/convert/parquet", task.name.lower()
     disable_progress_bars()
     try:
@@ -510,9 +510,11 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
             if found
         }
     except (OSError, ValueError) as e:
-        stop_for_user(f"no folder {here}, and {task.hub} cannot be loaded from the Hub ({first_line(e)}): {cure}")
+        raise UserError(
+            f"no folder {here}, and {task.hub} cannot be loaded from the Hub ({first_line(e)}): {cure}"
+        ) from e
     if missing := [split for split in task.files if split not in records]:
-        stop_for_user(
+        raise UserError(
             f"no folder {here}, and no {' and '.join(missing)} data of {name} in {task.hub} on the Hub: {cure}"
         )
     return records
@@ -533,25 +535,25 @@ def load_task_file(path: str | Path) -> Task:
     try:
         description = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        stop_for_user(f"--task_file {path} cannot be read ({e}): see --help for an example")
+        raise UserError(f"--task_file {path} cannot be read ({e}): see --help for an example") from e
     if not isinstance(description, dict):
-        stop_for_user(f"--task_file {path} is no JSON object: see --help for an example")
+        raise UserError(f"--task_file {path} is no JSON object: see --help for an example")
     missing = [name for name in ("train", "validation", "text", "label") if name not in description]
     unknown = [name for name in description if name not in known]
     if missing or unknown:
         problem = f"has no {', '.join(missing)}" if missing else f"has an unknown field {', '.join(unknown)}"
-        stop_for_user(f"--task_file {path} {problem}: its fields are {', '.join(known)}")
+        raise UserError(f"--task_file {path} {problem}: its fields are {', '.join(known)}")
     for name, value in description.items():
         kind, word = (list, "a list") if name == "labels" else (str, "a text")
         if not isinstance(value, kind) or not value:
-            stop_for_user(f"--task_file {path}: {name} is {value!r}, and should be {word}")
+            raise UserError(f"--task_file {path}: {name} is {value!r}, and should be {word}")
     metric = description.get("metric", "accuracy")
     if metric not in METRICS:
-        stop_for_user(f"--task_file {path}: the metric {metric} is none of {', '.join(METRICS)}")
+        raise UserError(f"--task_file {path}: the metric {metric} is none of {', '.join(METRICS)}")
     text, pair, label = description["text"], description.get("text_pair"), description["label"]
     head = description.get("head", "classes")
     if head not in ("classes", "spans") or (head == "spans" and not pair):
-        stop_for_user(f"--task_file {path}: the head is classes or, with a text_pair, spans")
+        raise UserError(f"--task_file {path}: the head is classes or, with a text_pair, spans")
     labels = tuple(description.get("labels", ()))
     task = Task(
         # of a file with predictions, and of a folder
@@ -574,9 +576,9 @@ def load_task_file(path: str | Path) -> Task:
         labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
         task = dataclasses.replace(task, labels=labels)
         if not records:
-            stop_for_user(f"{train} does not exist or holds no record: mend it, or --task_file {path}")
+            raise UserError(f"{train} does not exist or holds no record: mend it, or --task_file {path}")
         if len(labels) < 2:
-            stop_for_user(
+            raise UserError(
                 f"--task_file {path}: {label} has the values {', '.join(labels) or 'none'} in {train}, whose columns "
                 f"are {', '.join(records[0])}: two labels are needed at least"
             )

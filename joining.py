@@ -44,8 +44,9 @@ from addresses import (
     is_relayed,
     select_for_others,
 )
-from arguments import AveragingArguments, SwarmArguments, stop_for_user
+from arguments import AveragingArguments, SwarmArguments
 from status import resolve_initial_peers
+from support.console import UserError
 from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.line import LINE
 from swarm.processes import calm_log, end_when_it_dies
@@ -109,7 +110,7 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     """The same arguments with HOST:PORT among --initial_peers resolved; stops with one line where one is wrong."""
     check_versions()
     if swarm.authorize:
-        stop_for_user("--authorize True: membership is not built yet, whoever knows --initial_peers may join")
+        raise UserError("--authorize True: membership is not built yet, whoever knows --initial_peers may join")
     swarm = dataclasses.replace(
         swarm, initial_peers=resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
     )
@@ -120,7 +121,7 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     check_multiaddrs("--announce_maddrs", swarm.announce_maddrs)
     for maddr in swarm.announce_maddrs:
         if get_host_port(maddr)[2] == 0:
-            stop_for_user(f"--announce_maddrs {maddr} has no port: give the one that others shall connect to")
+            raise UserError(f"--announce_maddrs {maddr} has no port: give the one that others shall connect to")
     if swarm.identity_path:
         check_identity(swarm.identity_path)
     return swarm
@@ -132,10 +133,10 @@ def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
         with urllib.request.urlopen(swarm.public_ip_url, timeout=10) as answer:
             ip = ipaddress.ip_address(answer.read(100).decode().strip())
     except (OSError, ValueError, http.client.HTTPException) as e:
-        stop_for_user(
+        raise UserError(
             f"--public_ip_url {swarm.public_ip_url} does not tell this machine's address ({e}): choose another one, or "
             "give --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT yourself"
-        )
+        ) from e
     host_maddrs, announced = [], []
     for maddr in swarm.host_maddrs:
         protocol, host, port = get_host_port(maddr)
@@ -148,7 +149,7 @@ def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
         if protocol == f"ip{ip.version}":
             announced.append(f"/{protocol}/{ip}/tcp/{port}")
     if not announced:
-        stop_for_user(f"--use_google_dns: the public address is {ip}, and --host_maddrs listens on none of its kind")
+        raise UserError(f"--use_google_dns: the public address is {ip}, and --host_maddrs listens on none of its kind")
     logger.info(f"announcing {' '.join(announced)}: this port has to be open")
     return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)
 
@@ -161,10 +162,10 @@ def check_identity(path: str) -> None:
                 PeerID.from_identity(f.read())
         except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
             reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
-            stop_for_user(
+            raise UserError(
                 f"--identity_path {path} is no key file ({reason}): name one that a peer has made, or one that does "
                 "not exist yet"
-            )
+            ) from e
 
 
 def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
@@ -188,11 +189,11 @@ def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
         )
     except ValidationError as e:
         if clocks := re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(e)):
-            stop_for_user(explain_clock(float(clocks[1]) - float(clocks[2])))
+            raise UserError(explain_clock(float(clocks[1]) - float(clocks[2]))) from e
         # the peer did not get through to us just now: whether it can is found out with more patience
         return start_dht(swarm, validators, **{**options, "strict": False, "check_if_identity_free": False})
     except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
-        stop_for_user(explain_failed_start(swarm, str(e)))
+        raise UserError(explain_failed_start(swarm, str(e))) from e
     dht.run_coroutine(answer_newcomers)
     return dht
 
@@ -601,7 +602,7 @@ def find_differences(mine: RunContract, others: list[RunContract]) -> list[str]:
 
 
 def stop_different(prefix: str, differences: list[str]) -> NoReturn:
-    stop_for_user(
+    raise UserError(
         f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over its flags, or choose another "
         "--experiment_prefix"
     )

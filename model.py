@@ -24,10 +24,11 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from arguments import ModelArguments, TrainerArguments, first_line, stop_for_user
+from arguments import ModelArguments, TrainerArguments
 from data import PROBE
 from fetch import hub
 from lean_albert import LeanAlbertForPreTraining, find_labelled_positions, masked_lm_loss, widen
+from support.console import UserError, first_line
 
 logger = logging.getLogger("model")
 
@@ -80,14 +81,16 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
     flag = "--model_name_or_path" if args.model_name_or_path else "--config_path"
     name = args.model_name_or_path or args.config_path
     if name.endswith(".json") and args.model_name_or_path:
-        stop_for_user(f"{flag} {name} holds no weights: give a folder or a name on the Hub, or --config_path {name}")
+        raise UserError(f"{flag} {name} holds no weights: give a folder or a name on the Hub, or --config_path {name}")
     if name.endswith(".json") and not os.path.isfile(name):
-        stop_for_user(f"{flag} {name} does not exist: choose one of configs/*.json")
+        raise UserError(f"{flag} {name} does not exist: choose one of configs/*.json")
     try:
         with contextlib.nullcontext() if os.path.exists(name) else hub(f"{flag} {name}", "a folder that exists"):
             return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as e:  # of many kinds: each model's configuration looks at its values by itself
-        stop_for_user(f"{flag} {name} is no model's configuration ({first_line(e)})")
+        raise UserError(f"{flag} {name} is no model's configuration ({first_line(e)})") from e
 
 
 def is_text_alone(config: PreTrainedConfig) -> bool:
@@ -103,7 +106,7 @@ def find_objective(args: ModelArguments) -> str:
     config, objectives = load_config(args), []
     if not is_text_alone(config):
         cure = "choose another model, or the part that reads text, where it has a configuration of its own"
-        stop_for_user(f"the model type {config.model_type} needs more than one text to train on: {cure}")
+        raise UserError(f"the model type {config.model_type} needs more than one text to train on: {cure}")
     is_masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
     if config.model_type in PRETRAINING_MODELS:
         objectives.append("mlm_sop")
@@ -113,9 +116,11 @@ def find_objective(args: ModelArguments) -> str:
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and (not is_masked or hasattr(config, "is_decoder")):
         objectives.append("clm")
     if not objectives:
-        stop_for_user(f"the model type {config.model_type} is no language model of transformers: choose another model")
+        raise UserError(
+            f"the model type {config.model_type} is no language model of transformers: choose another model"
+        )
     if args.objective and args.objective not in objectives:
-        stop_for_user(f"--objective {args.objective}: the model type {config.model_type} has {', '.join(objectives)}")
+        raise UserError(f"--objective {args.objective}: the model type {config.model_type} has {', '.join(objectives)}")
     return args.objective or objectives[0]
 
 
@@ -162,7 +167,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
                 config.vocab_size = vocab_size
                 model = make(config, **options)
     except Exception as e:  # of many kinds: of files, of values, of what is not installed
-        stop_for_user(f"{where}the model {name} cannot be made ({first_line(e)})")
+        raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e
     model.train()
     model.objective, model.initial_weights = objective, initial_weights
     model.label_distance = 1 if objective == "clm" else 0  # from the place whose logits predict a label
@@ -279,7 +284,7 @@ def make_trained_model(
         check_saved_tokenizer(model, tokenizer)
     if trainer_args.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
-            stop_for_user(
+            raise UserError(
                 f"--gradient_checkpointing: the model {model.config.model_type} has none: leave it away, or train a "
                 "LeanALBERT (--config_path configs/lean-albert.json)"
             )
@@ -299,7 +304,7 @@ def check_saved_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         tokenizer.save_pretrained(folder)
         again = transformers.AutoTokenizer.from_pretrained(folder)
     if again(PROBE, verbose=False)["input_ids"] != tokenizer(PROBE, verbose=False)["input_ids"]:
-        stop_for_user(
+        raise UserError(
             f"the tokenizer {tokenizer.name_or_path} becomes another one when it is saved with a model of type "
             f"{model.config.model_type}: take one of that model's kind"
         )
@@ -324,11 +329,13 @@ def try_out(model: PreTrainedModel, where: str = "") -> None:
                 with torch.no_grad():
                     before, after = (model.eval()(ids[:, :end], use_cache=False).logits[:, :4] for end in (5, 8))
     except Exception as e:  # whatever a model comes up with that wants more than text, or has no loss
-        stop_for_user(f"{where}the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})")
+        raise UserError(
+            f"{where}the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})"
+        ) from e
     if model.objective == "clm" and not torch.allclose(before, after, atol=1e-3):
-        stop_for_user(f"the model {kind} sees the words that it is to predict: it is none for --objective clm")
+        raise UserError(f"the model {kind} sees the words that it is to predict: it is none for --objective clm")
     if changed := [name for name, value in model.named_buffers() if name in buffers and not value.equal(buffers[name])]:
-        stop_for_user(
+        raise UserError(
             f"the model {kind} gathers statistics ({changed[0]}), which peers do not average: use layer norms instead"
         )
     unused = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]

@@ -11,18 +11,21 @@ accuracy where the data have labels.
 
 import json
 import logging
-import signal
-import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # Ctrl-C while the imports below run: the end, without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+from arguments import PredictArguments, parse_arguments
+from support.console import UserError, edge, first_line
+
+GROUPS = (PredictArguments,)
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge():
+        groups = parse_arguments(*GROUPS, description=__doc__)
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from arguments import PredictArguments, first_line, parse_arguments, stop_for_user
 from checkpoint import write_file
 from finetune_mlm import Pretrained, check_tokenizer, choose_length, encode, load_tokenizer, load_weights, predict
 from finetune_tasks import TASKS, format_predictions, load_examples
@@ -38,26 +41,26 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
     try:
         task = json.loads((folder / "results.json").read_text(encoding="utf-8"))["task"]
     except (OSError, ValueError, LookupError, TypeError) as e:
-        stop_for_user(f"--model {folder} is no run of finetune_mlm.py ({e!r}): {cure}")
+        raise UserError(f"--model {folder} is no run of finetune_mlm.py ({e!r}): {cure}") from e
     if task != "TERRa":
-        stop_for_user(f"--model {folder} was tuned for {task}: {cure}")
+        raise UserError(f"--model {folder} was tuned for {task}: {cure}")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     saved = folder / "model"
     try:
         config, tokenizer = AutoConfig.from_pretrained(saved), load_tokenizer(saved)
     except (OSError, ValueError, KeyError) as e:
-        stop_for_user(f"{saved} cannot be loaded ({first_line(e)}): {cure}")
+        raise UserError(f"{saved} cannot be loaded ({first_line(e)}): {cure}") from e
     pretrained = Pretrained(str(saved), config, tokenizer)
     if args.arch != "lean_albert":
         try:
             pretrained.tokenizer = load_tokenizer(args.arch)
         except (OSError, ValueError, KeyError) as e:
-            stop_for_user(
+            raise UserError(
                 f"--arch {args.arch} holds no tokenizer ({first_line(e)}): give lean_albert, an id or a folder"
-            )
+            ) from e
         if pretrained.tokenizer.get_vocab() != tokenizer.get_vocab():
-            stop_for_user(
+            raise UserError(
                 f"--arch {args.arch} has {len(pretrained.tokenizer):,} pieces that are not the {len(tokenizer):,} of "
                 "the run's tokenizer: give lean_albert, which takes that one"
             )
@@ -65,9 +68,7 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
     return pretrained, load_weights(AutoModelForSequenceClassification, pretrained)
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    (args,) = parse_arguments(PredictArguments, description=__doc__)
+def main(args: PredictArguments) -> None:
     setup_logging("finetune")
     task = TASKS["lidirus"]
     pretrained, model = load_tuned(args)
@@ -86,8 +87,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing was written", file=sys.stderr)
-        sys.exit(130)
+    with edge(interrupted="nothing was written"):
+        main(*groups)

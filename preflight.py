@@ -12,7 +12,6 @@ with a trainer's flags; the last line that it prints is the flags to add to them
 """
 
 import contextlib
-import io
 import itertools
 import logging
 import math
@@ -43,7 +42,6 @@ from arguments import (
     SwarmArguments,
     TrainerArguments,
     parse_arguments,
-    show_bytes,
 )
 from data import (
     check_data_arguments,
@@ -84,6 +82,7 @@ from model import (
     move_batch,
 )
 from optimizer import describe_contract
+from support.console import UserError, show_bytes
 from swarm.dht import raise_file_limit
 from swarm.line import LINE
 from swarm.processes import calm_log, clean_end
@@ -299,12 +298,10 @@ def measure_step(
 
 def attempt(what: str, action: Callable) -> tuple[object, Check | None]:
     """(result, None), or (None, the line with which the action would have ended a trainer)."""
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            return action(), None
-    except SystemExit:
-        return None, Check(what, "fatal", said.getvalue().strip().partition("error: ")[2])
+        return action(), None
+    except UserError as e:
+        return None, Check(what, "fatal", str(e))
 
 
 def check_all(

@@ -25,8 +25,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from arguments import TrainerArguments, first_line, stop_for_user
+from arguments import TrainerArguments
 from devices import choose_devices, is_out_of_memory
+from support.console import UserError, first_line
 from swarm.processes import STOP_REQUESTED
 
 logger = logging.getLogger("trainer")
@@ -57,14 +58,14 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
     if not is_started or count == len(devices) == 1:
         return Ranks(0, devices)
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
-        stop_for_user(
+        raise UserError(
             "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
             "torchrun --standalone on each"
         )
     if devices[0].type == "cpu" and not args.num_devices:
         devices *= count
     if len(devices) < count or (args.num_devices or count) != count:
-        stop_for_user(
+        raise UserError(
             f"torchrun has started {count} processes, and there are {len(devices)} devices for them "
             "(--device, --num_devices): let --nproc_per_node be that number"
         )

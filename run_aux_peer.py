@@ -16,15 +16,9 @@ states, and uploads them with --repo_url. These two need the trainers' model, op
 
 import concurrent.futures
 import logging
-import signal
 import time
 from dataclasses import asdict
 
-# Ctrl-C while the imports below run: the end, without a traceback
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-from addresses import select_for_others, stop_unreachable
-from archive import CheckpointHandler, make_observer
 from arguments import (
     ArchiveArguments,
     AuxPeerArguments,
@@ -33,8 +27,24 @@ from arguments import (
     OptimizerArguments,
     SwarmArguments,
     parse_arguments,
-    stop_for_user,
 )
+from support.console import UserError, edge
+
+GROUPS = (
+    SwarmArguments,
+    AuxPeerArguments,
+    ArchiveArguments,
+    ModelArguments,
+    OptimizerArguments,
+    AveragingArguments,
+)
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge():
+        groups = parse_arguments(*GROUPS, description=__doc__)
+
+from addresses import select_for_others, stop_unreachable
+from archive import CheckpointHandler, make_observer
 from dashboard import RunReport
 from data import load_tokenizer
 from joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
@@ -49,20 +59,12 @@ logger = logging.getLogger("aux")
 LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
 
 
-def main() -> None:
-    groups = parse_arguments(
-        SwarmArguments,
-        AuxPeerArguments,
-        ArchiveArguments,
-        ModelArguments,
-        OptimizerArguments,
-        AveragingArguments,
-        description=__doc__,
-    )
+def main(*groups) -> None:
+    """:param groups: instances of GROUPS"""
     swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
     setup_logging("aux")
     if swarm.client_mode:
-        stop_for_user("--client_mode is for trainers: an auxiliary peer is there for others to reach it")
+        raise UserError("--client_mode is for trainers: an auxiliary peer is there for others to reach it")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
     report = RunReport(args, swarm.experiment_prefix)
@@ -135,4 +137,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with clean_end():
-        main()
+        main(*groups)

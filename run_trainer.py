@@ -22,21 +22,12 @@ import json
 import logging
 import os
 import platform
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 
-# Ctrl-C while the imports below run: the end, without a traceback
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-import hivemind
-import torch
-import transformers
-
-from addresses import select_for_others
 from arguments import (
     AveragingArguments,
     DataArguments,
@@ -45,8 +36,20 @@ from arguments import (
     SwarmArguments,
     TrainerArguments,
     parse_arguments,
-    stop_for_user,
 )
+from support.console import UserError, edge
+
+GROUPS = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge():
+        groups = parse_arguments(*GROUPS, description=__doc__)
+
+import hivemind
+import torch
+import transformers
+
+from addresses import select_for_others
 from callback import CollaborativeCallback, find_stream, save_stream
 from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
 from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
@@ -84,16 +87,8 @@ from utils import keep_signing_key, log_to_folder, perplexity, setup_logging
 logger = logging.getLogger("trainer")
 
 
-def main() -> None:
-    groups = parse_arguments(
-        SwarmArguments,
-        ModelArguments,
-        OptimizerArguments,
-        AveragingArguments,
-        DataArguments,
-        TrainerArguments,
-        description=__doc__,
-    )
+def main(*groups) -> None:
+    """:param groups: instances of GROUPS"""
     args = groups[-1]
     setup_logging("trainer")
     if args.logging_dir:
@@ -133,7 +128,9 @@ def train(
     )
 
     if args.num_train_epochs and data_args.streaming:
-        stop_for_user("--num_train_epochs: --streaming reads text without end, in no passes: give --max_steps instead")
+        raise UserError(
+            "--num_train_epochs: --streaming reads text without end, in no passes: give --max_steps instead"
+        )
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
     model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
@@ -141,7 +138,7 @@ def train(
         try:
             os.makedirs(folder or ".", exist_ok=True)
         except OSError as e:
-            stop_for_user(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder")
+            raise UserError(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder") from e
     lock_folder("--output_dir", args.output_dir)
     keep_signing_key(Path(args.output_dir) / "signing_key")
     saved_state = choose_state(args, model, swarm.experiment_prefix)
@@ -195,7 +192,7 @@ def train(
     try:
         callback.resume(saved_state)
     except CheckpointError as e:
-        stop_for_user(f"cannot resume: {e}; --resume_from_checkpoint none starts anew")
+        raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts anew") from e
     callback.dashboard = start_trainer_dashboard(args, swarm.experiment_prefix, arguments, saved_state is not None)
     logger.info(
         f"run {swarm.experiment_prefix} until epoch {max_epoch}, {model.num_parameters():,} parameters, "
@@ -354,7 +351,9 @@ def compute_for_rank_0(
             compile_model(model, trial, device, autocast)
     peer_id, epoch, sizes, fingerprint = ranks.share()
     if fingerprint != tokenizer_fingerprint(tokenizer):
-        stop_for_user(f"{tokenizer.name_or_path} has changed while the ranks of this machine started: start them again")
+        raise UserError(
+            f"{tokenizer.name_or_path} has changed while the ranks of this machine started: start them again"
+        )
     args = set_batch_size(args, sizes)
     seed = data_seed(f"{peer_id} rank {ranks.number}", model_args.seed, epoch)
     batches = make_train_batches(
@@ -419,4 +418,4 @@ def all_finite(tensors: list[torch.Tensor]) -> bool:
 
 if __name__ == "__main__":
     with clean_end():
-        main()
+        main(*groups)

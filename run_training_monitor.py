@@ -22,16 +22,9 @@ To look at a swarm from any terminal, as a reader that leaves no trace; and to d
 
 import logging
 import shlex
-import signal
 from dataclasses import asdict
 from pathlib import Path
 
-# Ctrl-C while the imports below run: the end, without a traceback
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-import hivemind
-
-from addresses import select_for_others, stop_unreachable
 from arguments import (
     ArchiveArguments,
     AveragingArguments,
@@ -40,8 +33,25 @@ from arguments import (
     OptimizerArguments,
     SwarmArguments,
     parse_arguments,
-    stop_for_user,
 )
+from support.console import UserError, edge
+
+GROUPS = (
+    SwarmArguments,
+    MonitorArguments,
+    ArchiveArguments,
+    ModelArguments,
+    OptimizerArguments,
+    AveragingArguments,
+)
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge():
+        groups = parse_arguments(*GROUPS, description=__doc__.splitlines()[0])
+
+import hivemind
+
+from addresses import select_for_others, stop_unreachable
 from dashboard import RunReport, load_history, plot_run
 from joining import compare_with_run, make_dht, warn_of_local_addresses
 from status import StatusServer
@@ -68,30 +78,22 @@ def plot(file: str, output_dir: str, prefix: str) -> None:
     try:
         history = load_history(path, prefix)
     except OSError as e:
-        stop_for_user(f"--output_dir {output_dir}: {path} cannot be read ({e.strerror})")
+        raise UserError(f"--output_dir {output_dir}: {path} cannot be read ({e.strerror})") from e
     if not history:
-        stop_for_user(
+        raise UserError(
             f"--plot: {path} has no epoch of run {prefix!r}: give the --output_dir and --experiment_prefix of a monitor"
         )
     if not Path(file).absolute().parent.is_dir() or Path(file).is_dir() or not plot_run(history, prefix, Path(file)):
-        stop_for_user(f"--plot {file} cannot be written: name a file in a folder that exists")
+        raise UserError(f"--plot {file} cannot be written: name a file in a folder that exists")
     print(f"{len(history):,} points of {history.added:,} epochs in {file}")
 
 
-def main() -> None:
+def main(*groups) -> None:
+    """:param groups: instances of GROUPS"""
     setup_logging("monitor")
-    groups = parse_arguments(
-        SwarmArguments,
-        MonitorArguments,
-        ArchiveArguments,
-        ModelArguments,
-        OptimizerArguments,
-        AveragingArguments,
-        description=__doc__.splitlines()[0],
-    )
     swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
     if swarm.client_mode:
-        stop_for_user("--client_mode is for trainers: a monitor is there for others to reach it")
+        raise UserError("--client_mode is for trainers: a monitor is there for others to reach it")
     if args.logging_dir:
         log_to_folder("monitor", args.logging_dir)
     if args.plot:
@@ -152,4 +154,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with clean_end():
-        main()
+        main(*groups)

@@ -23,7 +23,8 @@ from collections.abc import Callable
 from hivemind import DHT
 
 from addresses import get_host_port, get_ip, get_peer_id, is_local, is_public, is_relayed, select_for_others
-from arguments import split_host_port, stop_for_user
+from arguments import split_host_port
+from support.console import UserError
 
 logger = logging.getLogger("status")
 
@@ -47,7 +48,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
         try:
             super().__init__(("::" if self.address_family == socket.AF_INET6 else "0.0.0.0", port), StatusHandler)
         except OSError as e:
-            stop_for_user(f"--status_port {port}: {e.strerror.lower()}, choose another port or 0")
+            raise UserError(f"--status_port {port}: {e.strerror.lower()}, choose another port or 0") from e
         # helper processes must not hold the port when this one is killed
         os.register_at_fork(after_in_child=self.socket.close)
 
@@ -174,7 +175,7 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
     except ValueError:
         port = None
     if not port:
-        stop_for_user(
+        raise UserError(
             f"--initial_peers {address!r} is no address like /ip4/203.0.113.1/tcp/31337/p2p/QmPeerId, nor HOST:PORT of "
             "a peer's status page"
         )
@@ -190,7 +191,7 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
         if page.get("client_mode") or not maddrs:
             raise ValueError("it accepts no connections: ask for another peer")
     except (OSError, ValueError, RecursionError) as e:
-        stop_for_user(f"--initial_peers {address}: no status page to join by ({describe(e)}); {cure}")
+        raise UserError(f"--initial_peers {address}: no status page to join by ({describe(e)}); {cure}") from e
     chosen = choose_maddrs(maddrs, ip)
     logger.info(f"{address} is {' '.join(chosen)}")
     return chosen

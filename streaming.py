@@ -53,7 +53,6 @@ import pyarrow
 import pyarrow.parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from arguments import stop_for_user
 from documents import (
     cut_blocks,
     encode_documents,
@@ -64,6 +63,7 @@ from documents import (
     split_paragraphs,
     split_sentences,
 )
+from support.console import UserError
 
 logger = logging.getLogger("streaming")
 
@@ -462,35 +462,35 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
-        stop_for_user(f"--sources {path}: {e.strerror}; configs/sources.json is an example")
+        raise UserError(f"--sources {path}: {e.strerror}; configs/sources.json is an example") from e
     except ValueError as e:
-        stop_for_user(f"--sources {path} is not JSON ({e}); configs/sources.json is an example")
+        raise UserError(f"--sources {path} is not JSON ({e}); configs/sources.json is an example") from e
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        stop_for_user(f"--sources {path} is no list of objects; configs/sources.json is an example")
+        raise UserError(f"--sources {path} is no list of objects; configs/sources.json is an example")
     sources = []
     for entry in entries:
         where = f"--sources {path}, {entry.get('name') or entry.get('path') or entry}"
         if unknown := entry.keys() - kinds.keys():
-            stop_for_user(f"{where}: unknown field {min(unknown)}; there are {', '.join(kinds)}")
+            raise UserError(f"{where}: unknown field {min(unknown)}; there are {', '.join(kinds)}")
         paths = entry.get("path")
         if not paths or not all(isinstance(one, str) for one in (paths if isinstance(paths, list) else [paths])):
-            stop_for_user(f"{where}: path must be a file, pattern, URL or Hub dataset, or a list of these")
+            raise UserError(f"{where}: path must be a file, pattern, URL or Hub dataset, or a list of these")
         weight = entry.get("weight", 1)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-            stop_for_user(f"{where}: weight must be a number greater than 0; remove the source to leave it out")
+            raise UserError(f"{where}: weight must be a number greater than 0; remove the source to leave it out")
         texts = {name: value for name, value in entry.items() if name not in ("path", "weight")}
         if wrong := [name for name, value in texts.items() if not isinstance(value, str)]:
-            stop_for_user(f"{where}: {wrong[0]} must be a text")
+            raise UserError(f"{where}: {wrong[0]} must be a text")
         source = Source(**{"sentence_splitter": sentence_splitter, **entry})
         if source.format not in ("jsonl", "text", "parquet", "hub"):
-            stop_for_user(f"{where}: format must be jsonl, text, parquet or hub, not {source.format}")
+            raise UserError(f"{where}: format must be jsonl, text, parquet or hub, not {source.format}")
         if source.format == "hub" and (isinstance(paths, list) or is_url(paths)):
-            stop_for_user(f"{where}: give a format, jsonl, text or parquet: the path does not tell it")
+            raise UserError(f"{where}: give a format, jsonl, text or parquet: the path does not tell it")
         if source.sentence_splitter not in ("auto", "punkt", "razdel"):
-            stop_for_user(f"{where}: sentence_splitter must be auto, punkt or razdel")
+            raise UserError(f"{where}: sentence_splitter must be auto, punkt or razdel")
         load_sentence_splitter(source.language, source.sentence_splitter)
         if source.name in [other.name for other in sources]:
-            stop_for_user(f"{where}: two sources of this name; give each a name of its own")
+            raise UserError(f"{where}: two sources of this name; give each a name of its own")
         sources.append(source)
     return sources
 

@@ -45,15 +45,7 @@ import numpy as np
 
 import data
 import fetch
-from arguments import (
-    DataArguments,
-    ModelArguments,
-    TokenizeArguments,
-    first_line,
-    parse_arguments,
-    show_bytes,
-    stop_for_user,
-)
+from arguments import DataArguments, ModelArguments, TokenizeArguments, parse_arguments
 from documents import (
     WIKITEXT_TITLE,
     cut_blocks,
@@ -69,6 +61,7 @@ from documents import (
     split_paragraphs,
     split_sentences,
 )
+from support.console import UserError, edge, first_line, show_bytes
 
 SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
 SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's order
@@ -135,7 +128,7 @@ def make_dataset(
     tables = tokenize_splits(splits, tokenizer_path, args)
     for name, table in tables.items():
         if not table.num_rows:
-            stop_for_user(f"too little text for a {name} split: give more text or another --validation_fraction")
+            raise UserError(f"too little text for a {name} split: give more text or another --validation_fraction")
     corpus = describe_corpus(tables, tokenizer, args) | {
         "documents": {name: len(documents) for name, documents in splits.items()},
         "source": source,
@@ -147,10 +140,10 @@ def make_dataset(
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
     for flag, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
         if os.path.lexists(path) and not (is_tokenizer_kept and path is tokenizer_path):
-            stop_for_user(f"{path} exists already: remove it, or give another {flag}")
+            raise UserError(f"{path} exists already: remove it, or give another {flag}")
     tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):
-        stop_for_user("--tokenizer_path and --dataset_path must be two folders, neither inside the other")
+        raise UserError("--tokenizer_path and --dataset_path must be two folders, neither inside the other")
 
 
 def name_shards(archive: Path, count: int) -> list[Path]:
@@ -164,9 +157,9 @@ def name_shards(archive: Path, count: int) -> list[Path]:
 def check_archive(archive: Path, args: TokenizeArguments):
     for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
         if os.path.lexists(path):
-            stop_for_user(f"{path} exists already: remove it, or give another --archive")
+            raise UserError(f"{path} exists already: remove it, or give another --archive")
     if not archive.parent.is_dir():
-        stop_for_user(f"--archive {archive}: there is no folder {archive.parent}, make it first")
+        raise UserError(f"--archive {archive}: there is no folder {archive.parent}, make it first")
 
 
 def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArguments):
@@ -187,16 +180,16 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
             sha256 = fetch.pack(archive, {"dataset": dataset_path, "tokenizer": tokenizer_path})
         else:
             if count > len(dataset["train"]):
-                stop_for_user(f"--archive_shards {count}: there are only {len(dataset['train'])} instances")
+                raise UserError(f"--archive_shards {count}: there are only {len(dataset['train'])} instances")
             made = name_shards(archive, count)
             sha256 = make_shards(made, dataset, corpus, tokenizer_path)
     except BaseException as e:
         for path in made:
             path.unlink(missing_ok=True)
         if isinstance(e, OSError):
-            stop_for_user(
+            raise UserError(
                 f"cannot write {archive} ({e}): make room, then run the same command again to pack what is there"
-            )
+            ) from e
         raise
     size = sum(path.stat().st_size for path in made)
     print(
@@ -246,7 +239,9 @@ def unfinished_folder(target: Path):
         folder.mkdir(parents=True)
         yield folder
     except OSError as e:
-        stop_for_user(f"cannot write {target} and what belongs to it ({e}): make room, or choose other folders")
+        raise UserError(
+            f"cannot write {target} and what belongs to it ({e}): make room, or choose other folders"
+        ) from e
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in new_parents:
@@ -271,7 +266,7 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
         splits = {split: split_articles(list(wikitext[split]["text"])) for split in ("train", "validation")}
         return "/".join(name), splits
     if not documents:
-        stop_for_user(f"there is no text in {source}: give files that are not empty")
+        raise UserError(f"there is no text in {source}: give files that are not empty")
     return source, split_documents(documents, args)
 
 
@@ -284,7 +279,7 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
         if len(units) == 1:
             kind, units = "sentences", split_sentences(units, args.language, args.sentence_splitter)
         if len(units) == 1:
-            stop_for_user("the text is a single sentence: give more")
+            raise UserError("the text is a single sentence: give more")
         cut = min(max(round(len(units) * (1 - fraction)), 1), len(units) - 1)
         print(f"one document: its last {len(units) - cut} of {len(units)} {kind} become the validation split")
         return {"train": [units[:cut]], "validation": [units[cut:]]}
@@ -337,7 +332,7 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
     backend.train_from_iterator((paragraph for document in documents for paragraph in document), trainer)
     pieces = json.loads(backend.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
     if not pieces:
-        stop_for_user("there is too little text to train a tokenizer: give more, or use --tokenizer")
+        raise UserError("there is too little text to train a tokenizer: give more, or use --tokenizer")
 
     # The trainer (tokenizers 0.23) walks through hash tables: from run to run, single characters that it did not keep
     # but must include get other scores above the lowest one, 1e-4 apart, sums differ in their last digits, and with
@@ -450,7 +445,7 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: str | Pa
                     blocks = cut_blocks(np.concatenate(parts), args.seq_length, args.objective, tokenizer)
                     tables[name] = pyarrow.concat_tables(make_tables(*blocks))
     except BrokenProcessPool:
-        stop_for_user("a tokenizing process was killed, probably for want of memory: lower --num_proc")
+        raise UserError("a tokenizing process was killed, probably for want of memory: lower --num_proc") from None
     finally:
         if executor:
             executor.shutdown(cancel_futures=True)
@@ -516,7 +511,7 @@ def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArgume
     for name, documents in splits.items():
         if not documents:
             where = args.validation_file if name == "validation" and args.validation_file else source
-            stop_for_user(f"there is no text for the {name} split in {where}: give files that are not empty")
+            raise UserError(f"there is no text for the {name} split in {where}: give files that are not empty")
     options = TokenizeArguments(
         objective=objective,
         seq_length=args.max_sequence_length,
@@ -536,7 +531,9 @@ def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArgume
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        stop_for_user(f"--dataset_cache_dir {cache_dir} cannot be written ({e.strerror}): choose another folder")
+        raise UserError(
+            f"--dataset_cache_dir {cache_dir} cannot be written ({e.strerror}): choose another folder"
+        ) from e
     with fetch.locked(folder.with_suffix(".lock")):
         if not folder.exists():
             if "validation" not in splits:
@@ -560,28 +557,27 @@ def load_hub_splits(args: DataArguments) -> tuple[str, dict[str, list[list[str]]
         except (OSError, ValueError) as e:
             if not is_folder:
                 raise
-            stop_for_user(f"--dataset_name {args.dataset_name} holds no dataset ({first_line(e)})")
+            raise UserError(f"--dataset_name {args.dataset_name} holds no dataset ({first_line(e)})") from e
     splits = {}
     for split in [name for name in ("train", "validation") if name in found]:
         if args.text_column not in found[split].column_names:
             columns = ", ".join(found[split].column_names)
-            stop_for_user(f"--dataset_name {args.dataset_name} has the columns {columns}: give one in --text_column")
+            raise UserError(f"--dataset_name {args.dataset_name} has the columns {columns}: give one in --text_column")
         texts = [text or "" for text in found[split][args.text_column]]
         if any(not isinstance(text, str) for text in texts):
-            stop_for_user(f"--dataset_name {args.dataset_name}: {args.text_column} is no text: give --text_column")
+            raise UserError(f"--dataset_name {args.dataset_name}: {args.text_column} is no text: give --text_column")
         first = next((text for text in texts if text.strip()), "")
         if WIKITEXT_TITLE.match(first.strip("\n")):
             splits[split] = split_articles(texts)
         else:
             splits[split] = [paragraphs for text in texts if (paragraphs := split_paragraphs(text))]
     if "train" not in splits:
-        stop_for_user(f"--dataset_name {args.dataset_name} has no split train, but {', '.join(found)}: use another one")
+        raise UserError(
+            f"--dataset_name {args.dataset_name} has no split train, but {', '.join(found)}: use another one"
+        )
     return "/".join(name), splits
 
 
 if __name__ == "__main__":
-    try:
+    with edge(interrupted="nothing was written"):
         main()
-    except KeyboardInterrupt:
-        print("\ninterrupted: nothing was written", file=sys.stderr)
-        sys.exit(130)

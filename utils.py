@@ -34,7 +34,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, constr, root_validator
 
-from arguments import stop_for_user
+from support.console import UserError
 
 logger = logging.getLogger("utils")
 
@@ -457,7 +457,7 @@ def log_to_folder(role_name: str, folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
         handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")
     except OSError as e:
-        stop_for_user(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder")
+        raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
     add_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S"))
     # both read them when they are imported
     os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))

@@ -24,8 +24,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from arguments import SwarmArguments, show_bytes, stop_for_user
+from arguments import SwarmArguments
 from joining import find_plan, make_dht
+from support.console import UserError, show_bytes
 from swarm.processes import handle_stop_signals, shut_down
 from utils import (
     RECENT_EPOCHS,
@@ -88,7 +89,7 @@ class Look:
 def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     """Show the swarm until Ctrl-C: live in a terminal, else a line an epoch."""
     if not swarm.initial_peers:
-        stop_for_user("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
+        raise UserError("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
     prefix = swarm.experiment_prefix
     # the identity file may be the monitor's, and two peers of one name are one too many
     dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))

@@ -24,7 +24,7 @@ def main() -> None:
         return move_batch(batch, device)
 
     run_trainer.move_batch = move_batch_slowly
-    run_trainer.main()
+    run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 
 from addresses import get_peer_id
-from arguments import stop_for_user
+from support.console import UserError
 from swarm.line import LINE, ask
 from swarm.processes import STOPPING, live_as_helper
 
@@ -27,7 +27,7 @@ P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "rel
 def check_versions(numpy_version: str = numpy.__version__) -> None:
     """Stop where hivemind would average nothing and log success: its 8-bit codecs fail silently on numpy >= 2.4."""
     if tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
-        stop_for_user(f"numpy {numpy_version} breaks hivemind's compression in silence: pip install 'numpy<2.4'")
+        raise UserError(f"numpy {numpy_version} breaks hivemind's compression in silence: pip install 'numpy<2.4'")
 
 
 async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:

@@ -17,6 +17,8 @@ from multiprocessing.connection import wait as wait_for_processes
 
 import psutil
 
+from support.console import edge
+
 logger = logging.getLogger("swarm")
 
 # Shared with the helper processes: once it is set, what they log is noise.
@@ -132,12 +134,13 @@ def clean_end() -> Iterator[None]:
             traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
             end_process(1)
 
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
-    threading.excepthook = end_after_thread_failed
     code = 0
     try:
-        yield
+        with edge():
+            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGTERM, interrupt)
+            threading.excepthook = end_after_thread_failed
+            yield
     except KeyboardInterrupt:
         logger.info("stopped")
     except SystemExit as e:

@@ -39,6 +39,7 @@ from arguments import (
 from checkpoint import find_checkpoints, load_checkpoint, save_model
 from data import load_tokenizer
 from model import make_model
+from support.console import UserError
 
 REPOSITORY = "org/my-albert"
 DONOR = "QmDonorWhoseAddressIsNobodysBusiness"
@@ -69,11 +70,10 @@ def parse(monkeypatch, *words: str) -> ArchiveArguments:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_contradiction_is_one_line_and_exit_code_2(words, cure, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as error:
+def test_a_contradiction_is_one_line(words, cure, monkeypatch):
+    with pytest.raises(UserError) as error:
         parse(monkeypatch, *words)
-    assert error.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = str(error.value).splitlines()
     assert cure in line and "hf_secret" not in line
 
 
@@ -125,7 +125,7 @@ def test_a_restart_goes_on_where_the_archive_ends(save, tmp_path):
     assert len(list(folder.glob("set-aside-*/checkpoint-*"))) == 2
 
 
-def test_a_folder_or_a_token_that_is_missing_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_folder_or_a_token_that_is_missing_is_one_line(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HF_USER_ACCESS_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     login = tmp_path / "login"
@@ -135,10 +135,9 @@ def test_a_folder_or_a_token_that_is_missing_is_one_line(tmp_path, monkeypatch, 
         (tmp_path / "file", [], "--local_path"),
         (tmp_path / "archive", [REPOSITORY], "hf auth login"),
     ):
-        with pytest.raises(SystemExit) as error:
+        with pytest.raises(UserError) as error:
             make_handler(folder, *words)
-        assert error.value.code == 2
-        [line] = capsys.readouterr().err.splitlines()
+        [line] = str(error.value).splitlines()
         assert cure in line
     login.write_text(TOKEN)
     assert make_handler(tmp_path / "archive", REPOSITORY).publisher.repo_id == REPOSITORY

@@ -9,6 +9,7 @@ import pytest
 from processes import ROOT
 
 import arguments
+from support.console import UserError
 
 GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)]
 FIELDS = [(group, field) for group in GROUPS for field in dataclasses.fields(group)]
@@ -82,9 +83,9 @@ def test_steps_count_epochs_and_say_so():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, words, monkeypatch, capsys):
+def test_a_wrong_flag_is_one_line(flags, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["./run_trainer.py", *flags])
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(UserError) as error:
         arguments.parse_arguments(
             arguments.SwarmArguments,
             arguments.ModelArguments,
@@ -93,10 +94,17 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(flags, words, monkeypatch, cap
             arguments.DataArguments,
             arguments.TrainerArguments,
         )
-    assert error.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("run_trainer.py: error: ")
+    [line] = str(error.value).splitlines()
     assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize("script", ["run_trainer.py", "run_training_monitor.py", "run_aux_peer.py", "finetune_mlm.py"])
+def test_a_typo_is_answered_before_the_slow_imports(script):
+    command = [sys.executable, "-X", "importtime", script, "--nonsense"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    *imported, line = run.stderr.splitlines()
+    assert run.returncode == 2 and line.startswith(f"{script}: error: ") and "--" in line
+    assert not {"torch", "hivemind"} & {line.split("|")[-1].strip() for line in imported}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from data import load_data
 from model import compute_losses, make_model, move_batch
 from optimizer import make_local_optimizer, make_param_groups
 from ranks import start_ranks
+from support.console import UserError
 
 CPU = torch.device("cpu")
 TINY = [
@@ -49,7 +50,7 @@ def keep_rows(batch, device):
 
 run_trainer.make_trained_model, run_trainer.move_batch = keep_model, keep_rows
 with run_trainer.clean_end():
-    run_trainer.main()
+    run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
     path = os.path.join(os.environ["OBSERVED"], f"rank{os.environ.get('RANK', 0)}.pt")
     torch.save({"weights": dict(model.named_parameters()), "rows": rows}, path)
 """
@@ -152,7 +153,7 @@ def make_greedy_model(*args):
 data.DataCollatorForWholeWordMask.collate = collate_slowly
 run_trainer.make_trained_model = make_greedy_model
 with run_trainer.clean_end():
-    run_trainer.main()
+    run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
 """
 
 
@@ -465,11 +466,10 @@ def test_devices_are_chosen_without_a_cuda_context():
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else None,
 )
-def test_a_device_that_is_not_there_is_one_line(options, words, capsys):
-    with pytest.raises(SystemExit) as error:
+def test_a_device_that_is_not_there_is_one_line(options, words):
+    with pytest.raises(UserError) as error:
         devices.choose_devices(TrainerArguments(**options))
-    said = capsys.readouterr().err
-    assert error.value.code == 2 and said.count("\n") == 1
+    [said] = str(error.value).splitlines()
     assert all(word in said for word in words), said
 
 
@@ -492,16 +492,15 @@ def test_out_of_memory_is_known_by_all_its_names():
     ],
     ids=str,
 )
-def test_torchrun_and_num_devices_must_agree(monkeypatch, capsys, variables, expected):
+def test_torchrun_and_num_devices_must_agree(monkeypatch, variables, expected):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
         if name in variables:
             monkeypatch.setenv(name, variables[name])
     args = TrainerArguments(device="cpu", num_devices=variables.get("num_devices"))
     if isinstance(expected, str):
-        with pytest.raises(SystemExit) as error:
+        with pytest.raises(UserError, match=re.escape(expected)):
             start_ranks(args)
-        assert error.value.code == 2 and expected in capsys.readouterr().err
     else:
         ranks = start_ranks(args)
         assert (ranks.number, ranks.count) == expected
@@ -523,7 +522,7 @@ def test_cpu_ranks_are_as_many_as_asked_for():
     ],
 )
 def test_a_wrong_value_is_refused(options, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         TrainerArguments(**options)
     assert TrainerArguments(per_device_train_batch_size="16").per_device_train_batch_size == 16
     assert TrainerArguments(per_device_train_batch_size="auto").per_device_train_batch_size == "auto"

@@ -24,6 +24,7 @@ import data
 import fetch
 import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
+from support.console import UserError
 
 SHARDS = 3
 
@@ -63,18 +64,18 @@ def left_in(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") if cache.exists() else []
 
 
-def expect_stop(capsys, words: str, *arguments) -> None:
+def expect_stop(words: str, *arguments) -> None:
     """fetch_data ends as for a user's error: one line with these words, exit code 2."""
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError) as error:
         fetch.fetch_data(*arguments)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and words in error, error
+    [line] = str(error.value).splitlines()
+    assert words in line
 
 
 # ---------------------------------------------------------------- packing
 
 
-def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path, tiny_data, hosted, capsys):
+def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path, tiny_data, hosted):
     flags = [str(word) for flag in tiny_data.items() for word in flag]
     for path in tiny_data["--dataset_path"].rglob("*"):
         os.utime(path, (1e9, 1e9))
@@ -85,9 +86,8 @@ def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path
     sha256 = fetch.hash_file(hosted / "tiny.tar.gz")
     assert f"/other.tar.gz --dataset_sha256 {sha256}" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["other.tar.gz"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="other.tar.gz exists already"):
         tokenize_wikitext103.check_archive(tmp_path / "other.tar.gz", TokenizeArguments())
-    assert "other.tar.gz exists already" in capsys.readouterr().err
 
 
 def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted, tiny_data):
@@ -121,13 +121,13 @@ def test_archive_by_url_or_path_becomes_the_folder_it_was_made_of(server, hosted
     assert len(dataset["train"]) == corpus["instances"]["train"] > 0
 
 
-def test_a_folder_stays_what_it_is(tiny_data, cache, capsys):
+def test_a_folder_stays_what_it_is(tiny_data, cache):
     folder = tiny_data["--dataset_path"]
     assert fetch.fetch_data(str(folder), None, cache) == fetch.Data(folder)
     assert not cache.exists()
-    expect_stop(capsys, "--dataset_sha256", str(folder), "0" * 64, cache)
+    expect_stop("--dataset_sha256", str(folder), "0" * 64, cache)
     for address in ("s3://bucket/a.tar", "http://[bad/a.tar", "http://host:x/a.tar"):
-        expect_stop(capsys, "no http(s) address", address, None, cache)
+        expect_stop("no http(s) address", address, None, cache)
 
 
 @pytest.mark.parametrize("validator", ["ETag", "Last-Modified", None])
@@ -164,7 +164,7 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tm
     assert read_files(folder) == read_files(tmp_path / "expected")
 
 
-def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, hosted, cache, capsys, caplog):
+def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, hosted, cache, caplog):
     server.answers["/tiny.tar.gz"] = [500, 429, 200]
     assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache, patience=10).is_dir()
     assert len(server.requests) == 3 and "answers 500" in caplog.text
@@ -194,12 +194,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_no_archive_is_one_line_and_leaves_nothing(server, tmp_path, cache, capsys, fault):
+def test_what_is_no_archive_is_one_line_and_leaves_nothing(server, tmp_path, cache, fault):
     content, words = FAULTS[fault]
     server.folder = tmp_path
     if content is not None:
         (tmp_path / "data.tar.gz").write_bytes(content)
-    expect_stop(capsys, words, f"{server.url}/data.tar.gz", None, cache)
+    expect_stop(words, f"{server.url}/data.tar.gz", None, cache)
     assert left_in(cache) == []
 
 
@@ -210,9 +210,9 @@ def test_nobody_listens(cache):
         fetch.fetch(f"http://127.0.0.1:{port}/tiny.tar.gz", None, cache, patience=0.5)
 
 
-def test_a_wrong_sha256_is_refused_and_the_right_one_works_at_once(server, hosted, cache, capsys):
+def test_a_wrong_sha256_is_refused_and_the_right_one_works_at_once(server, hosted, cache):
     url, sha256 = f"{server.url}/tiny.tar.gz", fetch.hash_file(hosted / "tiny.tar.gz")
-    expect_stop(capsys, f"has sha256 {sha256}, not {'0' * 64}", url, "0" * 64, cache)
+    expect_stop(f"has sha256 {sha256}, not {'0' * 64}", url, "0" * 64, cache)
     assert left_in(cache) == []
     assert fetch.fetch_data(url, sha256.upper(), cache).dataset.is_dir()
 
@@ -256,9 +256,9 @@ def make_hostile_tar(path: Path, kind: str) -> None:
         *("hard link", "device", "fifo"),
     ],
 )
-def test_an_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, cache, capsys, kind):
+def test_an_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, cache, kind):
     make_hostile_tar(tmp_path / "hostile.tar", kind)
-    expect_stop(capsys, "outside its folder, and is not used", str(tmp_path / "hostile.tar"), None, cache)
+    expect_stop("outside its folder, and is not used", str(tmp_path / "hostile.tar"), None, cache)
     assert left_in(cache) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "hostile.tar"]
 
@@ -277,9 +277,9 @@ def small_disk(folder: Path, size: str):
 
 
 @pytest.mark.parametrize("size", ["1m", "4m"], ids=["for the download", "for the unpacked archive"])
-def test_a_full_disk_is_one_line(server, hosted, cache, capsys, size):
+def test_a_full_disk_is_one_line(server, hosted, cache, size):
     with small_disk(cache, size):
-        expect_stop(capsys, "--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
+        expect_stop("--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
         names = left_in(cache)
         subprocess.run(["mount", "-o", "remount,size=20m", str(cache)], check=True)
         assert fetch.fetch_data(f"{server.url}/big.tar", None, cache).dataset.is_dir()

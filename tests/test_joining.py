@@ -13,6 +13,7 @@ from processes import LOOPBACK, ROOT, make_prefix
 from addresses import get_host_port
 from arguments import SwarmArguments, make_host_maddrs
 from joining import announce_public_address
+from support.console import UserError
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
 MEASURER = """
@@ -61,11 +62,10 @@ def test_the_public_address_is_announced_with_the_port_that_is_listened_on():
 
 
 @pytest.mark.parametrize("text", ["<html>you are 203.0.113.7</html>", "", "2001:db8::1"])
-def test_a_public_address_that_is_of_no_use_is_one_line(text, capsys):
-    with serve_text(text) as url, pytest.raises(SystemExit) as error:
+def test_a_public_address_that_is_of_no_use_is_one_line(text):
+    with serve_text(text) as url, pytest.raises(UserError) as error:
         announce_public_address(SwarmArguments("run", use_google_dns=True, public_ip_url=url))
-    assert error.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
+    [line] = str(error.value).splitlines()
     assert "--use_google_dns" in line or "--public_ip_url" in line
 
 

@@ -20,6 +20,7 @@ import data
 import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
 from documents import read_documents, read_text, split_sentences
+from support.console import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tokenize_wikitext103.py")
@@ -128,12 +129,11 @@ def test_other_seed_other_instances(written, tmp_path):
     data.load_tokenized_dataset(tmp_path / "dataset", data.load_tokenizer(written / "tokenizer"))
 
 
-def test_dataset_of_another_tokenizer_is_refused(written, tmp_path, capsys):
+def test_dataset_of_another_tokenizer_is_refused(written, tmp_path):
     pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
     AlbertTokenizer(vocab=[(piece, 0.0) for piece in pieces]).save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError, match="another tokenizer"):
         data.load_tokenized_dataset(written / "dataset", data.load_tokenizer(tmp_path / "tokenizer"))
-    assert stop.value.code == 2 and "another tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cased, keep_accents", [(False, False), (True, True), (False, True)])
@@ -227,19 +227,17 @@ def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_
         assert read_files(tmp_path / name) == read_files(folder / name)
 
 
-def test_what_was_made_for_another_objective_is_refused_but_pairs_will_do_for_mlm(blocks, written, capsys):
+def test_what_was_made_for_another_objective_is_refused_but_pairs_will_do_for_mlm(blocks, written):
     objective, folder, _ = blocks
     tokenizer = data.load_tokenizer(folder / "tokenizer", objective)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError, match="^[^\n]*tokenize again with --objective mlm_sop[^\n]*$"):
         data.load_tokenized_dataset(folder / "dataset", tokenizer, "mlm_sop")
-    message = capsys.readouterr().err
-    assert stop.value.code == 2 and message.count("\n") == 1 and "tokenize again with --objective mlm_sop" in message
     if objective == "mlm":
         pairs, _ = data.load_tokenized_dataset(written / "dataset", data.load_tokenizer(written / "tokenizer"), "mlm")
         assert set(pairs["train"].column_names) == set(data.COLUMNS) - {"sentence_order_label"}
 
 
-def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path, capsys):
+def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
     objective, folder, _ = blocks
     if objective == "clm":
         flags = ("--objective", "mlm", "--corpus", "sample", "--tokenizer", folder / "tokenizer")
@@ -302,7 +300,7 @@ def test_a_trainer_tokenizes_text_once_and_finds_it_again(written, tmp_path, cap
     ],
     ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
 )
-def test_text_that_is_not_there_is_one_line(written, tmp_path, monkeypatch, capsys, options, words):
+def test_text_that_is_not_there_is_one_line(written, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -312,10 +310,9 @@ def test_text_that_is_not_there_is_one_line(written, tmp_path, monkeypatch, caps
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text(json.dumps({"text": "A b."}))
     model = ModelArguments(str(ROOT / "configs" / "demo.json"), tokenizer_path=str(written / "tokenizer"))
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(UserError) as error:
         data.load_data(model, DataArguments(dataset_cache_dir=str(tmp_path / "cache"), **options), True)
-    assert stop.value.code == 2
-    message = capsys.readouterr().err.strip().splitlines()[-1]
+    [message] = str(error.value).splitlines()
     assert all(word in message for word in words), message
 
 

@@ -38,7 +38,7 @@ def make_faulty_model(*args):
 
 run_trainer.make_trained_model = make_faulty_model
 with run_trainer.clean_end():
-    run_trainer.main()
+    run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
 """
 
 # Runs run_trainer.py and prints the width of each batch that it trains on, with the epoch.
@@ -59,7 +59,7 @@ def measure_batch(batch, device):
 
 run_trainer.make_optimizer, run_trainer.move_batch = keep_optimizer, measure_batch
 with run_trainer.clean_end():
-    run_trainer.main()
+    run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
 """
 
 # A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer's parameters break and are mended.
