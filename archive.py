@@ -31,24 +31,15 @@ from arguments import (
     SwarmArguments,
     parse_arguments,
 )
-from checkpoint import (
-    collect_state,
-    find_checkpoints,
-    lock_folder,
-    put_back,
-    read_epoch,
-    remove_checkpoints,
-    save_model,
-    set_aside,
-    write_file,
-)
+from checkpoint import collect_state, find_checkpoints, put_back, read_epoch, remove_checkpoints, save_model, set_aside
 from data import tokenizer_fingerprint
 from joining import compare_with_run
 from model import USES_OF, make_model
 from optimizer import describe_contract, make_optimizer
-from support.console import UserError, edge
+from support.console import UserError, edge, setup_logging
+from support.files import lock_folder, write_file
 from swarm.optimizer import Optimizer
-from utils import SwarmMetrics, setup_logging
+from utils import SwarmMetrics
 
 logger = logging.getLogger("archive")
 

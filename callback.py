@@ -24,20 +24,19 @@ from tqdm import tqdm
 from arguments import SwarmArguments, TrainerArguments
 from checkpoint import (
     CheckpointError,
-    append_line,
     apply_state,
     collect_state,
     load_state,
     load_state_file,
     save_checkpoint,
     save_state_file,
-    write_file,
 )
 from dashboard import report_to_dashboard
 from data import StreamedBatches
 from devices import is_out_of_memory
 from joining import publish_contract
 from preflight import warn_of_speed
+from support.files import append_line, write_file
 from swarm.line import LINE
 from swarm.optimizer import Optimizer
 from swarm.states import list_params

@@ -15,20 +15,16 @@ state_dict), local_epoch; and, where a trainer wrote it: total_samples, counters
 """
 
 import contextlib
-import fcntl
-import hashlib
 import json
 import logging
-import os
 import pickle
 import platform
 import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, TextIO
 
 import hivemind
 import numpy
@@ -40,37 +36,13 @@ from transformers.utils.logging import disable_progress_bar
 from arguments import TrainerArguments
 from model import describe_architecture
 from support.console import UserError
+from support.files import describe_file, flush_to_disk, warn_of_full_disk, write_file
 
 logger = logging.getLogger("checkpoint")
-
-#: folders and files that could not be written the last time: one warning, not one at each try
-UNWRITABLE: set[Path] = set()
-OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
 class CheckpointError(Exception):
     """What is there cannot be taken for a training state, or not for one of this model; the text says why."""
-
-
-def lock_folder(flag: str, folder: str | Path) -> None:
-    """Keep others out of a folder until this process ends; ends it now when another one is in there.
-
-    Two peers in one folder would take each other's checkpoints for their own.
-    """
-    path = Path(folder).resolve() / ".lock"
-    if path in OPEN_LOCKS:
-        return
-    try:
-        # never to be closed: that of any descriptor of this file would unlock it
-        file = OPEN_LOCKS[path] = open(path, "a")  # noqa: SIM115
-        # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as e:
-        raise UserError(
-            f"{flag} {folder} is in use by another peer, or not yours: choose another one ({e.strerror})"
-        ) from e
-    except OSError as e:  # a full disk, or one that knows no locks
-        logger.info(f"{folder} is not locked ({e.strerror}): see that no other peer uses it")
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -152,83 +124,6 @@ def remove_checkpoints(folders: Iterable[Path]) -> None:
 def save_state_file(state: dict, path: str | Path) -> bool:
     """Write a whole training state to one file, which is replaced at once; a full disk is a warning and False."""
     return write_file(path, lambda file: torch.save(state, file))
-
-
-def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> bool:
-    """Have `write` write a file, which is there whole or not at all; a full disk is a warning and False."""
-    path = Path(path).absolute()
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with warn_of_full_disk(path, str(path), unfinished) as success:
-        with open(unfinished, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
-        flush_to_disk(path.parent)
-    return bool(success)
-
-
-def append_line(path: str | Path, line: str) -> None:
-    """Append to a file of lines; a full disk is a warning and no line."""
-    path = Path(path).absolute()
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    except OSError as e:
-        if path.exists():
-            os.truncate(path, size)
-        # the disk that is too full for a checkpoint is no news
-        if not {path, path.parent} & UNWRITABLE:
-            logger.warning(f"Could not write to {path}: {e}. Will go on trying")
-        UNWRITABLE.add(path)
-
-
-@contextlib.contextmanager
-def warn_of_full_disk(where: Path, what: str, unfinished: Path) -> Iterator[list]:
-    """Of what cannot be written make one warning, until it can be again, and remove what is unfinished.
-
-    :returns: a list that is empty unless all was written
-    """
-    success = []
-    try:
-        yield success
-    except Exception as e:
-        # torch hides the system's error behind one of its own; safetensors and tokenizers turn it into text
-        cause = e if isinstance(e, OSError) else e.__context__
-        if not isinstance(cause, OSError) and "os error" not in str(e):
-            raise
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        else:
-            unfinished.unlink(missing_ok=True)
-        if where not in UNWRITABLE:
-            reason = cause if isinstance(cause, OSError) else e
-            logger.warning(f"Could not save {what}: {reason}. Will go on trying, and tell when it works")
-        UNWRITABLE.add(where)
-    else:
-        success.append(True)
-        if where in UNWRITABLE:
-            UNWRITABLE.remove(where)
-            logger.info(f"Saved {what}: writing works again")
-
-
-def flush_to_disk(path: Path) -> None:
-    """fsync of a file, or of a folder's list of names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def describe_file(path: Path) -> dict:
-    """Size in bytes and SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 # --- finding and reading ----------------------------------------------------------------------------------------------

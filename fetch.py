@@ -29,12 +29,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from support.console import UserError, show_bytes
+from support.files import hash_file, locked
 
 logger = logging.getLogger("fetch")
 
@@ -169,27 +169,6 @@ def make_name(source: str, sha256: str | None) -> str:
         sha256 = hashlib.sha256(text.encode()).hexdigest()
     stem = PurePosixPath(urllib.parse.urlsplit(source).path).name.split(".")[0]
     return f"{re.sub(r'[^A-Za-z0-9_-]', '', stem)[:60] or 'data'}-{sha256[:16]}"
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time; the others wait."""
-    with open(path, "a") as file:
-        is_waiting = False
-        while True:
-            try:
-                # of this kind because helper processes, which may outlive a killed trainer, do not inherit it
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except (BlockingIOError, PermissionError):
-                if not is_waiting:
-                    logger.info("another process fetches the same: waiting for it")
-                is_waiting = True
-                time.sleep(0.2)
-            except OSError as e:
-                logger.info(f"{path} cannot be locked ({e.strerror}): start other trainers when this one has its data")
-                break
-        yield
 
 
 def hold(folder: Path) -> IO | None:
@@ -382,15 +361,6 @@ class Progress:
 
 
 # --- archives ---------------------------------------------------------------------------------------------------------
-
-
-def hash_file(path: Path) -> str:
-    """sha256, hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def check_sha256(file: Path, source: str, sha256: str | None) -> None:

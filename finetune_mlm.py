@@ -41,7 +41,7 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from checkpoint import lock_folder, save_model, write_file
+from checkpoint import save_model
 from finetune_tasks import (
     TASKS,
     EntityChooser,
@@ -56,7 +56,8 @@ from finetune_tasks import (
 from lean_albert import load_ruleanalbert
 from model import find_longest_sequence
 from optimizer import make_param_groups
-from utils import setup_logging
+from support.console import setup_logging
+from support.files import lock_folder, write_file
 
 logger = logging.getLogger("finetune")
 

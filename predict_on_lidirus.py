@@ -26,10 +26,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from checkpoint import write_file
 from finetune_mlm import Pretrained, check_tokenizer, choose_length, encode, load_tokenizer, load_weights, predict
 from finetune_tasks import TASKS, format_predictions, load_examples
-from utils import setup_logging
+from support.console import setup_logging
+from support.files import write_file
 
 logger = logging.getLogger("finetune")
 

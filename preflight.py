@@ -82,11 +82,11 @@ from model import (
     move_batch,
 )
 from optimizer import describe_contract
-from support.console import UserError, show_bytes
+from support.console import UserError, setup_logging, show_bytes
 from swarm.dht import raise_file_limit
 from swarm.line import LINE
 from swarm.processes import calm_log, clean_end
-from utils import RunContract, fetch_progress, make_validators, setup_logging
+from utils import RunContract, fetch_progress, make_validators
 
 logger = logging.getLogger("preflight")
 

@@ -50,9 +50,9 @@ from data import load_tokenizer
 from joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from model import find_objective
 from status import StatusServer
+from support.console import log_to_folder, setup_logging
 from swarm.line import LINE
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from utils import log_to_folder, setup_logging
 
 logger = logging.getLogger("aux")
 

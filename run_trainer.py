@@ -51,7 +51,7 @@ import transformers
 
 from addresses import select_for_others
 from callback import CollaborativeCallback, find_stream, save_stream
-from checkpoint import CheckpointError, choose_state, lock_folder, save_model, write_file
+from checkpoint import CheckpointError, choose_state, save_model
 from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
 from data import (
     ShardedSplit,
@@ -81,8 +81,10 @@ from optimizer import describe_contract, make_optimizer
 from preflight import run_preflight, warn_at_start
 from ranks import RankLost, Ranks, list_gradients, start_ranks
 from status import StatusServer
+from support.console import log_to_folder, setup_logging
+from support.files import lock_folder, write_file
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
-from utils import keep_signing_key, log_to_folder, perplexity, setup_logging
+from utils import keep_signing_key, perplexity
 
 logger = logging.getLogger("trainer")
 

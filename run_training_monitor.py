@@ -55,8 +55,8 @@ from addresses import select_for_others, stop_unreachable
 from dashboard import RunReport, load_history, plot_run
 from joining import compare_with_run, make_dht, warn_of_local_addresses
 from status import StatusServer
+from support.console import log_to_folder, setup_logging
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from utils import log_to_folder, setup_logging
 from watch import watch_swarm
 
 logger = logging.getLogger("monitor")

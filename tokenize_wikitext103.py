@@ -62,6 +62,7 @@ from documents import (
     split_sentences,
 )
 from support.console import UserError, edge, first_line, show_bytes
+from support.files import hash_file, locked, unfinished_folder
 
 SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
 SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's order
@@ -216,7 +217,7 @@ def make_shards(names: list[Path], dataset: dict, corpus: dict, tokenizer_path: 
             write_dataset(tables, corpus, folder)
             entries.append({"name": archive.name, "sha256": fetch.pack(archive, parts), "size": archive.stat().st_size})
     index.write_text(json.dumps({"common": entries[0], "shards": entries[1:]}, indent=2) + "\n")
-    return fetch.hash_file(index)
+    return hash_file(index)
 
 
 def select_rows(dataset, count: int, number: int):
@@ -228,25 +229,6 @@ def select_rows(dataset, count: int, number: int):
         parts.append(table.take(np.arange(start, table.num_rows, count)))
         start = (start - table.num_rows) % count
     return pyarrow.concat_tables(parts)
-
-
-@contextlib.contextmanager
-def unfinished_folder(target: Path):
-    """A folder beside the target, to be renamed when it is complete; else it goes, and the parents made for it."""
-    new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
-    folder = target.absolute().parent / f".{target.name}.unfinished-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-    except OSError as e:
-        raise UserError(
-            f"cannot write {target} and what belongs to it ({e}): make room, or choose other folders"
-        ) from e
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for parent in new_parents:
-            with contextlib.suppress(OSError):  # not empty: the target is there
-                parent.rmdir()
 
 
 def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]]]:
@@ -534,7 +516,7 @@ def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArgume
         raise UserError(
             f"--dataset_cache_dir {cache_dir} cannot be written ({e.strerror}): choose another folder"
         ) from e
-    with fetch.locked(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not folder.exists():
             if "validation" not in splits:
                 splits = split_documents(splits["train"], options)

@@ -1,4 +1,4 @@
-"""What peers tell each other about a run: signed records and their validators, metrics and their aggregation; logging.
+"""What peers tell each other about a run: signed records and their validators, metrics and their aggregation.
 
 Every trainer publishes two records, each under its own public key as subkey and signed with the matching private key,
 so that nobody can overwrite another's: its metrics of the epoch just finished (`{prefix}_metrics`, LocalMetrics) and
@@ -14,9 +14,7 @@ import contextlib
 import hashlib
 import logging
 import math
-import os
 import statistics
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +26,12 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
-from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.serializer import MSGPackSerializer
 
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, constr, root_validator
 
-from support.console import UserError
+from support.console import show_duration
 
 logger = logging.getLogger("utils")
 
@@ -387,78 +384,6 @@ def show_samples(progress: dict[str, float]) -> str:
     return f"{progress['swarm_samples']:,} samples so far, {progress['target_batch_size']:,} an epoch"
 
 
-def show_duration(seconds: float) -> str:
-    """For people: 2 h 5 min."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
-    parts = [f"{days:,} d"] * (days > 0) + [f"{hours} h"] * (hours > 0) + [f"{minutes} min"] * (minutes > 0)
-    return " ".join(parts[:2])
-
-
 def compute_seconds(seconds: dict[str, float]) -> float:
     """What waiting and averaging leave of an epoch's seconds."""
     return max(0.0, seconds["epoch_seconds"] - seconds["waiting_seconds"] - seconds["averaging_seconds"])
-
-
-class RoleFormatter(logging.Formatter):
-    """`HH:MM:SS role message`; a warning or error says so, and names its library when it is not ours."""
-
-    def __init__(self, role_name: str, datefmt: str = "%H:%M:%S", is_colored: bool = False):
-        super().__init__(datefmt=datefmt)
-        self.role_name = role_name
-        self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if is_colored else {}
-
-    def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
-        level = level.replace("warn:", "warning:")  # hivemind renames the level for the whole process
-        library = "" if is_ours(record) else f"[{record.name.split('.')[0]}] "
-        line = f"{self.formatTime(record, self.datefmt)} {self.role_name} {level}{library}{record.getMessage()}"
-        if record.levelno in self.colors:
-            line = f"{self.colors[record.levelno]}{line}\033[0m"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-def is_ours(record: logging.LogRecord) -> bool:
-    """Whether one of the project's own files wrote the record."""
-    path = Path(record.pathname).absolute()
-    return path.is_relative_to(Path(__file__).absolute().parent) and "site-packages" not in path.parts
-
-
-def setup_logging(role_name: str) -> None:
-    """Send all log lines to standard error as `HH:MM:SS role message`: ours from INFO, libraries' from WARNING.
-
-    HIVEMIND_LOGLEVEL, when set, decides for hivemind's. Call it before any process is forked, so that all agree.
-    """
-    use_hivemind_log_handler("nowhere")
-    logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "WARNING").upper())
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    for old_handler in list(root.handlers):
-        root.removeHandler(old_handler)
-    add_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_colored=sys.stderr.isatty()))
-
-
-def add_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> None:
-    handler.setFormatter(formatter)
-    handler.addFilter(
-        lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
-    )
-    logging.getLogger().addHandler(handler)
-
-
-def log_to_folder(role_name: str, folder: str) -> None:
-    """Append all log lines, dated, to {folder}/{role_name}.log too, and let dashboards keep their data in that folder.
-
-    Call it before any process is forked, after `setup_logging`. TRACKIO_DIR and WANDB_DIR of the environment go before.
-    """
-    try:
-        os.makedirs(folder, exist_ok=True)
-        handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")
-    except OSError as e:
-        raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
-    add_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S"))
-    # both read them when they are imported
-    os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
-    os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # it makes a folder wandb in there

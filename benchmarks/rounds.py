@@ -121,11 +121,11 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     from arguments import SwarmArguments
     from joining import make_dht
     from optimizer import COMPRESSIONS
+    from support.console import setup_logging
     from swarm.line import LINE
     from swarm.optimizer import Optimizer
     from swarm.processes import handle_stop_signals, shut_down
     from swarm.rounds import GradientAverager
-    from utils import setup_logging
 
     setup_logging("peer")
     dht, *_ = make_dht(SwarmArguments(experiment_prefix, initial_peers, host_maddrs=[f"/ip4/{ip}/tcp/0"]))

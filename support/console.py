@@ -1,9 +1,12 @@
 """What everybody says to the user: errors of the user, log lines, numbers for people. Imports nothing slow."""
 
 import contextlib
+import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -44,3 +47,77 @@ def show_bytes(count: float) -> str:
         if count < 1000 or unit == "GB":
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1000
+
+
+def show_duration(seconds: float) -> str:
+    """For people: 2 h 5 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [f"{days:,} d"] * (days > 0) + [f"{hours} h"] * (hours > 0) + [f"{minutes} min"] * (minutes > 0)
+    return " ".join(parts[:2])
+
+
+class RoleFormatter(logging.Formatter):
+    """`HH:MM:SS role message`; a warning or error says so, and names its library when it is not ours."""
+
+    def __init__(self, role_name: str, datefmt: str = "%H:%M:%S", is_colored: bool = False):
+        super().__init__(datefmt=datefmt)
+        self.role_name = role_name
+        self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if is_colored else {}
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
+        level = level.replace("warn:", "warning:")  # hivemind renames the level for the whole process
+        library = "" if is_ours(record) else f"[{record.name.split('.')[0]}] "
+        line = f"{self.formatTime(record, self.datefmt)} {self.role_name} {level}{library}{record.getMessage()}"
+        if record.levelno in self.colors:
+            line = f"{self.colors[record.levelno]}{line}\033[0m"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Whether one of the project's own files wrote the record."""
+    path = Path(record.pathname).absolute()
+    return path.is_relative_to(Path(__file__).absolute().parent.parent) and "site-packages" not in path.parts
+
+
+def setup_logging(role_name: str) -> None:
+    """Send all log lines to standard error as `HH:MM:SS role message`: ours from INFO, libraries' from WARNING.
+
+    HIVEMIND_LOGLEVEL, when set, decides for hivemind's. Call it before any process is forked, so that all agree.
+    """
+    from hivemind.utils.logging import use_hivemind_log_handler
+
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "WARNING").upper())
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for old_handler in list(root.handlers):
+        root.removeHandler(old_handler)
+    add_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_colored=sys.stderr.isatty()))
+
+
+def add_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> None:
+    handler.setFormatter(formatter)
+    handler.addFilter(
+        lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
+    )
+    logging.getLogger().addHandler(handler)
+
+
+def log_to_folder(role_name: str, folder: str) -> None:
+    """Append all log lines, dated, to {folder}/{role_name}.log too, and let dashboards keep their data in that folder.
+
+    Call it before any process is forked, after `setup_logging`. TRACKIO_DIR and WANDB_DIR of the environment go before.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
+    add_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S"))
+    # both read them when they are imported
+    os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
+    os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # it makes a folder wandb in there

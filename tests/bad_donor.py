@@ -24,10 +24,10 @@ from hivemind.proto import averaging_pb2
 
 from arguments import SwarmArguments
 from joining import make_dht
+from support.console import setup_logging
 from swarm.downloads import read_request
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.states import StateAverager
-from utils import setup_logging
 
 KINDS = ("mute", "shapes", "types", "infinite", "metadata", "bytes", "truncated", "hanging", "breaking", "lying")
 

@@ -18,11 +18,11 @@ import torch
 from arguments import SwarmArguments
 from joining import make_dht
 from optimizer import COMPRESSIONS
+from support.console import setup_logging
 from swarm.line import LINE
 from swarm.optimizer import Optimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.rounds import GradientAverager
-from utils import setup_logging
 
 
 def make_gradient_optimizer(

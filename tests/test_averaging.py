@@ -19,7 +19,7 @@ from arguments import SwarmArguments
 from swarm.processes import clean_end, shut_down
 from joining import make_dht
 from gradient_peer import make_gradient_optimizer
-from utils import setup_logging
+from support.console import setup_logging
 
 with clean_end():
     prefix, times, numbers, *maddrs = sys.argv[1:]

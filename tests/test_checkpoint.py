@@ -32,6 +32,7 @@ from checkpoint import (
 from data import load_tokenizer
 from model import describe_architecture, make_model
 from support.console import UserError
+from support.files import lock_folder
 
 ALONE = {
     **TRAINER,
@@ -406,7 +407,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
     second.wait_for(f"resuming from .*checkpoint-{epoch}, epoch {epoch}")
     second.wait_for(f"Epoch #{epoch + 3} ")
     with pytest.raises(UserError):
-        checkpoint.lock_folder("--output_dir", tmp_path / "out")
+        lock_folder("--output_dir", tmp_path / "out")
     second.interrupt()
     second.assert_clean_end()
     both = history(tmp_path, "out")

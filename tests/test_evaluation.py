@@ -22,6 +22,7 @@ from arguments import DataArguments, ModelArguments
 from dashboard import History, draw_learning_curve
 from data import load_tokenized_dataset, load_tokenizer, make_eval_batches
 from model import evaluate, make_model
+from support.console import show_duration
 from swarm.progress import ProgressTracker
 from utils import (
     LocalMetrics,
@@ -30,7 +31,6 @@ from utils import (
     make_validators,
     measure_progress,
     perplexity,
-    show_duration,
     show_progress,
     show_samples,
 )

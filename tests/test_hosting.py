@@ -25,6 +25,7 @@ import fetch
 import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
 from support.console import UserError
+from support.files import hash_file
 
 SHARDS = 3
 
@@ -83,7 +84,7 @@ def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "other.tar.gz").read_bytes() == (hosted / "tiny.tar.gz").read_bytes()
-    sha256 = fetch.hash_file(hosted / "tiny.tar.gz")
+    sha256 = hash_file(hosted / "tiny.tar.gz")
     assert f"/other.tar.gz --dataset_sha256 {sha256}" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["other.tar.gz"]
     with pytest.raises(UserError, match="other.tar.gz exists already"):
@@ -95,7 +96,7 @@ def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted, tiny_
     assert len(index["shards"]) == SHARDS
     for entry in [index["common"], *index["shards"]]:
         file = hosted / entry["name"]
-        assert (entry["size"], entry["sha256"]) == (file.stat().st_size, fetch.hash_file(file))
+        assert (entry["size"], entry["sha256"]) == (file.stat().st_size, hash_file(file))
 
 
 # ---------------------------------------------------------------- fetching
@@ -105,7 +106,7 @@ def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted, tiny_
 @pytest.mark.parametrize("is_remote", [True, False])
 def test_archive_by_url_or_path_becomes_the_folder_it_was_made_of(server, hosted, cache, tiny_data, name, is_remote):
     source = f"{server.url}/{name}" if is_remote else str(hosted / name)
-    sha256 = fetch.hash_file(hosted / name)
+    sha256 = hash_file(hosted / name)
     for _ in range(2):
         found = fetch.fetch_data(source, sha256, cache)
     assert read_files(found.dataset) == read_files(tiny_data["--dataset_path"])
@@ -135,14 +136,14 @@ def test_a_cut_download_goes_on_where_it_was(server, hosted, cache, validator):
     server.validator = validator
     server.cuts["/big.tar"] = [1_000_000, 1_000_000]
     size = (hosted / "big.tar").stat().st_size
-    fetch.fetch(f"{server.url}/big.tar", fetch.hash_file(hosted / "big.tar"), cache)
+    fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
     assert [wanted for _, wanted in server.requests] == [None, "bytes=1000000-", "bytes=2000000-"]
     assert server.count("big.tar") == size  # no byte twice
 
 
 def test_a_cut_download_without_ranges_begins_anew(server, hosted, cache):
     server.has_ranges, server.cuts["/big.tar"] = False, [1_000_000]
-    fetch.fetch(f"{server.url}/big.tar", fetch.hash_file(hosted / "big.tar"), cache)
+    fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
     assert server.count("big.tar") == (hosted / "big.tar").stat().st_size + 1_000_000
 
 
@@ -211,7 +212,7 @@ def test_nobody_listens(cache):
 
 
 def test_a_wrong_sha256_is_refused_and_the_right_one_works_at_once(server, hosted, cache):
-    url, sha256 = f"{server.url}/tiny.tar.gz", fetch.hash_file(hosted / "tiny.tar.gz")
+    url, sha256 = f"{server.url}/tiny.tar.gz", hash_file(hosted / "tiny.tar.gz")
     expect_stop(f"has sha256 {sha256}, not {'0' * 64}", url, "0" * 64, cache)
     assert left_in(cache) == []
     assert fetch.fetch_data(url, sha256.upper(), cache).dataset.is_dir()
@@ -295,7 +296,7 @@ FETCH = "import logging, sys, fetch; logging.basicConfig(level='INFO'); print(fe
 
 
 def test_a_killed_process_loses_no_byte(start, server, hosted, cache):
-    url, sha256 = f"{server.url}/big.tar", fetch.hash_file(hosted / "big.tar")
+    url, sha256 = f"{server.url}/big.tar", hash_file(hosted / "big.tar")
     server.is_stalling, server.cuts["/big.tar"] = True, [2_000_000]
     first = start("first", "-c", FETCH, url, sha256, cache)
     part = cache / f"big-{sha256[:16]}.part"
@@ -488,7 +489,7 @@ def test_the_end_need_not_wait_for_a_shard(server, cache, caplog):
 @pytest.mark.slow
 def test_trainer_begins_with_one_shard_survives_ctrl_c_and_goes_on(start, server, hosted, tmp_path):
     """The URL of the index is all that a volunteer needs: no tokenizer, no dataset."""
-    sha256 = fetch.hash_file(hosted / "tiny.json")
+    sha256 = hash_file(hosted / "tiny.json")
     command = [
         *("run_trainer.py", "--experiment_prefix", make_prefix(), "--config_path", "configs/demo.json", *LOOPBACK),
         *("--optim", "adamw", "--learning_rate", "3e-3", "--warmup_steps", "2", "--total_steps", "40", "--do_eval"),

@@ -27,7 +27,7 @@ from swarm.line import LINE
 from swarm.optimizer import initialize_optimizer_state_
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.states import StateAverager, list_params
-from utils import setup_logging
+from support.console import setup_logging
 
 def make_optimizer(groups):
     optimizer = torch.optim.AdamW(groups, lr=1e-3)

@@ -1,0 +1,163 @@
+"""Files that are there whole or not at all, locks that keep other processes out, and fingerprints."""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from support.console import UserError
+
+logger = logging.getLogger("files")
+
+#: folders and files that could not be written the last time: one warning, not one at each try
+UNWRITABLE: set[Path] = set()
+OPEN_LOCKS: dict[Path, TextIO] = {}
+
+
+def lock_folder(flag: str, folder: str | Path) -> None:
+    """Keep others out of a folder until this process ends; a UserError when another one is in there.
+
+    Two peers in one folder would take each other's checkpoints for their own.
+    """
+    path = Path(folder).resolve() / ".lock"
+    if path in OPEN_LOCKS:
+        return
+    try:
+        # never to be closed: that of any descriptor of this file would unlock it
+        file = OPEN_LOCKS[path] = open(path, "a")  # noqa: SIM115
+        # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as e:
+        raise UserError(
+            f"{flag} {folder} is in use by another peer, or not yours: choose another one ({e.strerror})"
+        ) from e
+    except OSError as e:  # a full disk, or one that knows no locks
+        logger.info(f"{folder} is not locked ({e.strerror}): see that no other peer uses it")
+
+
+def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> bool:
+    """Have `write` write a file, which is there whole or not at all; a full disk is a warning and False."""
+    path = Path(path).absolute()
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with warn_of_full_disk(path, str(path), unfinished) as success:
+        with open(unfinished, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(path)
+        flush_to_disk(path.parent)
+    return bool(success)
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Append to a file of lines; a full disk is a warning and no line."""
+    path = Path(path).absolute()
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as e:
+        if path.exists():
+            os.truncate(path, size)
+        # the disk that is too full for a checkpoint is no news
+        if not {path, path.parent} & UNWRITABLE:
+            logger.warning(f"Could not write to {path}: {e}. Will go on trying")
+        UNWRITABLE.add(path)
+
+
+@contextlib.contextmanager
+def warn_of_full_disk(where: Path, what: str, unfinished: Path) -> Iterator[list]:
+    """Of what cannot be written make one warning, until it can be again, and remove what is unfinished.
+
+    :returns: a list that is empty unless all was written
+    """
+    success = []
+    try:
+        yield success
+    except Exception as e:
+        # torch hides the system's error behind one of its own; safetensors and tokenizers turn it into text
+        cause = e if isinstance(e, OSError) else e.__context__
+        if not isinstance(cause, OSError) and "os error" not in str(e):
+            raise
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
+        if where not in UNWRITABLE:
+            reason = cause if isinstance(cause, OSError) else e
+            logger.warning(f"Could not save {what}: {reason}. Will go on trying, and tell when it works")
+        UNWRITABLE.add(where)
+    else:
+        success.append(True)
+        if where in UNWRITABLE:
+            UNWRITABLE.remove(where)
+            logger.info(f"Saved {what}: writing works again")
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync of a file, or of a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def unfinished_folder(target: Path):
+    """A folder beside the target, to be renamed when it is complete; else it goes, and the parents made for it."""
+    new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
+    folder = target.absolute().parent / f".{target.name}.unfinished-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+    except OSError as e:
+        raise UserError(
+            f"cannot write {target} and what belongs to it ({e}): make room, or choose other folders"
+        ) from e
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # not empty: the target is there
+                parent.rmdir()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Only one process at a time; the others wait."""
+    with open(path, "a") as file:
+        is_waiting = False
+        while True:
+            try:
+                # of this kind because helper processes, which may outlive a killed trainer, do not inherit it
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):
+                if not is_waiting:
+                    logger.info("another process fetches the same: waiting for it")
+                is_waiting = True
+                time.sleep(0.2)
+            except OSError as e:
+                logger.info(f"{path} cannot be locked ({e.strerror}): start other trainers when this one has its data")
+                break
+        yield
+
+
+def hash_file(path: Path) -> str:
+    """sha256, hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def describe_file(path: Path) -> dict:
+    """Size in bytes and SHA-256 of a file."""
+    return {"bytes": path.stat().st_size, "sha256": hash_file(path)}
