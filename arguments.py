@@ -409,7 +409,7 @@ class AveragingArguments:
 
 @dataclass
 class DataArguments:
-    """What the model reads, and how. Read by trainers, and by data.py, which shows it."""
+    """What the model reads, and how. Read by trainers, and by experiment/show.py, which shows it."""
 
     dataset_path: str = field(
         default="data/albert_tokenized_wikitext",
@@ -471,7 +471,7 @@ class DataArguments:
         default="configs/sources.json",
         metadata={
             "help": "With --streaming: JSON list of what to read and in which proportion: Hub datasets, JSON lines, "
-            "text, parquet, local or http(s). streaming.py explains each field. All trainers should use the same."
+            "text, parquet, local or http(s). text/streams.py explains each field. All trainers should use the same."
         },
     )
     language: str = field(
@@ -777,7 +777,7 @@ class TrainerArguments:
 
 @dataclass
 class ReportArguments:
-    """How a role that watches the whole swarm reports what it sees. Read by dashboard.py."""
+    """How a role that watches the whole swarm reports what it sees. Read by viewing/dashboard.py."""
 
     refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the swarm's metrics."})
     report_to: Literal["trackio", "wandb", "none"] = field(
@@ -854,7 +854,7 @@ class AuxPeerArguments(ReportArguments):
 
 @dataclass
 class ArchiveArguments:
-    """Which states of the swarm are kept and published. Read by archive.py, for the monitor and auxiliary peers."""
+    """Which states of the swarm are kept and published. Read by viewing/archive.py, for monitor and auxiliary peers."""
 
     store_checkpoints: bool = field(
         default=False,
@@ -939,7 +939,7 @@ class FinetuneArguments:
         metadata={
             "help": "A task of your own instead: a JSON file that names CSV, TSV or JSON-lines files and their "
             'columns, e.g. {"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; '
-            "finetune_tasks.py lists all fields."
+            "experiment/tasks.py lists all fields."
         },
     )
     checkpoint: str | None = field(

@@ -22,7 +22,7 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from arguments import SwarmArguments, TrainerArguments
-from checkpoint import (
+from machine.checkpoint import (
     CheckpointError,
     apply_state,
     collect_state,
@@ -31,15 +31,14 @@ from checkpoint import (
     save_checkpoint,
     save_state_file,
 )
-from dashboard import report_to_dashboard
-from data import StreamedBatches
-from devices import is_out_of_memory
-from joining import publish_contract
-from preflight import warn_of_speed
+from machine.devices import is_out_of_memory
+from machine.preflight import warn_of_speed
 from support.files import append_line, write_file
+from swarm.joining import publish_contract
 from swarm.line import LINE
 from swarm.optimizer import Optimizer
 from swarm.states import list_params
+from text.batches import StreamedBatches
 from utils import (
     RECENT_EPOCHS,
     Evaluation,
@@ -52,6 +51,7 @@ from utils import (
     show_progress,
     show_samples,
 )
+from viewing.dashboard import report_to_dashboard
 
 logger = logging.getLogger("trainer")
 
@@ -406,7 +406,7 @@ class CollaborativeCallback:
         return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
 
     def collect_state(self) -> dict:
-        """This trainer's whole state, see checkpoint.py."""
+        """This trainer's whole state, see machine/checkpoint.py."""
         counters = {
             "epochs": self.epochs,
             "averaged_epochs": self.averaged_epochs,

@@ -188,9 +188,8 @@ def tokenize(scripts: Scripts, data: Path) -> str:
     """
     flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
     corpus = data / "dataset" / "corpus.json"
-    sources = [
-        ROOT / name for name in ("demo.py", "tokenize_wikitext103.py", "documents.py", "sample_data/austen.txt.xz")
-    ]
+    sources = [ROOT / "demo.py", ROOT / "tokenize_wikitext103.py", ROOT / "sample_data" / "austen.txt.xz"]
+    sources += (ROOT / "text").glob("*.py")
     if corpus.exists() and corpus.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         print(f"\nThe sample corpus, six novels by Jane Austen, is tokenized already: {data}")
         return flags

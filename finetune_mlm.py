@@ -6,7 +6,7 @@ The model that a run has trained, and one from the Hub or any folder, on the sam
         --grad-acc-steps 1 --dropout 0.1 --weight-decay 0.01 --num-seeds 3
     python finetune_mlm.py -t terra --model-name ruroberta-large --data-dir . --bf16
 
-A tiny run of your own task on a CPU (finetune_tasks.load_task_file says what is in the file):
+A tiny run of your own task on a CPU (experiment/tasks.py says what is in the file):
 
     python finetune_mlm.py --task_file my.json --checkpoint demo_output/trainer1/model --num_train_epochs 3
 
@@ -41,8 +41,9 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from checkpoint import save_model
-from finetune_tasks import (
+from experiment.model import find_longest_sequence
+from experiment.optimizer import make_param_groups
+from experiment.tasks import (
     TASKS,
     EntityChooser,
     Example,
@@ -53,9 +54,8 @@ from finetune_tasks import (
     load_task_file,
     predict_majority,
 )
-from lean_albert import load_ruleanalbert
-from model import find_longest_sequence
-from optimizer import make_param_groups
+from machine.checkpoint import save_model
+from models.lean_albert import load_ruleanalbert
 from support.console import setup_logging
 from support.files import lock_folder, write_file
 

@@ -26,8 +26,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from experiment.tasks import TASKS, format_predictions, load_examples
 from finetune_mlm import Pretrained, check_tokenizer, choose_length, encode, load_tokenizer, load_weights, predict
-from finetune_tasks import TASKS, format_predictions, load_examples
 from support.console import setup_logging
 from support.files import write_file
 

@@ -43,16 +43,16 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from addresses import select_for_others, stop_unreachable
-from archive import CheckpointHandler, make_observer
-from dashboard import RunReport
-from data import load_tokenizer
-from joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
-from model import find_objective
-from status import StatusServer
+from experiment.model import find_objective
 from support.console import log_to_folder, setup_logging
+from swarm.addresses import select_for_others, stop_unreachable
+from swarm.joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from swarm.line import LINE
 from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.status import StatusServer
+from text.tokenizers import load_tokenizer
+from viewing.archive import CheckpointHandler, make_observer
+from viewing.dashboard import RunReport
 
 logger = logging.getLogger("aux")
 

@@ -13,9 +13,9 @@ The same on a laptop's CPU, alone, on the sample corpus:
 
 The model is the same on every peer; the data order is not: it comes from the peer's id. The same command again goes on
 where the last one ended, however it ended: from the newest whole checkpoint in --output_dir, or from the swarm if that
-is further (--resume_from_checkpoint none starts anew). With --streaming it reads text on the way (see streaming.py),
+is further (--resume_from_checkpoint none starts anew). With --streaming it reads text on the way (see text/streams.py),
 and a restart goes on behind the last batch of the last whole epoch. With several GPUs each gets a process of its own,
-and all of them together are one peer (see ranks.py).
+and all of them together are one peer (see machine/ranks.py).
 """
 
 import json
@@ -49,12 +49,8 @@ import hivemind
 import torch
 import transformers
 
-from addresses import select_for_others
 from callback import CollaborativeCallback, find_stream, save_stream
-from checkpoint import CheckpointError, choose_state, save_model
-from dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
-from data import (
-    ShardedSplit,
+from experiment.data import (
     check_data_arguments,
     data_seed,
     load_data,
@@ -62,9 +58,11 @@ from data import (
     make_eval_batches,
     make_train_batches,
     sequence_length_at,
-    tokenizer_fingerprint,
 )
-from devices import (
+from experiment.model import compute_losses, evaluate, find_longest_sequence, make_trained_model, move_batch
+from experiment.optimizer import describe_contract, make_optimizer
+from machine.checkpoint import CheckpointError, choose_state, save_model
+from machine.devices import (
     Feed,
     compile_model,
     explain_out_of_memory,
@@ -75,16 +73,18 @@ from devices import (
     set_batch_size,
     stop_when_out_of_memory,
 )
-from joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
-from model import compute_losses, evaluate, find_longest_sequence, make_trained_model, move_batch
-from optimizer import describe_contract, make_optimizer
-from preflight import run_preflight, warn_at_start
-from ranks import RankLost, Ranks, list_gradients, start_ranks
-from status import StatusServer
+from machine.preflight import run_preflight, warn_at_start
+from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
 from support.console import log_to_folder, setup_logging
 from support.files import lock_folder, write_file
+from swarm.addresses import select_for_others
+from swarm.joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
+from swarm.status import StatusServer
+from text.shards import ShardedSplit
+from text.tokenizers import tokenizer_fingerprint
 from utils import keep_signing_key, perplexity
+from viewing.dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
 
 logger = logging.getLogger("trainer")
 

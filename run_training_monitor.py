@@ -51,13 +51,13 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import hivemind
 
-from addresses import select_for_others, stop_unreachable
-from dashboard import RunReport, load_history, plot_run
-from joining import compare_with_run, make_dht, warn_of_local_addresses
-from status import StatusServer
 from support.console import log_to_folder, setup_logging
+from swarm.addresses import select_for_others, stop_unreachable
+from swarm.joining import compare_with_run, make_dht, warn_of_local_addresses
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from watch import watch_swarm
+from swarm.status import StatusServer
+from viewing.dashboard import RunReport, load_history, plot_run
+from viewing.watch import watch_swarm
 
 logger = logging.getLogger("monitor")
 
@@ -115,9 +115,9 @@ def main(*groups) -> None:
     archive = optimizer = None
     if archive_args.store_checkpoints:
         # a monitor that saves nothing needs neither the model's code nor the time to load it
-        from archive import CheckpointHandler, make_observer
-        from data import load_tokenizer
-        from model import find_objective
+        from experiment.model import find_objective
+        from text.tokenizers import load_tokenizer
+        from viewing.archive import CheckpointHandler, make_observer
 
         tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args))
         model, optimizer, contract = make_observer(dht, swarm, model_args, optimizer_args, averaging_args, tokenizer)

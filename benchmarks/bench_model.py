@@ -23,8 +23,8 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining, find_labelled_positions
-from model import AlbertForPreTraining
+from experiment.model import AlbertForPreTraining
+from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining, find_labelled_positions
 
 SHAPES = {
     "yardstick": dict(

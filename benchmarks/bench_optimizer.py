@@ -19,9 +19,9 @@ import torch
 from torch_optimizer import Lamb
 
 from arguments import ModelArguments, OptimizerArguments
-from lamb_8bit import BLOCK_SIZE, DynamicQuantizer
-from model import make_model
-from optimizer import make_local_optimizer, make_param_groups
+from experiment.model import make_model
+from experiment.optimizer import make_local_optimizer, make_param_groups
+from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer
 from swarm.states import list_params
 
 TURNS = 15

@@ -21,8 +21,8 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import lean_albert  # noqa: F401  make_twin opens its models
-from documents import load_sentence_splitter, read_text, split_chapters
+from models import lean_albert  # noqa: F401  make_twin opens its models
+from text.documents import load_sentence_splitter, read_text, split_chapters
 
 ROOT = Path(__file__).resolve().parents[1]
 CHARACTERS = 200  # of a sentence

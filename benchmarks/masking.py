@@ -25,7 +25,9 @@ from datasets import Dataset
 from transformers import AlbertTokenizer
 
 from arguments import DataArguments
-from data import COLUMNS, DataCollatorForWholeWordMask, MaskedBatches, to_tensors
+from text.batches import MaskedBatches
+from text.collators import DataCollatorForWholeWordMask, to_tensors
+from text.stored import COLUMNS
 
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
 LENGTH, BATCH_SIZE, VOCABULARY = 512, 32, 30_000

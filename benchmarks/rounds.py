@@ -119,9 +119,9 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     import torch
 
     from arguments import SwarmArguments
-    from joining import make_dht
-    from optimizer import COMPRESSIONS
+    from experiment.optimizer import COMPRESSIONS
     from support.console import setup_logging
+    from swarm.joining import make_dht
     from swarm.line import LINE
     from swarm.optimizer import Optimizer
     from swarm.processes import handle_stop_signals, shut_down

@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core, as in a worker
 
 from arguments import DataArguments
-from data import DataCollatorForWholeWordMask, load_tokenizer, make_train_batches, make_training_dataset
-from documents import split_paragraphs, split_sentences
-from streaming import ChunkTokenizer, DocumentStream, list_instances
+from experiment.data import make_train_batches, make_training_dataset
+from text.collators import DataCollatorForWholeWordMask
+from text.documents import split_paragraphs, split_sentences
+from text.streams import ChunkTokenizer, DocumentStream, list_instances
+from text.tokenizers import load_tokenizer
 
 
 def main():

@@ -37,9 +37,11 @@ def run_plain_loop(args: argparse.Namespace) -> None:
     import torch
 
     from arguments import DataArguments, ModelArguments, OptimizerArguments
-    from data import load_tokenized_dataset, load_tokenizer, make_train_batches
-    from model import make_model, move_batch
-    from optimizer import make_local_optimizer, make_param_groups, make_scheduler
+    from experiment.data import make_train_batches
+    from experiment.model import make_model, move_batch
+    from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
+    from text.stored import load_tokenized_dataset
+    from text.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer_path)
     dataset, _ = load_tokenized_dataset(args.dataset_path, tokenizer)

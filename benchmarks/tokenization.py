@@ -16,13 +16,16 @@ import tempfile
 import time
 from pathlib import Path
 
+from text.tokenization import load_worker_tokenizer, tokenize_chunk
+from text.tokenizers import train_tokenizer
+
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAYON_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tokenize_wikitext103
 from arguments import TokenizeArguments
-from documents import make_document_random, read_text, split_chapters, split_sentences
+from text.documents import make_document_random, read_text, split_chapters, split_sentences
 
 RUNS, CHAPTERS, SEQ_LENGTH = 5, 40, 512
 
@@ -65,8 +68,8 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         args = TokenizeArguments(vocab_size=8000, seq_length=SEQ_LENGTH)
-        tokenize_wikitext103.train_tokenizer(chapters, args).save_pretrained(folder)
-        tokenizer = tokenize_wikitext103.load_worker_tokenizer(Path(folder))
+        train_tokenizer(chapters, args).save_pretrained(folder)
+        tokenizer = load_worker_tokenizer(Path(folder))
         for run in range(1, RUNS + 1):
             start = time.process_time()
             documents = [split_sentences(paragraphs) for paragraphs in chapters]
@@ -75,9 +78,7 @@ def main():
             note(run, "twice", time.process_time() - start, splitting, tokens)
 
             start = time.process_time()
-            table = tokenize_wikitext103.tokenize_chunk(
-                list(enumerate(chapters)), split="train", tokenizer_path=Path(folder), args=args
-            )
+            table = tokenize_chunk(list(enumerate(chapters)), split="train", tokenizer_path=Path(folder), args=args)
             tokens = len(table["input_ids"].combine_chunks().flatten())
             note(run, "once", time.process_time() - start, splitting, tokens)
     for part in ("whole", "without sentence splitting"):

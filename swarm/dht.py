@@ -12,8 +12,8 @@ import numpy
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 
-from addresses import get_peer_id
 from support.console import UserError
+from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
 from swarm.processes import STOPPING, live_as_helper
 

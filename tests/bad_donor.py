@@ -23,9 +23,9 @@ from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 
 from arguments import SwarmArguments
-from joining import make_dht
 from support.console import setup_logging
 from swarm.downloads import read_request
+from swarm.joining import make_dht
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.states import StateAverager
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from arguments import TokenizeArguments
-from lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
-from tokenize_wikitext103 import train_tokenizer
+from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
+from text.tokenizers import train_tokenizer
 
 
 def place(text: str, word: str) -> dict[str, int]:

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from arguments import SwarmArguments
-from joining import make_dht
-from optimizer import COMPRESSIONS
+from experiment.optimizer import COMPRESSIONS
 from support.console import setup_logging
+from swarm.joining import make_dht
 from swarm.line import LINE
 from swarm.optimizer import Optimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down

@@ -17,8 +17,20 @@ from test_metrics import make_metrics
 from test_swarm import flags, history, start_monitor
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM, AutoTokenizer
 
-import archive
-from archive import (
+from arguments import (
+    ArchiveArguments,
+    AveragingArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    parse_arguments,
+)
+from experiment.model import make_model
+from machine.checkpoint import find_checkpoints, load_checkpoint, save_model
+from support.console import UserError
+from text.tokenizers import load_tokenizer
+from viewing import archive
+from viewing.archive import (
     PUBLIC_ARGUMENTS,
     CheckpointHandler,
     Publisher,
@@ -28,18 +40,6 @@ from archive import (
     upload_checkpoint,
     write_card,
 )
-from arguments import (
-    ArchiveArguments,
-    AveragingArguments,
-    ModelArguments,
-    OptimizerArguments,
-    SwarmArguments,
-    parse_arguments,
-)
-from checkpoint import find_checkpoints, load_checkpoint, save_model
-from data import load_tokenizer
-from model import make_model
-from support.console import UserError
 
 REPOSITORY = "org/my-albert"
 DONOR = "QmDonorWhoseAddressIsNobodysBusiness"
@@ -329,7 +329,16 @@ def test_a_restart_neither_uploads_again_nor_counts_anew(hub, save):
 
 
 def upload_by_hand(hub, folder: Path, token: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "archive.py", "--store_checkpoints", "--repo_url", REPOSITORY, "--local_path", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "viewing.archive",
+        "--store_checkpoints",
+        "--repo_url",
+        REPOSITORY,
+        "--local_path",
+        folder,
+    ]
     env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": token, "PATH": ""}
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
 

@@ -7,21 +7,21 @@ import sys
 
 import pytest
 from processes import ROOT
+from test_house import MODULES
 
 import arguments
 from support.console import UserError
 
 GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)]
 FIELDS = [(group, field) for group in GROUPS for field in dataclasses.fields(group)]
-SCRIPTS = {path.name: path.read_text() for path in ROOT.glob("*.py")}
+READERS = [path.read_text() for module, path in MODULES.items() if module != "arguments"]
 
 
 @pytest.mark.parametrize("group, field", FIELDS, ids=[f"{group.__name__}.{field.name}" for group, field in FIELDS])
 def test_flag_has_help_and_is_read(group, field):
     assert len(field.metadata.get("help", "")) > 20
     # read outside the checks of its own dataclass
-    readers = [name for name, text in SCRIPTS.items() if name != "arguments.py"]
-    assert any(re.search(rf"\.{field.name}\b", SCRIPTS[name]) for name in readers), f"nothing reads --{field.name}"
+    assert any(re.search(rf"\.{field.name}\b", text) for text in READERS), f"nothing reads --{field.name}"
 
 
 def test_flags_of_one_script_do_not_collide():

@@ -7,7 +7,7 @@ from processes import LOOPBACK, make_prefix, wait_until
 from test_averaging import epochs, start_peer
 from test_swarm import TRAINER, flags, history, largest_difference, start_trainer
 
-from checkpoint import find_checkpoints
+from machine.checkpoint import find_checkpoints
 
 # flags of the trainers that an auxiliary peer needs
 SHARED = (

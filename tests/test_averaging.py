@@ -17,7 +17,7 @@ import json, sys
 import torch
 from arguments import SwarmArguments
 from swarm.processes import clean_end, shut_down
-from joining import make_dht
+from swarm.joining import make_dht
 from gradient_peer import make_gradient_optimizer
 from support.console import setup_logging
 
@@ -105,8 +105,8 @@ import json, os, sys, time
 import torch
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from joining import make_dht
-from optimizer import make_optimizer
+from swarm.joining import make_dht
+from experiment.optimizer import make_optimizer
 
 with clean_end():
     prefix, seed, folder, *maddrs = sys.argv[1:]
@@ -209,8 +209,8 @@ import swarm.rounds
 from hivemind.averaging.control import AveragingStage
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from swarm.processes import clean_end, shut_down
-from joining import make_dht
-from optimizer import make_optimizer
+from swarm.joining import make_dht
+from experiment.optimizer import make_optimizer
 
 shares = multiprocessing.Array("d", 2)
 plan_round = swarm.rounds.plan_round
@@ -408,8 +408,8 @@ import json, sys
 import torch
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from swarm.processes import clean_end, shut_down
-from joining import make_dht
-from optimizer import make_optimizer
+from swarm.joining import make_dht
+from experiment.optimizer import make_optimizer
 
 with clean_end():
     states, maddrs = [], []
@@ -475,7 +475,7 @@ import json, sys, time
 import torch
 from arguments import SwarmArguments
 from swarm.processes import clean_end, shut_down
-from joining import make_dht
+from swarm.joining import make_dht
 from gradient_peer import make_gradient_optimizer
 
 with clean_end():

@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from test_swarm import TRAINER, flags, history, start_monitor
 from transformers import AlbertForPreTraining, AutoTokenizer
 
-import checkpoint
 from arguments import ModelArguments, TrainerArguments
-from checkpoint import (
+from experiment.model import describe_architecture, make_model
+from machine import checkpoint
+from machine.checkpoint import (
     CheckpointError,
     check_weights,
     choose_state,
@@ -29,10 +30,9 @@ from checkpoint import (
     load_state,
     load_state_file,
 )
-from data import load_tokenizer
-from model import describe_architecture, make_model
 from support.console import UserError
 from support.files import lock_folder
+from text.tokenizers import load_tokenizer
 
 ALONE = {
     **TRAINER,
@@ -50,11 +50,11 @@ import copy, json, random, sys, time
 import numpy, torch
 from arguments import *
 from swarm.processes import clean_end, shut_down
-from joining import make_dht
-from checkpoint import *
-from data import load_tokenizer
-from model import make_model
-from optimizer import make_optimizer
+from swarm.joining import make_dht
+from machine.checkpoint import *
+from text.tokenizers import load_tokenizer
+from experiment.model import make_model
+from experiment.optimizer import make_optimizer
 
 folder, tokenizer_path, optim = sys.argv[2:]
 
@@ -140,9 +140,9 @@ WRITER = """
 import sys
 import torch
 from arguments import ModelArguments
-from checkpoint import save_checkpoint, save_state_file
-from data import load_tokenizer
-from model import make_model
+from machine.checkpoint import save_checkpoint, save_state_file
+from text.tokenizers import load_tokenizer
+from experiment.model import make_model
 
 folder, tokenizer_path = sys.argv[1:]
 tokenizer = load_tokenizer(tokenizer_path)

@@ -15,11 +15,11 @@ from processes import LOOPBACK, make_prefix, wait_until
 from test_metrics import make_metrics
 from test_monitor import read_wandb_history, run_peers, start_monitor
 
-import dashboard
 from arguments import MonitorArguments
-from dashboard import Contributions, History, RunReport, load_history
-from joining import publish_contract
+from swarm.joining import publish_contract
 from utils import RunContract, SwarmMetrics, aggregate_metrics, keep_signing_key, make_validators, peer_label
+from viewing import dashboard
+from viewing.dashboard import Contributions, History, RunReport, load_history
 
 
 def make_entry(epoch: int, **fields) -> dict:

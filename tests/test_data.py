@@ -1,4 +1,4 @@
-"""data.py: documents, sentence-order pairs, masking, batches. Run: python -m pytest tests/test_data.py"""
+"""text/ and experiment/data.py: documents, sentence-order pairs, masking, batches."""
 
 import gzip
 import hashlib
@@ -21,10 +21,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
-import data
-import tokenize_wikitext103
 from arguments import DataArguments, TokenizeArguments
-from documents import (
+from experiment import data
+from support.console import UserError
+from text.batches import LengthGroupedOrder, MaskedBatches, cut_rows
+from text.collators import DataCollatorForWholeWordMask, join_lists, number_words, to_tensors
+from text.documents import (
     SAMPLE_CHAPTER,
     SAMPLE_TITLE,
     make_document_random,
@@ -36,7 +38,8 @@ from documents import (
     split_paragraphs,
     split_sentences,
 )
-from support.console import UserError
+from text.stored import COLUMNS, COLUMNS_OF, load_tokenized_dataset
+from text.tokenizers import find_word_beginnings, load_tokenizer, tokenizer_fingerprint, train_byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
@@ -52,7 +55,7 @@ def tokenizer():
 def dataset():
     """1,000 instances of 16 to 64 tokens; some words are <unk>."""
     generator = np.random.default_rng(0)
-    columns = {name: [] for name in data.COLUMNS}
+    columns = {name: [] for name in COLUMNS}
     for row in range(1000):
         length = int(generator.integers(16, 65))
         ids = generator.integers(5, 200, length)
@@ -200,7 +203,7 @@ def test_pairs_of_tiny_documents(sentences, count):
 
 
 def test_masking_rates(dataset, tokenizer):
-    batches = data.MaskedBatches(dataset, tokenizer, DataArguments())
+    batches = MaskedBatches(dataset, tokenizer, DataArguments())
     flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
     masked = batches.collator.add_labels(flat, lengths, np.random.default_rng(0))
     before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
@@ -235,7 +238,7 @@ def piecewise(request, tmp_path_factory):
         tokenizer = BertTokenizer(vocab={piece: number for number, piece in enumerate(WORDPIECE + pieces)})
     folder = tmp_path_factory.mktemp(request.param)
     tokenizer.save_pretrained(folder)
-    return data.load_tokenizer(folder), [False] * 5 + [begins for _, begins in PIECES[request.param]]
+    return load_tokenizer(folder), [False] * 5 + [begins for _, begins in PIECES[request.param]]
 
 
 def words_of(ids: list[int], begins_word: list[bool]) -> list[list[int]]:
@@ -262,14 +265,14 @@ def make_rows(count: int, vocabulary: int, length: int = 128) -> list[dict]:
         cut = int(generator.integers(2, len(ids) - 2))
         ids[[0, cut, -1]] = (2, 3, 3)
         values = (ids.tolist(), (np.arange(len(ids)) > cut).astype(int).tolist(), (ids < 5).astype(int).tolist())
-        rows.append(dict(zip(data.COLUMNS, (*values, number % 2), strict=True)))
+        rows.append(dict(zip(COLUMNS, (*values, number % 2), strict=True)))
     return rows
 
 
 def test_words_are_masked_wholly_or_not_at_all_and_none_more_than_others(piecewise):
     tokenizer, begins_word = piecewise
     rows = make_rows(3000, len(tokenizer))
-    batch = data.DataCollatorForWholeWordMask(tokenizer)(rows, seed=1)
+    batch = DataCollatorForWholeWordMask(tokenizer)(rows, seed=1)
     counts = {}  # pieces of a word -> [words, chosen ones]
     tokens, before, after = [], [], []
     for row, ids, labels in zip(rows, batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
@@ -306,7 +309,7 @@ def test_words_are_masked_wholly_or_not_at_all_and_none_more_than_others(piecewi
 def test_masks_depend_on_the_seed_alone(piecewise):
     tokenizer, _ = piecewise
     rows = make_rows(20, len(tokenizer))
-    collator, another = data.DataCollatorForWholeWordMask(tokenizer), data.DataCollatorForWholeWordMask(tokenizer)
+    collator, another = DataCollatorForWholeWordMask(tokenizer), DataCollatorForWholeWordMask(tokenizer)
     one = collator(rows, seed=[3, 4])
     assert are_equal([one], [another(rows, seed=[3, 4])]) and not are_equal([one], [collator(rows, seed=[3, 5])])
     # without a seed: torch's, as transformers' collators
@@ -322,8 +325,8 @@ def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
     rows = make_rows(50, len(tokenizer))
     numbers = np.arange(7, 39)
     args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3, pad_to_multiple_of=16)
-    stored = data.to_tensors(data.MaskedBatches(Dataset.from_list(rows), tokenizer, args)[numbers, [1, 2], None])
-    collator = data.DataCollatorForWholeWordMask(tokenizer, 0.3, 16, whole_word_mask)
+    stored = to_tensors(MaskedBatches(Dataset.from_list(rows), tokenizer, args)[numbers, [1, 2], None])
+    collator = DataCollatorForWholeWordMask(tokenizer, 0.3, 16, whole_word_mask)
     assert stored["input_ids"].shape[1] % 16 == 0
     assert are_equal([stored], [collator([rows[number] for number in numbers], seed=[1, 2])])
     # arrays and tensors are as good as lists, and special tokens are known without being told
@@ -338,7 +341,7 @@ def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
 
 def test_one_word_of_a_batch_is_masked_at_least(piecewise):
     tokenizer, _ = piecewise
-    collator = data.DataCollatorForWholeWordMask(tokenizer, mlm_probability=1e-9)
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=1e-9)
     # two pieces that make one word, between special tokens, whatever they begin with
     labels = collator([{"input_ids": [2, 100, 101, 3]}], seed=0)["labels"]
     assert labels.tolist() == [[-100, 100, 101, -100]]
@@ -348,7 +351,7 @@ def test_one_word_of_a_batch_is_masked_at_least(piecewise):
         labels = collator([{"input_ids": [5, 100]}, {"input_ids": [101, 102]}], seed=seed)["labels"]
         assert labels.tolist() in ([[5, 100], [-100, -100]], [[-100, -100], [101, 102]])
     # and no special token is chosen where all else is
-    collator = data.DataCollatorForWholeWordMask(tokenizer, mlm_probability=1 - 1e-9)
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=1 - 1e-9)
     assert collator([{"input_ids": [2, 100, 1, 101, 3]}])["labels"].tolist() == [[-100, 100, -100, 101, -100]]
 
 
@@ -361,7 +364,7 @@ def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer
         data.check_data_arguments(DataArguments(), unmarked, {"seq_length": 64}, 64)
     data.check_data_arguments(DataArguments(whole_word_mask=False), unmarked, {"seq_length": 64}, 64)
     rows = make_rows(20, len(pieces))
-    labels = data.DataCollatorForWholeWordMask(unmarked, whole_word_mask=False)(rows, seed=1)["labels"]
+    labels = DataCollatorForWholeWordMask(unmarked, whole_word_mask=False)(rows, seed=1)["labels"]
     assert (labels != -100).sum() > 100
 
 
@@ -369,13 +372,13 @@ def test_words_of_byte_level_pieces_are_those_of_the_text():
     """Against the tokenizer's own offsets: a word begins at the text's beginning and behind a space."""
     text = " ".join(read_text(ROOT / "sample_data" / "austen.txt.xz")[:60_000].split()) + " déjà — Ёлка 3.14 ok"
     args = TokenizeArguments(vocab_size=600)
-    tokenizer = tokenize_wikitext103.train_byte_tokenizer([[text]], args)
+    tokenizer = train_byte_tokenizer([[text]], args)
     encoding = tokenizer(text, return_offsets_mapping=True, verbose=False)
     ids = np.array(encoding["input_ids"])
     spaces = np.cumsum([character == " " for character in text])
     expected = np.diff([spaces[end - 1] for _, end in encoding["offset_mapping"]], prepend=-1) == 1
-    words, count = data.number_words(
-        data.find_word_beginnings(tokenizer)[ids], np.ones(len(ids), dtype=bool), np.array([len(ids)])
+    words, count = number_words(
+        find_word_beginnings(tokenizer)[ids], np.ones(len(ids), dtype=bool), np.array([len(ids)])
     )
     assert count == expected.sum() == len(text.split())
     assert (np.diff(words, prepend=0) == 1).tolist() == expected.tolist()
@@ -397,7 +400,7 @@ def make_blocks(columns: list[str], count: int = 50) -> tuple[list[dict], Datase
 
 
 def test_causal_batches_predict_every_token_but_the_first_of_a_row(tokenizer):
-    rows, blocks = make_blocks(data.COLUMNS_OF["clm"])
+    rows, blocks = make_blocks(COLUMNS_OF["clm"])
     texts = {tuple(row["input_ids"]) for row in rows}
     args = DataArguments(pad_to_multiple_of=16)
     batches = make_batches(blocks, tokenizer, 12, args)
@@ -414,7 +417,7 @@ def test_causal_batches_predict_every_token_but_the_first_of_a_row(tokenizer):
 
 
 def test_masked_blocks_keep_their_end_when_they_are_cut(tokenizer):
-    rows, blocks = make_blocks(data.COLUMNS_OF["mlm"])
+    rows, blocks = make_blocks(COLUMNS_OF["mlm"])
     args = DataArguments(max_sequence_length=16, mlm_probability=0.3)
     for batch in make_batches(blocks, tokenizer, 12, args):
         assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
@@ -432,7 +435,15 @@ def test_a_look_at_batches_of_each_kind(tmp_path, tiny_data, objective):
     shape = {"model_type": "bert" if objective == "mlm" else "gpt2"}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
-    command = [sys.executable, "data.py", "--config_path", tmp_path / "config.json", "--max_sequence_length", "32"]
+    command = [
+        sys.executable,
+        "-m",
+        "experiment.show",
+        "--config_path",
+        tmp_path / "config.json",
+        "--max_sequence_length",
+        "32",
+    ]
     command += ["--train_file", tmp_path / "a.txt", "--dataset_cache_dir", tmp_path, "--tokenizer_path"]
     command.append(tiny_data["--tokenizer_path"])
     run = subprocess.run([str(w) for w in command], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -467,13 +478,13 @@ def test_sequence_length_grows_with_the_epoch():
 @pytest.mark.parametrize("limit", [8, 9, 21, 64, 127, 128])
 def test_cut_instances_keep_their_form(limit):
     rows = make_rows(300, 200)
-    flat = {name: data.join_lists([row[name] for row in rows], False) for name in data.COLUMNS[:3]}
+    flat = {name: join_lists([row[name] for row in rows], False) for name in COLUMNS[:3]}
     flat["sentence_order_label"] = np.array([row["sentence_order_label"] for row in rows])
-    cut, lengths = data.cut_rows(flat, np.array([len(row["input_ids"]) for row in rows]), limit)
+    cut, lengths = cut_rows(flat, np.array([len(row["input_ids"]) for row in rows]), limit)
     assert (cut["sentence_order_label"] == flat["sentence_order_label"]).all()
-    parts = {name: np.split(cut[name], np.cumsum(lengths)[:-1]) for name in data.COLUMNS[:3]}
+    parts = {name: np.split(cut[name], np.cumsum(lengths)[:-1]) for name in COLUMNS[:3]}
     for number, row in enumerate(rows):
-        ids, types, special = (parts[name][number].tolist() for name in data.COLUMNS[:3])
+        ids, types, special = (parts[name][number].tolist() for name in COLUMNS[:3])
         assert len(ids) == lengths[number] == min(limit, len(row["input_ids"]))
         assert special == [int(token < 5) for token in ids]
         end, whole_end = types.index(1), row["token_type_ids"].index(1)
@@ -546,7 +557,7 @@ def test_a_look_at_the_batches(start, tiny_data):
         "pieces": ["--no_whole_word_mask", "--mlm_probability", 0.3],
         "short": ["--initial_sequence_length", 16, "--max_sequence_length", 32, "--sequence_length_warmup_steps", 9],
     }.items():
-        shown[name] = start(name, "data.py", *itertools.chain(*tiny_data.items()), *more)
+        shown[name] = start(name, "-m", "experiment.show", *itertools.chain(*tiny_data.items()), *more)
     assert [script.wait(60) for script in shown.values()] == [0, 0, 0]
     shown = {name: script.text for name, script in shown.items()}
     for name, text in shown.items():
@@ -591,7 +602,7 @@ def test_padding_stays_below_a_tenth(dataset, tokenizer, batch_size):
 
 def test_each_pass_has_every_row_once_in_a_new_order():
     lengths = np.random.default_rng(0).integers(8, 65, 1000)
-    order = iter(data.LengthGroupedOrder(lengths, 8, seed=3))
+    order = iter(LengthGroupedOrder(lengths, 8, seed=3))
     passes = [[next(order)[0] for _ in range(125)] for _ in range(3)]
     for rows in passes:
         assert sorted(np.concatenate(rows)) == list(range(1000))
@@ -615,7 +626,7 @@ def test_split_smaller_than_a_batch(dataset, tokenizer):
 
 
 def test_width_is_a_multiple_of_8_within_the_longest_row(dataset, tokenizer):
-    long = dataset.map(lambda row: {name: row[name] * 4 for name in data.COLUMNS[:3]}).filter(
+    long = dataset.map(lambda row: {name: row[name] * 4 for name in COLUMNS[:3]}).filter(
         lambda row: len(row["input_ids"]) <= 252
     )
     widths = {batch["input_ids"].shape[1] for batch in make_batches(long, tokenizer, 200)}
@@ -652,7 +663,8 @@ def test_selected_rows_are_read_not_the_file_behind(dataset, tokenizer):
 
 
 def test_data_seed_is_the_same_in_every_process():
-    code = "import data; print(data.data_seed('12D3KooW', 42), data.data_seed('12D3KooX', 42), data.data_seed('x', 1))"
+    calls = "data_seed('12D3KooW', 42), data_seed('12D3KooX', 42), data_seed('x', 1)"
+    code = f"from experiment.data import data_seed; print({calls})"
     runs = {
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": s}, capture_output=True
@@ -666,7 +678,8 @@ def test_data_seed_is_the_same_in_every_process():
 
 
 INTERRUPTED = """
-import signal, sys, data
+import signal, sys
+from experiment import data
 from arguments import DataArguments
 from datasets import load_from_disk
 from transformers import AlbertTokenizer
@@ -721,10 +734,10 @@ def test_workers_outlive_ctrl_c_until_the_trainer_ends(dataset, tmp_path, way):
 
 def test_missing_tokenizer_and_dataset_name_the_command(tmp_path, tokenizer):
     for load in (
-        lambda: data.load_tokenizer(tmp_path / "none"),
-        lambda: data.load_tokenizer(tmp_path),
-        lambda: data.load_tokenized_dataset(tmp_path / "none", tokenizer),
-        lambda: data.load_tokenized_dataset(tmp_path, tokenizer),
+        lambda: load_tokenizer(tmp_path / "none"),
+        lambda: load_tokenizer(tmp_path),
+        lambda: load_tokenized_dataset(tmp_path / "none", tokenizer),
+        lambda: load_tokenized_dataset(tmp_path, tokenizer),
     ):
         with pytest.raises(UserError, match="^[^\n]*python tokenize_wikitext103.py[^\n]*$"):
             load()
@@ -734,7 +747,7 @@ def test_tokenizer_without_special_tokens_is_refused(tmp_path, tokenizer):
     lacking = AlbertTokenizer(vocab=[(token, 0.0) for token in SPECIAL], mask_token=None)
     lacking.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="no mask token"):
-        data.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_fingerprint_tells_tokenizers_apart(tmp_path, tokenizer):
@@ -744,8 +757,8 @@ def test_fingerprint_tells_tokenizers_apart(tmp_path, tokenizer):
         AlbertTokenizer(vocab=vocabulary, do_lower_case=False),
         AlbertTokenizer(vocab=vocabulary, keep_accents=True),
     ]
-    fingerprints = [data.tokenizer_fingerprint(variant) for variant in variants]
+    fingerprints = [tokenizer_fingerprint(variant) for variant in variants]
     assert len(set(fingerprints)) == len(variants)
     for number, variant in enumerate(variants):
         variant.save_pretrained(tmp_path / str(number))
-        assert data.tokenizer_fingerprint(data.load_tokenizer(tmp_path / str(number))) == fingerprints[number]
+        assert tokenizer_fingerprint(load_tokenizer(tmp_path / str(number))) == fingerprints[number]

@@ -15,12 +15,12 @@ import pytest
 import torch
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
-import devices
 from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
-from data import load_data
-from model import compute_losses, make_model, move_batch
-from optimizer import make_local_optimizer, make_param_groups
-from ranks import start_ranks
+from experiment.data import load_data
+from experiment.model import compute_losses, make_model, move_batch
+from experiment.optimizer import make_local_optimizer, make_param_groups
+from machine import devices
+from machine.ranks import start_ranks
 from support.console import UserError
 
 CPU = torch.device("cpu")
@@ -61,9 +61,9 @@ STEPS = """
 import contextlib, copy, os, sys, threading, time
 import torch
 from arguments import ModelArguments, TrainerArguments
-from data import *
-from model import make_model
-from ranks import list_gradients, start_ranks
+from experiment.data import *
+from experiment.model import make_model
+from machine.ranks import list_gradients, start_ranks
 from run_trainer import accumulate_gradients
 
 torch.set_num_threads(1)
@@ -118,7 +118,8 @@ ranks.remove_files()
 # Before OBSERVED_TRAINER: float16 on a CPU, which is slow but computes as a GPU does, from a scale that overflows.
 HALF_PRECISION = """
 import torch
-import ranks, run_trainer
+import run_trainer
+from machine import ranks
 
 place_model = run_trainer.place_model
 ranks.choose_devices = lambda args: [torch.device("cpu")]
@@ -130,9 +131,10 @@ GREEDY_TRAINER = """
 import os
 import time
 import torch
-import data, run_trainer
+import run_trainer
+from text.collators import DataCollatorForWholeWordMask
 
-make_model, collate, passes = run_trainer.make_trained_model, data.DataCollatorForWholeWordMask.collate, 0
+make_model, collate, passes = run_trainer.make_trained_model, DataCollatorForWholeWordMask.collate, 0
 
 def collate_slowly(*args, **options):
     time.sleep(0.1)
@@ -150,7 +152,7 @@ def make_greedy_model(*args):
     model.albert.encoder.register_forward_pre_hook(allocate)
     return model
 
-data.DataCollatorForWholeWordMask.collate = collate_slowly
+DataCollatorForWholeWordMask.collate = collate_slowly
 run_trainer.make_trained_model = make_greedy_model
 with run_trainer.clean_end():
     run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
@@ -444,7 +446,7 @@ def test_compiled_model_computes_the_same_for_all_sizes(tmp_path, kind):
 
 def test_devices_are_chosen_without_a_cuda_context():
     code = (
-        "import torch; from arguments import TrainerArguments; from ranks import start_ranks\n"
+        "import torch; from arguments import TrainerArguments; from machine.ranks import start_ranks\n"
         "ranks = start_ranks(TrainerArguments())\n"
         "print(ranks.count, ranks.device, torch.cuda.is_initialized())"
     )

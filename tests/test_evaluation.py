@@ -19,11 +19,12 @@ from test_monitor import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments
-from dashboard import History, draw_learning_curve
-from data import load_tokenized_dataset, load_tokenizer, make_eval_batches
-from model import evaluate, make_model
+from experiment.data import make_eval_batches
+from experiment.model import evaluate, make_model
 from support.console import show_duration
 from swarm.progress import ProgressTracker
+from text.stored import load_tokenized_dataset
+from text.tokenizers import load_tokenizer
 from utils import (
     LocalMetrics,
     find_evaluation,
@@ -34,6 +35,7 @@ from utils import (
     show_progress,
     show_samples,
 )
+from viewing.dashboard import History, draw_learning_curve
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [

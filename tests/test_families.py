@@ -17,11 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
-from checkpoint import find_checkpoints
-from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
-from documents import read_text
-from joining import find_differences
-from model import (
+from experiment.data import make_eval_batches, make_train_batches
+from experiment.model import (
     USES_OF,
     compute_losses,
     describe_architecture,
@@ -32,8 +29,13 @@ from model import (
     make_trained_model,
     move_batch,
 )
-from optimizer import describe_contract, make_local_optimizer, make_param_groups
+from experiment.optimizer import describe_contract, make_local_optimizer, make_param_groups
+from machine.checkpoint import find_checkpoints
 from support.console import UserError
+from swarm.joining import find_differences
+from text.documents import read_text
+from text.stored import load_tokenized_dataset
+from text.tokenizers import load_tokenizer
 from utils import RunContract
 
 VOCABULARY = 300

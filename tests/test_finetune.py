@@ -38,6 +38,7 @@ from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassifica
 import finetune_mlm
 import predict_on_lidirus
 from arguments import FinetuneArguments, parse_arguments
+from experiment.tasks import TASKS, load_examples, load_task_file, make_examples
 from finetune_mlm import (
     check_tokenizer,
     choose_length,
@@ -48,8 +49,7 @@ from finetune_mlm import (
     make_task_model,
     tune,
 )
-from finetune_tasks import TASKS, load_examples, load_task_file, make_examples
-from lean_albert import RULEANALBERT_MODULES, LeanAlbertForPreTraining
+from models.lean_albert import RULEANALBERT_MODULES, LeanAlbertForPreTraining
 from support.console import UserError
 
 CPU = torch.device("cpu")
@@ -652,7 +652,7 @@ HUB_LABELS |= dict.fromkeys(("terra", "lidirus"), ["entailment", "not_entailment
 HUB_LABELS |= dict.fromkeys(("danetqa", "muserc", "russe", "rwsd"), ["False", "True"])
 LOAD_ALL = """
 import json, sys
-from finetune_tasks import TASKS, load_examples
+from experiment.tasks import TASKS, load_examples
 for name in sys.argv[2:]:
     examples = load_examples(TASKS[name], sys.argv[1])
     print(json.dumps([name, {s: [[e.texts, e.right, e.spans] for e in part] for s, part in examples.items()}]))

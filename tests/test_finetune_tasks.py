@@ -1,4 +1,4 @@
-"""finetune_tasks.py: each task's records in both schemas, metrics against hand-computed figures, files to hand in."""
+"""experiment/tasks.py: each task's records in both schemas, metrics against hand-computed figures, files to hand in."""
 
 import json
 import math
@@ -12,8 +12,7 @@ from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from arguments import FinetuneArguments
-from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained, order_batches
-from finetune_tasks import (
+from experiment.tasks import (
     TASKS,
     Example,
     find_phrase,
@@ -24,6 +23,7 @@ from finetune_tasks import (
     make_examples,
     predict_majority,
 )
+from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained, order_batches
 from support.console import UserError
 
 CPU = torch.device("cpu")

@@ -114,7 +114,7 @@ def test_the_daemon_dials_without_reusing_ports():
     """Note 6: with port reuse, 10 of 20 simultaneous first dials failed."""
     code = (
         "import psutil; from arguments import SwarmArguments; from swarm.processes import shut_down;"
-        "from joining import make_dht;"
+        "from swarm.joining import make_dht;"
         "dht, _ = make_dht(SwarmArguments('gaps', host_maddrs=['/ip4/127.0.0.1/tcp/0']));"
         "daemons = [child for child in psutil.Process(dht.pid).children() if child.name().startswith('p2pd')];"
         "print([daemon.environ()['LIBP2P_TCP_REUSEPORT'] for daemon in daemons]); shut_down(dht)"
@@ -129,7 +129,7 @@ def test_a_peer_asks_fixed_relays_at_once_only_where_we_say_so():
 
 
 def test_reachability_is_validated_through_the_connection_that_the_peer_has_opened():
-    """find_reachability in joining.py: a ping in return passes every firewall."""
+    """find_reachability in swarm/joining.py: a ping in return passes every firewall."""
     source = inspect.getsource(hivemind.dht.protocol.DHTProtocol.rpc_ping)
     assert "self.call_ping(sender_peer_id, validate=False)" in source
 
@@ -140,8 +140,8 @@ import asyncio
 from hivemind.p2p import P2P
 from arguments import SwarmArguments
 from swarm.processes import clean_end, shut_down
-from addresses import get_peer_id
-from joining import ask_relay_limit, make_dht
+from swarm.addresses import get_peer_id
+from swarm.joining import ask_relay_limit, make_dht
 
 async def ask(maddr, peer_id):
     p2p = await P2P.create(initial_peers=[maddr], dht_mode="client")
@@ -168,7 +168,7 @@ with clean_end():
 
 
 def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
-    """GOMAXPROCS in swarm/__init__.py and force_reachability in joining.py."""
+    """GOMAXPROCS in swarm/__init__.py and force_reachability in swarm/joining.py."""
     run = subprocess.run([sys.executable, "-c", RELAYS], cwd=ROOT, capture_output=True, text=True, timeout=120)
     plain, *ours = run.stdout.split()
     assert plain == str(2**17), run.stderr

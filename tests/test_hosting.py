@@ -20,12 +20,14 @@ import torch
 from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
-import data
-import fetch
-import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
+from experiment import data
 from support.console import UserError
 from support.files import hash_file
+from text import fetch, shards
+from text.hosting import check_archive, make_archive, pack
+from text.stored import load_tokenized_dataset
+from text.tokenizers import load_tokenizer
 
 SHARDS = 3
 
@@ -36,12 +38,12 @@ def hosted(tmp_path_factory, tiny_data) -> Path:
     folder = tmp_path_factory.mktemp("hosted")
     for name, count in (("tiny.tar.gz", 1), ("tiny.tar.gz", SHARDS), ("plain.tar", 1)):
         args = TokenizeArguments(archive=str(folder / name), archive_shards=count)
-        tokenize_wikitext103.check_archive(folder / name, args)
-        tokenize_wikitext103.make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], args)
+        check_archive(folder / name, args)
+        make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], args)
     padding = folder / "padding"
     padding.mkdir()
     (padding / "noise").write_bytes(np.random.default_rng(0).bytes(3_000_000))
-    fetch.pack(folder / "big.tar", {"dataset": tiny_data["--dataset_path"], "padding": padding})
+    pack(folder / "big.tar", {"dataset": tiny_data["--dataset_path"], "padding": padding})
     return folder
 
 
@@ -88,7 +90,7 @@ def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path
     assert f"/other.tar.gz --dataset_sha256 {sha256}" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["other.tar.gz"]
     with pytest.raises(UserError, match="other.tar.gz exists already"):
-        tokenize_wikitext103.check_archive(tmp_path / "other.tar.gz", TokenizeArguments())
+        check_archive(tmp_path / "other.tar.gz", TokenizeArguments())
 
 
 def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted, tiny_data):
@@ -117,8 +119,8 @@ def test_archive_by_url_or_path_becomes_the_folder_it_was_made_of(server, hosted
     # the archive's own tokenizer is taken unless another one is named
     assert data.choose_tokenizer(found, ModelArguments()) == found.tokenizer
     assert data.choose_tokenizer(found, ModelArguments(tokenizer_path="mine")) == "mine"
-    tokenizer = data.load_tokenizer(found.tokenizer)
-    dataset, corpus = data.load_tokenized_dataset(found, tokenizer)
+    tokenizer = load_tokenizer(found.tokenizer)
+    dataset, corpus = load_tokenized_dataset(found, tokenizer)
     assert len(dataset["train"]) == corpus["instances"]["train"] > 0
 
 
@@ -292,7 +294,12 @@ def test_a_full_disk_is_one_line(server, hosted, cache, size):
 
 # ---------------------------------------------------------------- processes
 
-FETCH = "import logging, sys, fetch; logging.basicConfig(level='INFO'); print(fetch.fetch_data(*sys.argv[1:4]).dataset)"
+FETCH = """
+import logging, sys
+from text.fetch import fetch_data
+logging.basicConfig(level="INFO")
+print(fetch_data(*sys.argv[1:4]).dataset)
+"""
 
 
 def test_a_killed_process_loses_no_byte(start, server, hosted, cache):
@@ -322,8 +329,8 @@ def test_two_that_start_at_once_fetch_once(start, server, hosted, cache):
 
 def open_shards(source: str, cache: Path):
     found = fetch.fetch_data(source, None, cache)
-    tokenizer = data.load_tokenizer(found.tokenizer)
-    dataset, corpus = data.load_tokenized_dataset(found, tokenizer)
+    tokenizer = load_tokenizer(found.tokenizer)
+    dataset, corpus = load_tokenized_dataset(found, tokenizer)
     return dataset, corpus, tokenizer
 
 
@@ -358,7 +365,7 @@ def original_rows(batches: list[dict]) -> list[tuple]:
 
 def test_a_pass_over_the_shards_reads_each_instance_once_in_the_peers_own_order(server, cache, tiny_data):
     dataset, corpus, tokenizer = open_shards(f"{server.url}/tiny.json", cache)
-    plain, plain_corpus = data.load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
+    plain, plain_corpus = load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
     assert corpus == plain_corpus and len(dataset["train"]) == len(plain["train"])
     assert dataset["validation"].to_dict() == plain["validation"].to_dict()
     assert not any("-of-" in path for path, _ in server.requests)  # none is fetched before it is needed
@@ -392,7 +399,7 @@ def test_batches_of_shards_depend_on_the_seed_alone(server, hosted, tmp_path, ca
     first, second, third = list(itertools.islice(order_of(dataset, 1), 3))
     name = "/tiny-{:05d}-of-00003.tar.gz"
     dataset["train"].seed = None
-    monkeypatch.setattr(data, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(shards, "RETRY_SECONDS", 0.3)
     server.chunk_delay = 0.05
     server.answers[name.format(second)] = [404, 500, 404, 200]
     server.cuts[name.format(third)] = [3_000]
@@ -429,7 +436,7 @@ def test_sequences_of_shards_grow(hosted, tmp_path, num_workers):
 
 
 def test_shards_that_were_read_go_when_the_disk_is_full(server, hosted, tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(data, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(shards, "RETRY_SECONDS", 0.3)
     expected = take(*open_local(hosted, tmp_path), 600)
     size = sum(len(content) for content in read_files(tmp_path / "local").values())
     shard = max(path.stat().st_size for path in (tmp_path / "local").rglob("*train/*.arrow"))
@@ -462,7 +469,7 @@ def test_a_cache_that_others_have_filled_may_be_read_only(hosted, tmp_path, cach
 
 def test_a_disk_that_fails_while_a_shard_is_marked_is_tried_again(hosted, tmp_path, monkeypatch, caplog):
     expected = take(*open_local(hosted, tmp_path), 260)
-    monkeypatch.setattr(data, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(shards, "RETRY_SECONDS", 0.3)
     dataset, tokenizer = open_local(hosted, tmp_path)
     second = dataset["train"].shards[list(itertools.islice(order_of(dataset, 1), 2))[1]]
     mark = tmp_path / "local" / fetch.make_name(second.source, second.sha256) / ".in_use"

@@ -10,17 +10,17 @@ import threading
 import pytest
 from processes import LOOPBACK, ROOT, make_prefix
 
-from addresses import get_host_port
 from arguments import SwarmArguments, make_host_maddrs
-from joining import announce_public_address
 from support.console import UserError
+from swarm.addresses import get_host_port
+from swarm.joining import announce_public_address
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
 MEASURER = """
 import json, sys
 from arguments import AveragingArguments, SwarmArguments
 from swarm.processes import clean_end, shut_down
-from joining import make_dht, measure_bandwidth
+from swarm.joining import make_dht, measure_bandwidth
 
 with clean_end():
     dht, _ = make_dht(SwarmArguments(sys.argv[1], sys.argv[3:], host_maddrs=[sys.argv[2]]))

@@ -11,11 +11,13 @@ from torch import nn
 from torch_optimizer import Lamb
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments
-from data import load_tokenized_dataset, load_tokenizer, make_train_batches
-from lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
-from model import make_model, move_batch
-from optimizer import make_local_optimizer, make_param_groups, make_scheduler
+from experiment.data import make_train_batches
+from experiment.model import make_model, move_batch
+from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
+from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
 from swarm.states import list_params
+from text.stored import load_tokenized_dataset
+from text.tokenizers import load_tokenizer
 
 DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 OPTIONS = dict(lr=0.01, betas=(0.9, 0.999), eps=1e-6, clamp_value=10.0)

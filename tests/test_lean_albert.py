@@ -1,4 +1,4 @@
-"""lean_albert.py: the same numbers as a plain implementation and as RuLeanALBERT's own, at a fraction of the memory."""
+"""LeanALBERT: the same numbers as a plain implementation and as RuLeanALBERT's own, at a fraction of the memory."""
 
 import itertools
 import json
@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
-import lean_albert
 from arguments import ModelArguments, TrainerArguments
-from lean_albert import (
+from experiment.model import make_model, make_trained_model, move_batch
+from experiment.optimizer import make_param_groups
+from models import lean_albert
+from models.lean_albert import (
     LeanAlbertConfig,
     LeanAlbertForMaskedLM,
     LeanAlbertForPreTraining,
@@ -29,8 +31,6 @@ from lean_albert import (
     load_ruleanalbert,
     project,
 )
-from model import make_model, make_trained_model, move_batch
-from optimizer import make_param_groups
 from support.console import UserError
 
 sys.path.append(str(ROOT / "benchmarks"))

@@ -6,7 +6,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from arguments import ModelArguments
-from model import compute_losses, evaluate, make_model, move_batch
+from experiment.model import compute_losses, evaluate, make_model, move_batch
 
 VOCABULARY = 300
 

@@ -17,7 +17,7 @@ from processes import LOOPBACK, make_prefix, wait_until
 from test_metrics import make_metrics
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from checkpoint import find_checkpoints, save_checkpoint, save_model
+from machine.checkpoint import find_checkpoints, save_checkpoint, save_model
 from utils import make_validators, peer_label
 
 

@@ -14,8 +14,8 @@ import psutil
 from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
-import tokenize_wikitext103
 from arguments import TokenizeArguments
+from text.hosting import make_archive
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
 SWARM = [
@@ -63,7 +63,7 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
     hosted = tmp_path / "hosted"
     hosted.mkdir()
     args = TokenizeArguments(archive=str(hosted / "tiny.tar.gz"))
-    tokenize_wikitext103.make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], args)
+    make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], args)
     monitor = start(
         *("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"),
         *("--output_dir", tmp_path / "monitor"),

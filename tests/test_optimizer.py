@@ -8,9 +8,8 @@ from torch import nn
 from transformers import AlbertConfig
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
-from joining import find_differences
-from model import make_model
-from optimizer import (
+from experiment.model import make_model
+from experiment.optimizer import (
     COMPRESSIONS,
     describe_contract,
     learning_rate_factor,
@@ -18,6 +17,7 @@ from optimizer import (
     make_param_groups,
     make_scheduler,
 )
+from swarm.joining import find_differences
 from utils import RunContract
 
 

@@ -11,9 +11,8 @@ import pytest
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from test_swarm import TRAINER, flags, start_monitor
 
-from addresses import explain_silence
 from arguments import AveragingArguments
-from preflight import (
+from machine.preflight import (
     Check,
     check_announced,
     check_bandwidth,
@@ -26,6 +25,7 @@ from preflight import (
     estimate_round_seconds,
     show_check,
 )
+from swarm.addresses import explain_silence
 
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 PUBLIC, HOME = f"/ip4/11.0.0.1/tcp/1/p2p/{PEER}", f"/ip4/192.168.1.2/tcp/1/p2p/{PEER}"
@@ -85,7 +85,7 @@ def test_a_line_of_the_table():
 
 def test_the_file_limit_is_raised_where_the_system_allows():
     code = (
-        "import resource; from preflight import check_file_limit; check = check_file_limit();"
+        "import resource; from machine.preflight import check_file_limit; check = check_file_limit();"
         "print(check.level, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     cases = {"-Sn 256": r"ok (\d+)$", "-SHn 256": r"warning (256)$"}

@@ -10,8 +10,8 @@ from hivemind.compression import Float16Compression, TensorRole
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import ROOT, make_prefix
 
-from optimizer import LOAD_STATE_COMPRESSIONS
-from state_codecs import Dynamic8bit, Scaled16bit
+from experiment.optimizer import LOAD_STATE_COMPRESSIONS
+from models.state_codecs import Dynamic8bit, Scaled16bit
 from swarm.downloads import BLOCK, MAX_BLOCKS, Snapshot, allocate_together, differ, digest, list_blocks, read_request
 
 # A peer of AdamW on four matrices, of which two are not a whole number of blocks. A donor fills parameters and moments
@@ -21,8 +21,8 @@ import json, sys, time
 from functools import partial
 import torch
 from arguments import SwarmArguments
-from joining import make_dht
-from optimizer import LOAD_STATE_COMPRESSIONS
+from swarm.joining import make_dht
+from experiment.optimizer import LOAD_STATE_COMPRESSIONS
 from swarm.line import LINE
 from swarm.optimizer import initialize_optimizer_state_
 from swarm.processes import clean_end, handle_stop_signals, shut_down

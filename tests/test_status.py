@@ -11,10 +11,10 @@ import urllib.request
 import pytest
 from processes import LOOPBACK, make_prefix
 
-from addresses import is_local, is_public, select_for_others
 from arguments import SwarmArguments, make_host_maddrs
-from status import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
 from support.console import UserError
+from swarm.addresses import is_local, is_public, select_for_others
+from swarm.status import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
 
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 RELAY = f"/ip4/198.51.100.7/tcp/7/p2p/{PEER}/p2p-circuit"

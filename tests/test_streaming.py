@@ -1,4 +1,4 @@
-"""streaming.py and what data.py makes of it: sources, mixture, broken records, resume, and a trainer that uses it."""
+"""text/streams.py and what is made of it: sources, mixture, broken records, resume, and a trainer that uses it."""
 
 import gzip
 import itertools
@@ -19,12 +19,15 @@ import torch
 from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
-import data
-import streaming
 from arguments import DataArguments
-from documents import split_sentences
-from streaming import Broken, DocumentStream, Position, Source, read_sources
+from experiment import data
 from support.console import UserError
+from text import streams
+from text.batches import StreamedBatches
+from text.documents import split_sentences
+from text.stored import COLUMNS
+from text.streams import Broken, DocumentStream, Position, Source, read_sources
+from text.tokenizers import load_tokenizer
 
 GO_ON = threading.Event()  # never set
 RECORDS = [f"Text number {number}. It has two sentences." for number in range(600)]
@@ -75,7 +78,7 @@ def write_format(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.parquet", "hub"])
 def test_formats_give_the_same_records_and_go_on_from_any_position(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "PART_BYTES", 5000)
+    monkeypatch.setattr(streams, "PART_BYTES", 5000)
     source = Source(path=str(write_format(tmp_path, name)), name=name)  # the order comes from the name, too
     whole = list(source.read_pass(1, Position(), GO_ON))
     assert sorted(text for text, _ in whole) == sorted(RECORDS)
@@ -106,7 +109,7 @@ def test_files_in_another_order_in_each_pass_and_for_each_peer(tmp_path):
 
 
 def test_text_files_are_cut_between_paragraphs(tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "PART_BYTES", 50_000)
+    monkeypatch.setattr(streams, "PART_BYTES", 50_000)
     paragraphs = [f"Paragraph {number} begins.\nIt goes on{' and on' * 20}.\n\n" for number in range(1500)]
     (tmp_path / "a.txt").write_text("".join(paragraphs))
     source = Source(path=str(tmp_path / "a.txt"))
@@ -134,7 +137,7 @@ def test_broken_records_are_counted_and_the_others_read(tmp_path, caplog):
     (tmp_path / "c.parquet").write_bytes(damaged)
     (tmp_path / "d.txt").write_bytes(b"One line.\nTwo \xff lines.\nThree lines.\n")
     found = {}
-    with caplog.at_level(logging.WARNING, "streaming"):
+    with caplog.at_level(logging.WARNING, "streams"):
         for path in sorted(tmp_path.iterdir()):
             source = Source(path=str(path))
             first_pass = itertools.takewhile(lambda item: item[1].number == 0, source.read(1, Position(), GO_ON))
@@ -156,7 +159,7 @@ def test_broken_records_are_counted_and_the_others_read(tmp_path, caplog):
 def test_broken_records_are_logged_at_powers_of_ten(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text("".join('{"text": "A."}\n' if n % 2 else "{\n" for n in range(400)))
     source = Source(path=str(tmp_path / "a.jsonl"))
-    with caplog.at_level(logging.WARNING, "streaming"):
+    with caplog.at_level(logging.WARNING, "streams"):
         list(itertools.islice(source.read(1, Position(), GO_ON), 200))
     assert source.broken == 200
     assert [record.getMessage().split("number ")[1].split(":")[0] for record in caplog.records] == ["1", "10", "100"]
@@ -168,8 +171,8 @@ def test_broken_records_are_logged_at_powers_of_ten(tmp_path, caplog):
 @pytest.mark.parametrize("has_ranges", [True, False])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_a_cut_connection_is_gone_on_with(name, has_ranges, tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "PART_BYTES", 10_000)
-    monkeypatch.setattr(streaming, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(streams, "PART_BYTES", 10_000)
+    monkeypatch.setattr(streams, "FIRST_DELAY", 0.05)
     size = write_format(tmp_path, name).stat().st_size
     with FileServer(tmp_path) as server:
         server.has_ranges = has_ranges
@@ -201,10 +204,10 @@ def test_a_file_that_is_gone_is_left_out_and_a_changed_one_not_mixed(tmp_path):
 
 
 def test_the_others_go_on_without_a_source_that_stalls(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(streaming, "LATE_SECONDS", 0.5)
+    monkeypatch.setattr(streams, "LATE_SECONDS", 0.5)
     write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
     near = write_jsonl(tmp_path / "near.jsonl", ["Near."] * 100)
-    with FileServer(tmp_path) as server, caplog.at_level(logging.WARNING, "streaming"):
+    with FileServer(tmp_path) as server, caplog.at_level(logging.WARNING, "streams"):
         server.cuts["/far.jsonl"], server.is_stalling = [500_000], True
         stream = DocumentStream([Source(path=f"{server.url}/far.jsonl"), Source(path=str(near))], seed=1)
         documents = take_documents(stream, 20_000)
@@ -255,14 +258,14 @@ def test_mixture_reproduces_from_the_seed_and_goes_on_from_each_state(mixture):
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_data):
-    return data.load_tokenizer(tiny_data["--tokenizer_path"])
+    return load_tokenizer(tiny_data["--tokenizer_path"])
 
 
 @pytest.fixture
 def austen(tmp_path, monkeypatch) -> Path:
     """Documents and chunks of them that are small, or a test would not see more than the first pool."""
-    monkeypatch.setattr(streaming, "TEXT_CHARACTERS", 1000)
-    monkeypatch.setattr(streaming, "CHUNK_CHARACTERS", 3000)
+    monkeypatch.setattr(streams, "TEXT_CHARACTERS", 1000)
+    monkeypatch.setattr(streams, "CHUNK_CHARACTERS", 3000)
     entries = [
         {"path": ROOT / "sample_data" / "austen.txt.xz", "weight": 3},
         {"path": write_jsonl(tmp_path / "own.jsonl", RECORDS)},
@@ -279,7 +282,7 @@ def make_batches(tokenizer, sources, count, collator=None, **options):
     chosen = {name: options[name] for name in ("num_workers", "state")} | {"batch_size": 16}
     if collator:
         dataset.seed = options["state"]["seed"] if options["state"] else options["seed"]
-        batches = data.StreamedBatches(dataset, collator, **chosen)
+        batches = StreamedBatches(dataset, collator, **chosen)
     else:
         batches = data.make_train_batches(dataset, tokenizer, DataArguments(), seed=options["seed"], **chosen)
     return list(itertools.islice(batches, count)), batches.state()
@@ -335,7 +338,7 @@ def test_tiny_sources_are_endless_and_shuffled_anew(tokenizer, tmp_path):
 
 def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
     dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=128, shuffle_buffer=256)
-    batches = data.StreamedBatches(dataset, keep_rows, batch_size=16, num_workers=2)
+    batches = StreamedBatches(dataset, keep_rows, batch_size=16, num_workers=2)
     batches.set_sequence_length(32)
     iterator = iter(batches)
     for length in (32, 96, 64, 128):
@@ -347,7 +350,7 @@ def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
 @pytest.mark.parametrize("objective", ["mlm", "clm"])
 def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
     """The same for any number of workers; and of a document's text nothing is lost."""
-    tokenizer = data.load_tokenizer(tiny_data["--tokenizer_path"], objective)
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"], objective)
 
     def take(num_workers: int) -> list[dict]:
         dataset = data.make_training_dataset(
@@ -365,8 +368,8 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
     assert lengths.max() == 32 and (lengths == 32).float().mean() > 0.9
 
     chunk = [(0, 0, "A first text of it.\n\nWith two parts."), (1, 0, "Another text. " * 20)]
-    [source, *_] = streaming.read_sources(austen)
-    _, columns, lengths = streaming.ChunkTokenizer([source], tokenizer, 0, objective)[32, chunk]
+    [source, *_] = streams.read_sources(austen)
+    _, columns, lengths = streams.ChunkTokenizer([source], tokenizer, 0, objective)[32, chunk]
     ids = columns["input_ids"]
     if objective == "mlm":
         edges = np.concatenate([lengths.cumsum() - lengths, lengths.cumsum() - 1])
@@ -378,7 +381,7 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
 def test_training_dataset_in_a_plain_loader(tokenizer, austen):
     dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=64, shuffle_buffer=50)
     row = next(iter(dataset))
-    assert set(row) == set(data.COLUMNS)
+    assert set(row) == set(COLUMNS)
     assert len(row["input_ids"]) == len(row["token_type_ids"]) == len(row["special_tokens_mask"]) <= 64
     loader = torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=keep_rows)
     rows = Counter(row for batch in itertools.islice(loader, 50) for row in batch if len(row) > 40)
@@ -518,11 +521,13 @@ def test_trainer_without_a_usable_source_is_one_line(tiny_data, tmp_path):
 
 
 INTERRUPTED = """
-import signal, sys, threading, data
+import signal, sys, threading
 from arguments import DataArguments
+from experiment import data
+from text.tokenizers import load_tokenizer
 stop = threading.Event()
 signal.signal(signal.SIGINT, lambda *_: stop.set())
-tokenizer = data.load_tokenizer(sys.argv[1])
+tokenizer = load_tokenizer(sys.argv[1])
 dataset = data.make_training_dataset(tokenizer, sources=sys.argv[2], max_sequence_length=64)
 print("ready", flush=True)
 options = dict(batch_size=8, seed=1, num_workers=2, stop=stop)

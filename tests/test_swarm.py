@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments
-from data import load_tokenized_dataset, load_tokenizer, make_eval_batches, make_train_batches
-from model import evaluate, make_model, move_batch
-from optimizer import make_local_optimizer, make_param_groups, make_scheduler
+from experiment.data import make_eval_batches, make_train_batches
+from experiment.model import evaluate, make_model, move_batch
+from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
+from text.stored import load_tokenized_dataset
+from text.tokenizers import load_tokenizer
 
 # a small ALBERT, and rounds that start at once when all are there
 TRAINER = {

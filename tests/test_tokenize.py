@@ -16,11 +16,13 @@ import pyarrow
 import pytest
 from transformers import AlbertTokenizer
 
-import data
-import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
-from documents import read_documents, read_text, split_sentences
+from experiment import data
 from support.console import UserError
+from text.documents import read_documents, read_text, split_sentences
+from text.stored import COLUMNS, COLUMNS_OF, load_tokenized_dataset, make_tables
+from text.tokenization import CHUNK_CHARACTERS
+from text.tokenizers import load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tokenize_wikitext103.py")
@@ -61,8 +63,8 @@ def written(tmp_path_factory, novel):
 
 
 def test_what_is_written(written):
-    tokenizer = data.load_tokenizer(written / "tokenizer")
-    dataset, corpus = data.load_tokenized_dataset(written / "dataset", tokenizer)
+    tokenizer = load_tokenizer(written / "tokenizer")
+    dataset, corpus = load_tokenized_dataset(written / "dataset", tokenizer)
     assert corpus["vocab_size"] == len(tokenizer) <= 500 and corpus["seq_length"] == 64
     assert corpus["documents"] == {"train": 38, "validation": 2}
     labels = Counter(dataset["train"]["sentence_order_label"])
@@ -82,8 +84,8 @@ def test_what_is_written(written):
 
 
 def test_all_text_arrives_and_no_instance_crosses_documents(written):
-    tokenizer = data.load_tokenizer(written / "tokenizer")
-    dataset, _ = data.load_tokenized_dataset(written / "dataset", tokenizer)
+    tokenizer = load_tokenizer(written / "tokenizer")
+    dataset, _ = load_tokenized_dataset(written / "dataset", tokenizer)
     documents = read_documents(written / "documents.jsonl")
     texts = [sum(tokenizer(d, add_special_tokens=False)["input_ids"], []) for d in documents]
     found = []
@@ -117,7 +119,7 @@ def test_several_tasks_same_for_one_and_two_processes(written, tmp_path, novel):
     assert read_files(tmp_path / "dataset1") == read_files(tmp_path / "dataset2")
     corpus = json.loads((tmp_path / "dataset1" / "corpus.json").read_text())
     assert corpus["documents"] == {"train": 95, "validation": 5}
-    assert text.stat().st_size > 2 * tokenize_wikitext103.CHUNK_CHARACTERS
+    assert text.stat().st_size > 2 * CHUNK_CHARACTERS
 
 
 def test_other_seed_other_instances(written, tmp_path):
@@ -126,14 +128,14 @@ def test_other_seed_other_instances(written, tmp_path):
     tokenize(tmp_path, *flags, "--seed", 7, "--tokenizer_path", written / "tokenizer")
     first, second = (f / "dataset" / "train" / "data-00000-of-00001.arrow" for f in (written, tmp_path))
     assert first.read_bytes() != second.read_bytes()
-    data.load_tokenized_dataset(tmp_path / "dataset", data.load_tokenizer(written / "tokenizer"))
+    load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(written / "tokenizer"))
 
 
 def test_dataset_of_another_tokenizer_is_refused(written, tmp_path):
     pieces = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
     AlbertTokenizer(vocab=[(piece, 0.0) for piece in pieces]).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(UserError, match="another tokenizer"):
-        data.load_tokenized_dataset(written / "dataset", data.load_tokenizer(tmp_path / "tokenizer"))
+        load_tokenized_dataset(written / "dataset", load_tokenizer(tmp_path / "tokenizer"))
 
 
 @pytest.mark.parametrize("cased, keep_accents", [(False, False), (True, True), (False, True)])
@@ -141,13 +143,13 @@ def test_save_and_load_change_no_line(tmp_path, novel, cased, keep_accents):
     lines = [line for line in novel if line.strip()][:4600]
     lines += [f"{line} — {RUSSIAN} ``Été'' naïve １２３ {number}" for number, line in enumerate(lines[:400])]
     args = TokenizeArguments(vocab_size=2000, cased=cased, keep_accents=keep_accents)
-    trained = tokenize_wikitext103.train_tokenizer([lines], args)
+    trained = train_tokenizer([lines], args)
     trained.save_pretrained(tmp_path / "once")
-    loaded = data.load_tokenizer(tmp_path / "once")
+    loaded = load_tokenizer(tmp_path / "once")
     loaded.save_pretrained(tmp_path / "twice")
     before = [encoding.ids for encoding in trained.backend_tokenizer.encode_batch(lines)]
     assert len(before) == 5000
-    for again in (loaded, data.load_tokenizer(tmp_path / "twice"), AlbertTokenizer.from_pretrained(tmp_path / "twice")):
+    for again in (loaded, load_tokenizer(tmp_path / "twice"), AlbertTokenizer.from_pretrained(tmp_path / "twice")):
         assert again(lines, verbose=False)["input_ids"] == before
     pair = loaded("one", "two")
     assert "token_type_ids" in pair and pair["token_type_ids"][-1] == 1
@@ -158,7 +160,7 @@ def test_save_and_load_change_no_line(tmp_path, novel, cased, keep_accents):
 
 def test_sentences_one_by_one_are_the_joined_text(written):
     """Pairs are put together from ids of sentences: they must be the ids of the text."""
-    tokenizer = data.load_tokenizer(written / "tokenizer")
+    tokenizer = load_tokenizer(written / "tokenizer")
     for paragraphs in read_documents(written / "documents.jsonl"):
         sentences = split_sentences(paragraphs)
         apart = tokenizer(sentences, add_special_tokens=False)["input_ids"]
@@ -168,7 +170,7 @@ def test_sentences_one_by_one_are_the_joined_text(written):
 def test_special_tokens_in_a_text_are_text(written, tmp_path):
     (tmp_path / "a.txt").write_text("He wrote [SEP] and [MASK] here. Then [CLS] and nothing.\n\n" * 20)
     tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
-    dataset, _ = data.load_tokenized_dataset(tmp_path / "dataset", data.load_tokenizer(tmp_path / "tokenizer"))
+    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(tmp_path / "tokenizer"))
     for split in dataset.values():
         for ids in split["input_ids"]:
             assert (ids.count(2), ids.count(3), ids.count(4)) == (1, 2, 0)
@@ -178,7 +180,7 @@ def test_single_document_gives_up_its_last_paragraphs(written, tmp_path, novel):
     (tmp_path / "a.txt").write_text("\n".join(novel[:600]))
     result = tokenize(tmp_path, "--text_files", "a.txt", "--tokenizer", written / "tokenizer", "--seq_length", 64)
     assert "one document: its last" in result.stdout
-    dataset, _ = data.load_tokenized_dataset(tmp_path / "dataset", data.load_tokenizer(tmp_path / "tokenizer"))
+    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", load_tokenizer(tmp_path / "tokenizer"))
     assert 0 < len(dataset["validation"]) < 0.2 * len(dataset["train"])
 
 
@@ -194,8 +196,8 @@ def blocks(request, tmp_path_factory, written):
 
 def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
     objective, folder, _ = blocks
-    tokenizer = data.load_tokenizer(folder / "tokenizer", objective)
-    dataset, corpus = data.load_tokenized_dataset(folder / "dataset", tokenizer, objective)
+    tokenizer = load_tokenizer(folder / "tokenizer", objective)
+    dataset, corpus = load_tokenized_dataset(folder / "dataset", tokenizer, objective)
     assert corpus["objective"] == objective and corpus["documents"] == {"train": 38, "validation": 2}
     joint, end = ("\n", tokenizer.eos_token_id) if objective == "clm" else (" ", tokenizer.sep_token_id)
     documents = [joint.join(paragraphs) for paragraphs in read_documents(written / "documents.jsonl")]
@@ -204,7 +206,7 @@ def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
         assert tokenizer.pad_token_id == end and [tokenizer.decode(text[:-1]) for text in texts] == documents
     for split in dataset.values():
         rows = split["input_ids"]
-        assert {len(row) for row in rows} == {64} and set(split.column_names) == set(data.COLUMNS_OF[objective])
+        assert {len(row) for row in rows} == {64} and set(split.column_names) == set(COLUMNS_OF[objective])
         if objective == "mlm":
             assert all(row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id for row in rows)
             assert all(row["special_tokens_mask"] == [int(token < 5) for token in row["input_ids"]] for row in split)
@@ -229,12 +231,12 @@ def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_
 
 def test_what_was_made_for_another_objective_is_refused_but_pairs_will_do_for_mlm(blocks, written):
     objective, folder, _ = blocks
-    tokenizer = data.load_tokenizer(folder / "tokenizer", objective)
+    tokenizer = load_tokenizer(folder / "tokenizer", objective)
     with pytest.raises(UserError, match="^[^\n]*tokenize again with --objective mlm_sop[^\n]*$"):
-        data.load_tokenized_dataset(folder / "dataset", tokenizer, "mlm_sop")
+        load_tokenized_dataset(folder / "dataset", tokenizer, "mlm_sop")
     if objective == "mlm":
-        pairs, _ = data.load_tokenized_dataset(written / "dataset", data.load_tokenizer(written / "tokenizer"), "mlm")
-        assert set(pairs["train"].column_names) == set(data.COLUMNS) - {"sentence_order_label"}
+        pairs, _ = load_tokenized_dataset(written / "dataset", load_tokenizer(written / "tokenizer"), "mlm")
+        assert set(pairs["train"].column_names) == set(COLUMNS) - {"sentence_order_label"}
 
 
 def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
@@ -244,7 +246,7 @@ def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
         result = tokenize(tmp_path, *flags, check=False)
         assert result.returncode == 2 and "no cls token" in result.stderr
     else:  # [SEP] may end a text
-        tokenizer = data.load_tokenizer(folder / "tokenizer", "clm")
+        tokenizer = load_tokenizer(folder / "tokenizer", "clm")
         assert tokenizer.eos_token == "[SEP]" and tokenizer.pad_token == "<pad>"
 
 
@@ -379,7 +381,7 @@ def test_interrupted_run_leaves_nothing(written, tmp_path, number, code):
 
 def test_full_blocks_are_sliced_into_tables_of_a_size_that_offsets_hold():
     ids, lengths = numpy.arange(23, dtype=numpy.int32), numpy.array([5, 5, 5, 5, 3])
-    tables = list(tokenize_wikitext103.make_tables({"input_ids": ids}, lengths, most=12))
+    tables = list(make_tables({"input_ids": ids}, lengths, most=12))
     assert [table.num_rows for table in tables] == [2, 2, 1]
     rows = pyarrow.concat_tables(tables)["input_ids"].to_pylist()
     assert rows == [part.tolist() for part in numpy.split(ids, lengths.cumsum()[:-1])]

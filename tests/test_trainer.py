@@ -10,7 +10,7 @@ from processes import LOOPBACK, ROOT, make_prefix
 from safetensors.torch import load_file
 
 from arguments import DataArguments
-from data import sequence_length_at
+from experiment.data import sequence_length_at
 
 TINY = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
@@ -68,10 +68,10 @@ import json, os, sys, time
 import torch
 from arguments import *
 from swarm.processes import clean_end, shut_down
-from joining import make_dht
+from swarm.joining import make_dht
 from callback import CollaborativeCallback
-from model import make_model
-from optimizer import make_optimizer, make_param_groups
+from experiment.model import make_model
+from experiment.optimizer import make_optimizer, make_param_groups
 from utils import RunContract
 
 with clean_end():

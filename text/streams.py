@@ -4,7 +4,7 @@
 
 To look at the first documents of a mixture:
 
-    python -c "from streaming import *; stream = DocumentStream(read_sources('configs/sources.json'), seed=0); \
+    python -c "from text.streams import *; stream = DocumentStream(read_sources('configs/sources.json'), seed=0); \
         [print(text[:70].split()) for _, chunk in itertools.islice(stream, 2) for _, _, text in chunk]; stream.close()"
 
 A file of sources is a JSON list of objects. Fields: path (a file, a pattern such as data/*.jsonl.gz, an http(s) URL, a
@@ -53,7 +53,8 @@ import pyarrow
 import pyarrow.parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from documents import (
+from support.console import UserError
+from text.documents import (
     cut_blocks,
     encode_documents,
     load_sentence_splitter,
@@ -63,9 +64,8 @@ from documents import (
     split_paragraphs,
     split_sentences,
 )
-from support.console import UserError
 
-logger = logging.getLogger("streaming")
+logger = logging.getLogger("streams")
 
 FORMATS = {"jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "txt": "text", "text": "text", "parquet": "parquet"}
 PART_BYTES = 2**24  # of a plain file
@@ -640,7 +640,7 @@ def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[
 
 
 class TrainingDataset(IterableDataset):
-    """Endless instances, see data.make_training_dataset. The trainer's own loader, data.StreamedBatches, takes its
+    """Endless instances, see data.make_training_dataset. The trainer's own loader, batches.StreamedBatches, takes its
     parts instead: there, one process reads for all workers, and goes on where an earlier one has ended."""
 
     def __init__(

@@ -3,7 +3,7 @@
 A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX names host, port and the peer's id. Other hosts: /ip6/...,
 /dns4/NAME, /dns6/NAME, /dnsaddr/NAME. With /p2p-circuit in it, it leads to a peer through another one, a relay.
 
-    python -c "import addresses; print(addresses.explain_silence('/ip4/127.0.0.1/tcp/9/p2p/XXXX'))"
+    python -c "from swarm import addresses; print(addresses.explain_silence('/ip4/127.0.0.1/tcp/9/p2p/XXXX'))"
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 transformers' Auto classes make any of its language models: see `find_objective`. For one that it does not have, or to
 train one in a way of its own, add a class to PRETRAINING_MODELS.
 
-    python -c "from model import make_model; from arguments import ModelArguments; \\
+    python -c "from experiment.model import make_model; from arguments import ModelArguments; \\
         print(make_model(ModelArguments(config_path='configs/demo.json'), 1000).num_parameters())"
 """
 
@@ -25,10 +25,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments, TrainerArguments
-from data import PROBE
-from fetch import hub
-from lean_albert import LeanAlbertForPreTraining, find_labelled_positions, masked_lm_loss, widen
+from models.lean_albert import LeanAlbertForPreTraining, find_labelled_positions, masked_lm_loss, widen
 from support.console import UserError, first_line
+from text.fetch import hub
+from text.tokenizers import PROBE
 
 logger = logging.getLogger("model")
 

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import TrainerArguments
-from model import describe_architecture
+from experiment.model import describe_architecture
 from support.console import UserError
 from support.files import describe_file, flush_to_disk, warn_of_full_disk, write_file
 
@@ -270,7 +270,7 @@ def collect_state(
 ) -> dict:
     """A copy, in host memory, of all that a process needs to go on from here.
 
-    :param optimizer: averaging.Optimizer of this model; its copy of the parameters is the one that counts
+    :param optimizer: swarm.optimizer.Optimizer of this model; its copy of the parameters is the one that counts
     :param arguments: of the command line, by name
     :param counters: what else shall go on counting
     """

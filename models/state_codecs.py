@@ -10,7 +10,7 @@ from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
 from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.proto import runtime_pb2
 
-from lamb_8bit import BLOCK_SIZE, DynamicQuantizer
+from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer
 
 
 class Scaled16bit(CompressionBase):

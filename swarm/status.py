@@ -22,9 +22,9 @@ from collections.abc import Callable
 
 from hivemind import DHT
 
-from addresses import get_host_port, get_ip, get_peer_id, is_local, is_public, is_relayed, select_for_others
 from arguments import split_host_port
 from support.console import UserError
+from swarm.addresses import get_host_port, get_ip, get_peer_id, is_local, is_public, is_relayed, select_for_others
 
 logger = logging.getLogger("status")
 

@@ -1,10 +1,10 @@
 """Keep states of the swarm and publish them on the Hugging Face Hub; for run_training_monitor.py and run_aux_peer.py.
 
-A checkpoint of the archive is a trainer's (see checkpoint.py) with a model card beside it, stamped with its epoch, loss
-and the peer that gave it. Of the command line it holds what all peers of the run agree on, and nothing of this machine:
-it may be published as it is. To publish the newest one at once, after the end of a run for instance:
+A checkpoint of the archive is a trainer's (see machine/checkpoint.py) with a model card beside it, stamped with its
+epoch, loss and the peer that gave it. Of the command line it holds what all peers of the run agree on, and nothing of
+this machine: it may be published as it is. To publish the newest one at once, after the end of a run for instance:
 
-    HF_TOKEN=hf_XXXX python archive.py --store_checkpoints --local_path outputs/monitor --repo_url ORG/NAME
+    HF_TOKEN=hf_XXXX python -m viewing.archive --store_checkpoints --local_path outputs/monitor --repo_url ORG/NAME
 """
 
 import contextlib
@@ -31,14 +31,22 @@ from arguments import (
     SwarmArguments,
     parse_arguments,
 )
-from checkpoint import collect_state, find_checkpoints, put_back, read_epoch, remove_checkpoints, save_model, set_aside
-from data import tokenizer_fingerprint
-from joining import compare_with_run
-from model import USES_OF, make_model
-from optimizer import describe_contract, make_optimizer
+from experiment.model import USES_OF, make_model
+from experiment.optimizer import describe_contract, make_optimizer
+from machine.checkpoint import (
+    collect_state,
+    find_checkpoints,
+    put_back,
+    read_epoch,
+    remove_checkpoints,
+    save_model,
+    set_aside,
+)
 from support.console import UserError, edge, setup_logging
 from support.files import lock_folder, write_file
+from swarm.joining import compare_with_run
 from swarm.optimizer import Optimizer
+from text.tokenizers import tokenizer_fingerprint
 from utils import SwarmMetrics
 
 logger = logging.getLogger("archive")
@@ -110,7 +118,7 @@ class CheckpointHandler:
         """Go on with what is due, without waiting for network or disk: call it at each look at the swarm.
 
         :param metrics: of the swarm's newest epoch, if that was not given before
-        :param history: of the run, see dashboard.py
+        :param history: of the run, see viewing/dashboard.py
         """
         if self.publisher:
             self.publisher.step()
@@ -189,7 +197,7 @@ class CheckpointHandler:
             self.saving.join(FINAL_WAIT)
         if self.publisher and (folder := self.publisher.find_new()):
             logger.info(
-                f"{folder} is not on the Hub yet. This uploads it: python archive.py --store_checkpoints "
+                f"{folder} is not on the Hub yet. This uploads it: python -m viewing.archive --store_checkpoints "
                 f"--local_path {self.folder} --repo_url {self.args.repo_url}"
             )
 

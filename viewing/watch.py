@@ -25,8 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from arguments import SwarmArguments
-from joining import find_plan, make_dht
 from support.console import UserError, show_bytes
+from swarm.joining import find_plan, make_dht
 from swarm.processes import handle_stop_signals, shut_down
 from utils import (
     RECENT_EPOCHS,

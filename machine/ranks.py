@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from arguments import TrainerArguments
-from devices import choose_devices, is_out_of_memory
+from machine.devices import choose_devices, is_out_of_memory
 from support.console import UserError, first_line
 from swarm.processes import STOP_REQUESTED
 

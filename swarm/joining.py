@@ -3,7 +3,7 @@
 A peer finds out whether others can reach it by asking those it reaches itself to dial back. If they cannot, it becomes
 a client, or is reached through a relay. Each way in which this can fail is one line that names the cure.
 
-    python -c "import joining; print(joining.explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX']))"
+    python -c "from swarm import joining; print(joining.explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX']))"
 """
 
 import asyncio
@@ -32,7 +32,9 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils import get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
 
-from addresses import (
+from arguments import AveragingArguments, SwarmArguments
+from support.console import UserError
+from swarm.addresses import (
     GREETING,
     check_multiaddrs,
     explain_silence,
@@ -44,12 +46,10 @@ from addresses import (
     is_relayed,
     select_for_others,
 )
-from arguments import AveragingArguments, SwarmArguments
-from status import resolve_initial_peers
-from support.console import UserError
 from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.line import LINE
 from swarm.processes import calm_log, end_when_it_dies
+from swarm.status import resolve_initial_peers
 from utils import FETCH_TIMEOUT, RunContract, fetch_dictionary, make_validators
 
 logger = logging.getLogger("joining")

@@ -3,7 +3,7 @@
 The architecture is RuLeanALBERT's: factorized embeddings, pre-norm blocks whose weights may be shared between layers,
 rotary positions, gated feed-forward, sandwich norm. Its checkpoints open with `load_ruleanalbert`. To see one:
 
-    python -c "from lean_albert import *; print(LeanAlbertForPreTraining(LeanAlbertConfig(hidden_size=512, \\
+    python -c "from models.lean_albert import *; print(LeanAlbertForPreTraining(LeanAlbertConfig(hidden_size=512, \\
         num_hidden_layers=6, num_hidden_groups=1, num_attention_heads=8, intermediate_size=2048)))"
 
 What a layer keeps: its two inputs, which are parts of the residual stream, and what the first product of its

@@ -2,7 +2,7 @@
 
 Devices are chosen without a CUDA context: hivemind forks its helpers first (see run_trainer.py). To see what is chosen:
 
-    python -c "import devices; from arguments import TrainerArguments; \\
+    python -c "from machine import devices; from arguments import TrainerArguments; \\
         print(devices.choose_devices(TrainerArguments()))"
 """
 
@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from arguments import DataArguments, TrainerArguments
-from data import make_train_batches
-from model import compute_losses, find_longest_sequence, move_batch
+from experiment.data import make_train_batches
+from experiment.model import compute_losses, find_longest_sequence, move_batch
 from support.console import UserError
 
 logger = logging.getLogger("trainer")

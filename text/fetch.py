@@ -446,32 +446,6 @@ def find_parts(folder: Path, source: str | None = None) -> tuple[Path, Path | No
     return corpora[0].parent, tokenizers[0].parent if len(tokenizers) == 1 else None
 
 
-def pack(archive: Path, parts: dict[str, Path]) -> str:
-    """Write an archive of folders, under the names given; returns its sha256.
-
-    The same files give the same bytes on each machine: sorted, without owners and times. (That of a .tar.gz depends on
-    the version of zlib too.) It appears when it is complete.
-    """
-    unfinished = archive.with_name(f".{archive.name}.packing-{os.getpid()}")
-    try:
-        with contextlib.ExitStack() as stack:
-            stream = stack.enter_context(open(unfinished, "wb"))
-            if archive.suffix in (".gz", ".tgz"):
-                stream = stack.enter_context(gzip.GzipFile("", "wb", 6, stream, mtime=0))
-            tar = stack.enter_context(tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT))
-            for name, folder in parts.items():
-                for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-                    member = tarfile.TarInfo(f"{name}/{path.relative_to(folder).as_posix()}")
-                    member.size = path.stat().st_size
-                    with open(path, "rb") as file:
-                        tar.addfile(member, file)
-        sha256 = hash_file(unfinished)
-        unfinished.replace(archive)
-        return sha256
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 @contextlib.contextmanager
 def hub(what: str, alternative: str):
     """Load something from the Hugging Face Hub or its cache; without a connection, one line instead of a minute of

@@ -2,7 +2,7 @@
 
 A document is a list of paragraphs. To see a file's sentences:
 
-    python -c "from documents import *; print(split_sentences(read_documents('README.md')[0])[:5])"
+    python -c "from text.documents import *; print(split_sentences(read_documents('README.md')[0])[:5])"
 """
 
 import codecs

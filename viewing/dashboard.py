@@ -24,9 +24,9 @@ from pathlib import Path
 import hivemind
 
 from arguments import ReportArguments, TrainerArguments
-from joining import Plan, find_plan
 from support.console import UserError
 from support.files import append_line, lock_folder, write_file
+from swarm.joining import Plan, find_plan
 from utils import (
     RECENT_EPOCHS,
     LocalMetrics,

@@ -4,7 +4,7 @@ They are those of RussianSuperGLUE (Shavrina et al., 2020, arXiv:2010.15925) and
 arXiv:2210.12814); `load_task_file` reads any other classification of sentences or pairs from a small JSON file. A
 record is a dictionary with the fields of the Hugging Face Hub's version, wherever it comes from. What is in a task:
 
-    python -c "from finetune_tasks import TASKS, load_examples; \\
+    python -c "from experiment.tasks import TASKS, load_examples; \\
         print(load_examples(TASKS['terra'], 'PATH_OF_THE_DATA')['validation'][0])"
 """
 

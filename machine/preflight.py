@@ -6,7 +6,7 @@ prints a table, a cure beside each finding, and ends with exit code 0 when nothi
 DHT as any peer does, but publishes and trains nothing. A trainer that starts logs what of it is quick to find and not
 in order, and later what its own first epochs tell of its speed. Which batch size suits this machine is measured by
 
-    python preflight.py --experiment_prefix my_albert --fp16
+    python -m machine.preflight --experiment_prefix my_albert --fp16
 
 with a trainer's flags; the last line that it prints is the flags to add to them.
 """
@@ -33,7 +33,6 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import get_dht_time
 
-from addresses import get_peer_id, is_public, is_relayed, select_for_others
 from arguments import (
     AveragingArguments,
     DataArguments,
@@ -43,18 +42,23 @@ from arguments import (
     TrainerArguments,
     parse_arguments,
 )
-from data import (
+from experiment.data import (
     check_data_arguments,
     choose_tokenizer,
     find_data,
     load_data,
-    load_tokenized_dataset,
-    load_tokenizer,
     make_streamed_split,
     make_train_batches,
-    tokenizer_fingerprint,
 )
-from devices import (
+from experiment.model import (
+    describe_architecture,
+    find_longest_sequence,
+    find_objective,
+    make_trained_model,
+    move_batch,
+)
+from experiment.optimizer import describe_contract
+from machine.devices import (
     choose_devices,
     find_batch_size,
     make_trial_batch,
@@ -63,7 +67,10 @@ from devices import (
     stop_when_out_of_memory,
     time_pass,
 )
-from joining import (
+from support.console import UserError, setup_logging, show_bytes
+from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
+from swarm.dht import raise_file_limit
+from swarm.joining import (
     check_addresses,
     explain_clock,
     explain_unreachable,
@@ -74,18 +81,10 @@ from joining import (
     measure_bandwidth,
     start_dht,
 )
-from model import (
-    describe_architecture,
-    find_longest_sequence,
-    find_objective,
-    make_trained_model,
-    move_batch,
-)
-from optimizer import describe_contract
-from support.console import UserError, setup_logging, show_bytes
-from swarm.dht import raise_file_limit
 from swarm.line import LINE
 from swarm.processes import calm_log, clean_end
+from text.stored import load_tokenized_dataset
+from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from utils import RunContract, fetch_progress, make_validators
 
 logger = logging.getLogger("preflight")

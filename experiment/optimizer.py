@@ -4,7 +4,7 @@ Peers exchange optimizer states by position (hivemind/optim/state_averager.py), 
 tensors to the wrong place: never build a peer's optimizer by other means. `describe_contract` puts into words what all
 peers must agree on; it is published and compared when a peer joins.
 
-    python -c "from optimizer import *; from model import *; \\
+    python -c "from experiment.optimizer import *; from experiment.model import *; \\
         print(make_param_groups(make_model(ModelArguments('configs/demo.json'), 1000))[1]['names'])"
 """
 
@@ -22,9 +22,9 @@ from hivemind.compression import (
 from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from lamb_8bit import Lamb8bit
-from model import describe_architecture, digest
-from state_codecs import MatrixMoments8bit, Scaled16bit
+from experiment.model import describe_architecture, digest
+from models.lamb_8bit import Lamb8bit
+from models.state_codecs import MatrixMoments8bit, Scaled16bit
 from swarm.optimizer import Optimizer, initialize_optimizer_state_
 from swarm.rounds import GradientAverager
 from swarm.states import StateAverager, list_params

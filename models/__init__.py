@@ -1,0 +1,1 @@
+"""Models, optimizers and codecs that torch, transformers and hivemind lack."""

@@ -1,0 +1,32 @@
+"""The house: imports run one way, from the scripts down to support/, and nowhere in a circle."""
+
+import ast
+import graphlib
+
+from processes import ROOT
+
+# from the bottom to the top; what stands side by side knows nothing of each other. All other files are scripts.
+ORDER = ["support", "arguments", "utils", "swarm text models", "experiment", "machine", "viewing", "callback"]
+FLOORS = {name: floor for floor, names in enumerate(ORDER) for name in names.split()}
+FILES = [path for pattern in ("*.py", *(f"{name}/*.py" for name in FLOORS)) for path in ROOT.glob(pattern)]
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+
+def find_imports(path) -> set[str]:
+    """Our modules that a file imports, at its top or in a function."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & MODULES.keys()
+
+
+def test_imports_run_one_way():
+    imports = {module: find_imports(path) for module, path in MODULES.items()}
+    for module, imported in imports.items():
+        room = module.split(".")[0]
+        for other in {name.split(".")[0] for name in imported} - {room}:
+            assert FLOORS.get(other, len(ORDER)) < FLOORS.get(room, len(ORDER) + 1), f"{module} imports {other}"
+    graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the circle

@@ -1,0 +1,306 @@
+"""Endless batches of similar length: of a stored split, of its shards, or of a stream of text."""
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from arguments import DataArguments
+from text.collators import make_collator, to_tensors
+from text.shards import ShardedSplit
+from text.workers import prepare_in_workers
+
+logger = logging.getLogger("batches")
+
+
+def choose_multiple(args: DataArguments, longest: int) -> int:
+    """What the width of batches is a multiple of: tensor cores like 8, but on short rows that would be up to a seventh
+    of padding."""
+    return args.pad_to_multiple_of or (8 if longest >= 128 else 1)
+
+
+def cut_rows(
+    flat: dict[str, np.ndarray], lengths: np.ndarray, sequence_length: int
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Columns and lengths of rows, joined end to end, with no row longer than sequence_length.
+
+    [CLS] A [SEP] B [SEP] stays that: each segment keeps its first tokens and its [SEP], and the longer one gives first.
+    With the end of A kept, text would go on from A to B in unswapped pairs alone, which would tell them apart. A block
+    keeps its first tokens, and its [SEP] if it has one.
+    """
+    if lengths.max() <= sequence_length:
+        return flat, lengths
+    if "token_type_ids" not in flat:
+        kept = np.minimum(lengths, sequence_length)
+        positions = np.arange(len(flat["input_ids"])) - (np.cumsum(lengths) - lengths).repeat(lengths)
+        last = int("special_tokens_mask" in flat)
+        is_kept = (positions < (kept - last).repeat(lengths)) | (last * (positions + 1) == lengths.repeat(lengths))
+        return {name: values[is_kept] for name, values in flat.items()}, kept
+    second = np.add.reduceat(flat["token_type_ids"], np.cumsum(lengths) - lengths)
+    first = lengths - second
+    kept_second = np.minimum(second, np.maximum(sequence_length // 2, sequence_length - first))
+    kept_first = np.minimum(first, sequence_length - kept_second)
+    sizes = np.stack([first, second], axis=1).ravel()
+    kept_sizes = np.stack([kept_first, kept_second], axis=1).ravel()
+    positions = np.arange(len(flat["input_ids"])) - (np.cumsum(sizes) - sizes).repeat(sizes)
+    is_kept = (positions < (kept_sizes - 1).repeat(sizes)) | (positions == (sizes - 1).repeat(sizes))
+    flat = {name: values if name == "sentence_order_label" else values[is_kept] for name, values in flat.items()}
+    return flat, kept_first + kept_second
+
+
+class MaskedBatches:
+    """Random access to batches of a split: (row numbers, seed of the masks, sequence length or None) -> batch. State:
+    the open Arrow table."""
+
+    def __init__(self, dataset, tokenizer, args: DataArguments):
+        import pyarrow.compute
+
+        self.columns = dataset.column_names
+        self.dataset = dataset.with_format("arrow")
+        self.lengths = np.concatenate(
+            [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
+        )
+        self.longest = int(min(self.lengths.max(), args.max_sequence_length or math.inf))
+        multiple = choose_multiple(args, self.longest)
+        # batches are grouped by these: more rows to choose from for a batch, and no more padding
+        self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
+        self.collator = make_collator(self.columns, tokenizer, args, multiple)
+
+    def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Columns of the rows, joined end to end as int64, and the rows' lengths."""
+        table = self.dataset[rows.tolist()]
+        columns = {name: table[name].combine_chunks() for name in self.columns}
+        flat = {
+            name: (column.flatten() if name != "sentence_order_label" else column).to_numpy().astype(np.int64)
+            for name, column in columns.items()
+        }
+        return cut_rows(flat, self.lengths[rows], sequence_length)
+
+    def __getitem__(self, key: tuple[np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
+        rows, mask_seed, sequence_length = key
+        longest = min(sequence_length or self.longest, self.longest)
+        flat, lengths = self.read_rows(rows, longest)
+        return self.collator.collate(flat, lengths, np.random.default_rng(mask_seed), longest)
+
+
+class LengthGroupedOrder:
+    """Endless keys of MaskedBatches, but the sequence length, pass after pass: in each, rows are shuffled, grouped by
+    length, and the groups shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than
+    one batch repeats."""
+
+    def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
+        self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, list[int]]]:
+        generator = np.random.default_rng(self.seed)
+        number = 0
+        while True:
+            for rows in self.make_pass(generator):
+                yield rows, [self.seed, number]
+                number += 1
+
+    def make_pass(self, generator: np.random.Generator) -> np.ndarray:
+        """Row numbers [batches, batch_size] of one pass."""
+        order = generator.permutation(len(self.padded_lengths))
+        order = np.resize(order, max(len(order) // self.batch_size, 1) * self.batch_size)
+        order = order[np.argsort(self.padded_lengths[order], kind="stable")]
+        return generator.permutation(order.reshape(-1, self.batch_size))
+
+
+class ShardedBatches:
+    """MaskedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
+    open; each process opens it for itself."""
+
+    def __init__(self, split: ShardedSplit, tokenizer, args: DataArguments):
+        self.split, self.options = split, (tokenizer, args)
+        self.folder: Path | None = None
+
+    def open(self, folder: Path) -> MaskedBatches:
+        if folder != self.folder:
+            self.folder, self.batches = folder, MaskedBatches(self.split.load(folder), *self.options)
+        return self.batches
+
+    def __getitem__(self, key: tuple[Path, np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
+        folder, *rest = key
+        return self.open(folder)[tuple(rest)]
+
+
+class ShardedOrder:
+    """Endless keys of ShardedBatches, but the sequence length: a LengthGroupedOrder's pass over one shard, then the
+    next."""
+
+    def __init__(self, batches: ShardedBatches, batch_size: int, seed: int, stop: threading.Event):
+        self.batches, self.batch_size, self.seed, self.stop = batches, batch_size, seed, stop
+
+    def __iter__(self) -> Iterator[tuple[Path, np.ndarray, list[int]]]:
+        number = 0
+        for visit, folder in enumerate(self.batches.split.visit(self.stop)):
+            order = LengthGroupedOrder(self.batches.open(folder).padded_lengths, self.batch_size, self.seed)
+            for rows in order.make_pass(np.random.default_rng([self.seed, visit])):
+                yield folder, rows, [self.seed, number]
+                number += 1
+
+
+class LengthedOrder:
+    """The keys of an order, each with the sequence length that holds when it is given. State: the keys whose batches
+    nobody has taken yet, and those to give once more."""
+
+    def __init__(self, order):
+        self.order, self.sequence_length = order, None
+        self.under_way, self.again = deque(), deque()
+
+    def __iter__(self) -> Iterator[tuple]:
+        keys = iter(self.order)
+        self.under_way, self.again = deque(), deque()
+        while (key := self.again.popleft() if self.again else next(keys, None)) is not None:
+            self.under_way.append(key)
+            yield *key, self.sequence_length
+
+    def recall(self) -> int:
+        """Give the keys under way once more, before all others; the number of their batches, which nobody wants now."""
+        count = len(self.under_way)
+        self.again.extendleft(reversed(self.under_way))
+        self.under_way.clear()
+        return count
+
+
+class BatchLoader:
+    """Batches as tensors, prepared by num_workers processes, or by this one."""
+
+    def __init__(self, batches, order, num_workers: int):
+        self.batches, self.order, self.num_workers = batches, LengthedOrder(order), num_workers
+        self.outdated = 0
+
+    def set_sequence_length(self, sequence_length: int | None) -> None:
+        """From the next batch on, cut instances to so many tokens (None: to none).
+
+        What workers have prepared is thrown away and made anew: the batches are the same with any number of workers.
+        """
+        if sequence_length == self.order.sequence_length:
+            return
+        logger.info(
+            f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
+        )
+        self.order.sequence_length = sequence_length
+        self.outdated += self.order.recall()
+
+    def __iter__(self) -> Iterator[dict]:
+        self.outdated = 0
+        for batch in prepare_in_workers(self.batches, self.order, self.num_workers):
+            if self.outdated:
+                self.outdated -= 1
+                continue
+            self.order.under_way.popleft()
+            yield to_tensors(batch)
+
+
+class StreamedBatches:
+    """Endless batches of a TrainingDataset. This process reads, its workers tokenize what it hands out, in turn: the
+    same for the same seed, whatever num_workers.
+
+    Instances gather in a pool. When it has `shuffle_buffer` of them (the first pools are smaller, not to keep a start
+    waiting), they are shuffled, grouped by length and the groups shuffled again; those beyond a multiple of batch_size
+    sit out. While its batches are taken the next pool gathers. State: where the documents of the present pool begin,
+    and how many of its batches have been taken. From there the same batches follow: nothing is lost,
+    nothing comes twice. Where batch size, sequence length or shuffle_buffer are others, the pool begins anew instead;
+    where a source was late, part of the pool may be lost or come twice.
+
+    :param collator: (instances, seed of the masks, sequence length) -> a batch
+    :param stop: ends the iteration when it is set while data is waited for
+    :param state: where to go on; None: at the beginning
+    """
+
+    def __init__(
+        self,
+        dataset,
+        collator,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        stop: threading.Event | None = None,
+        state: dict | None = None,
+    ):
+        self.dataset, self.collator, self.batch_size, self.num_workers = dataset, collator, batch_size, num_workers
+        self.stop, self.progress = stop, state
+        self.sequence_length = dataset.max_sequence_length
+
+    def set_sequence_length(self, length: int) -> None:
+        """Tokens of an instance at most, from the next batch on. What was prepared for another length is given up."""
+        self.sequence_length = length
+
+    def state(self) -> dict | None:
+        """For JSON: what to begin with to go on behind the batch that was taken last; None before the first."""
+        return self.progress
+
+    def describe(self) -> dict:
+        """What the batches of a pool depend on, beside its documents."""
+        return {
+            "seed": self.dataset.seed,
+            "batch_size": self.batch_size,
+            "sequence_length": self.sequence_length,
+            "shuffle_buffer": self.dataset.shuffle_buffer,
+        }
+
+    def __iter__(self) -> Iterator[dict]:
+        from text.streams import ChunkTokenizer, DocumentStream, list_instances
+
+        dataset, saved = self.dataset, self.progress
+        stream = DocumentStream(dataset.sources, dataset.seed, saved, self.stop)
+        begins: deque = deque()  # the stream's state before each chunk that is on its way
+
+        def hand_out():
+            # DataLoader asks for so many while its workers start: text may be long in coming, and Ctrl-C must wait then
+            for _ in range(2 * self.num_workers):
+                begins.append(None)
+                yield self.sequence_length, []
+            for begin, chunk in stream:
+                begins.append(begin)
+                yield self.sequence_length, chunk
+
+        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed, dataset.objective)
+        chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
+
+        def gather(pool: dict, count: int) -> bool:
+            """Whether the pool has so many instances now; False when there are no more."""
+            while len(pool["instances"]) < count and (result := next(chunks, None)):
+                length, columns, lengths = result
+                begin = begins.popleft()
+                if length == self.sequence_length and len(lengths):
+                    pool["begin"] = pool["begin"] or begin
+                    pool["instances"] += list_instances(columns, lengths)
+            return len(pool["instances"]) >= count
+
+        smallest, largest = 4 * self.batch_size, max(dataset.shuffle_buffer, self.batch_size)
+        size, taken = min(smallest, largest), 0
+        if saved:
+            size = max(saved["pool_size"], self.batch_size)
+            taken = saved["taken"] * all(saved[name] == value for name, value in self.describe().items())
+        pool = {"begin": None, "instances": []}
+        while gather(pool, size):
+            description, next_size = self.describe(), min(2 * size, largest)
+            batches = self.group(pool)
+            next_pool = {"begin": None, "instances": []}
+            for number in range(taken, len(batches)):
+                if not gather(next_pool, next_size * (number + 1) // len(batches)):
+                    return
+                instances = [pool["instances"][row] for row in batches[number]]
+                mask_seed = [dataset.seed, pool["begin"]["documents"], number]
+                batch = self.collator(instances, mask_seed, self.sequence_length)
+                self.progress = {**description, **pool["begin"], "pool_size": size, "taken": number + 1}
+                yield batch
+                if self.describe() != description:
+                    next_pool, next_size = {"begin": None, "instances": []}, min(smallest, largest)
+                    break
+            pool, size, taken = next_pool, next_size, 0
+
+    def group(self, pool: dict) -> np.ndarray:
+        """Numbers [batches, batch_size] of the pool's instances."""
+        lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
+        generator = np.random.default_rng([self.dataset.seed, pool["begin"]["documents"]])
+        order = generator.permutation(len(lengths))[: len(lengths) // self.batch_size * self.batch_size]
+        order = order[np.argsort(lengths[order] // 8, kind="stable")]
+        return generator.permutation(order.reshape(-1, self.batch_size))

@@ -1,0 +1,129 @@
+"""Pack a dataset and its tokenizer for volunteers to fetch: one archive, or shards and an index.
+
+python tokenize_wikitext103.py --archive wikitext.tar.gz        # prints the sha256
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+
+from arguments import TokenizeArguments
+from support.console import UserError, show_bytes
+from support.files import hash_file, unfinished_folder
+from text.stored import load_tokenized_dataset, write_dataset
+from text.tokenizers import load_tokenizer
+
+
+def name_shards(archive: Path, count: int) -> list[Path]:
+    """The files of an archive in `count` shards: its index, what all peers need, then the shards."""
+    stem, suffix = archive.name.split(".", 1)
+    names = [f"{stem}.json", f"{stem}-common.{suffix}"]
+    names += [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(count)]
+    return [archive.with_name(name) for name in names]
+
+
+def check_archive(archive: Path, args: TokenizeArguments):
+    for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
+        if os.path.lexists(path):
+            raise UserError(f"{path} exists already: remove it, or give another --archive")
+    if not archive.parent.is_dir():
+        raise UserError(f"--archive {archive}: there is no folder {archive.parent}, make it first")
+
+
+def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArguments):
+    """Pack dataset and tokenizer into one archive, or into shards and an index, and say what to give to a trainer.
+
+    Row number r goes into shard r modulo their number: each shows the whole corpus.
+    """
+    objective = "mlm_sop"
+    with contextlib.suppress(OSError, ValueError):  # load_tokenized_dataset says what is wrong there
+        objective = json.loads((dataset_path / "corpus.json").read_text()).get("objective", objective)
+    tokenizer = load_tokenizer(tokenizer_path, objective)
+    dataset, corpus = load_tokenized_dataset(dataset_path, tokenizer)
+    archive, count = Path(args.archive), args.archive_shards
+    made: list[Path] = []
+    try:
+        if count == 1:
+            made = [archive]
+            sha256 = pack(archive, {"dataset": dataset_path, "tokenizer": tokenizer_path})
+        else:
+            if count > len(dataset["train"]):
+                raise UserError(f"--archive_shards {count}: there are only {len(dataset['train'])} instances")
+            made = name_shards(archive, count)
+            sha256 = make_shards(made, dataset, corpus, tokenizer_path)
+    except BaseException as e:
+        for path in made:
+            path.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise UserError(
+                f"cannot write {archive} ({e}): make room, then run the same command again to pack what is there"
+            ) from e
+        raise
+    size = sum(path.stat().st_size for path in made)
+    print(
+        f"packed {dataset_path} and {tokenizer_path} into {len(made)} file{'s'[: len(made) != 1]} of "
+        f"{show_bytes(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
+        f"then for each trainer:\n--dataset_path https://YOUR_HOST/{made[0].name} --dataset_sha256 {sha256}"
+    )
+
+
+def make_shards(names: list[Path], dataset: dict, corpus: dict, tokenizer_path: Path) -> str:
+    """Write the files of `name_shards`; returns the sha256 of the index."""
+    from tqdm import tqdm
+
+    index, *archives = names
+    entries = []
+    for number, archive in enumerate(tqdm(archives, desc="packing", unit="file", disable=None), start=-1):
+        with unfinished_folder(archive) as folder:
+            if number < 0:
+                parts = {"dataset": folder, "tokenizer": tokenizer_path}
+                tables = {"validation": select_rows(dataset["validation"], 1, 0)}
+            else:
+                parts, count = {"dataset": folder}, len(archives) - 1
+                tables = {"train": select_rows(dataset["train"], count, number)}
+            write_dataset(tables, corpus, folder)
+            entries.append({"name": archive.name, "sha256": pack(archive, parts), "size": archive.stat().st_size})
+    index.write_text(json.dumps({"common": entries[0], "shards": entries[1:]}, indent=2) + "\n")
+    return hash_file(index)
+
+
+def select_rows(dataset, count: int, number: int):
+    """Arrow table of each `count`th row of a Dataset, from row `number` on."""
+    import pyarrow
+
+    parts, start = [], number
+    for table in dataset.with_format("arrow").iter(65_536):
+        parts.append(table.take(np.arange(start, table.num_rows, count)))
+        start = (start - table.num_rows) % count
+    return pyarrow.concat_tables(parts)
+
+
+def pack(archive: Path, parts: dict[str, Path]) -> str:
+    """Write an archive of folders, under the names given; returns its sha256.
+
+    The same files give the same bytes on each machine: sorted, without owners and times. (That of a .tar.gz depends on
+    the version of zlib too.) It appears when it is complete.
+    """
+    unfinished = archive.with_name(f".{archive.name}.packing-{os.getpid()}")
+    try:
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(open(unfinished, "wb"))
+            if archive.suffix in (".gz", ".tgz"):
+                stream = stack.enter_context(gzip.GzipFile("", "wb", 6, stream, mtime=0))
+            tar = stack.enter_context(tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT))
+            for name, folder in parts.items():
+                for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                    member = tarfile.TarInfo(f"{name}/{path.relative_to(folder).as_posix()}")
+                    member.size = path.stat().st_size
+                    with open(path, "rb") as file:
+                        tar.addfile(member, file)
+        sha256 = hash_file(unfinished)
+        unfinished.replace(archive)
+        return sha256
+    finally:
+        unfinished.unlink(missing_ok=True)

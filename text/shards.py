@@ -1,0 +1,107 @@
+"""A train split in shards, each fetched while the one before is read."""
+
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from support.console import UserError
+from text.fetch import Data, FetchError, NoRoomError, fetch, find_parts, hold, make_room
+
+logger = logging.getLogger("shards")
+
+RETRY_SECONDS = 30.0  # until the next try, when a shard could not be had
+
+
+class ShardedSplit:
+    """A train split in shards, each fetched while the one before is read. State: the order, and the fetch under way.
+
+    The order of shards depends on the seed alone: a shard that is late is waited for, not passed over.
+    """
+
+    def __init__(self, found: Data, corpus: dict, columns: list[str]):
+        self.shards, self.cache_dir, self.corpus, self.columns = found.shards, found.cache_dir, corpus, columns
+        self.seed: int | None = None
+
+    def __len__(self) -> int:
+        return self.corpus["instances"]["train"]
+
+    def begin(self, seed: int) -> None:
+        """Choose the order of shards and fetch the first one; ends the process where that cannot be had."""
+        self.seed = seed
+        shard = self.shards[next(self.order())]
+        logger.info(f"{len(self.shards)} shards of data; the first one is {shard.source}")
+        try:
+            fetch(shard.source, shard.sha256, self.cache_dir)
+        except FetchError as e:
+            raise UserError(str(e)) from e
+
+    def order(self) -> Iterator[int]:
+        """Endless numbers of shards, pass after pass, each in an order of its own."""
+        number = 0
+        while True:
+            yield from map(int, np.random.default_rng([self.seed, number]).permutation(len(self.shards)))
+            number += 1
+
+    def visit(self, stop: threading.Event) -> Iterator[Path]:
+        """Endless folders of unpacked shards; ends when `stop` is set while one is waited for."""
+        order = self.order()
+        coming = ShardFetch(self, next(order), stop)
+        while folder := coming.wait():
+            current, coming = coming, ShardFetch(self, next(order), stop)
+            yield folder
+            if current.held:
+                current.held.close()
+
+    def load(self, folder: Path):
+        """The instances of one shard, a Dataset of its columns that is mapped into memory, not read."""
+        from datasets import load_from_disk
+
+        path, _ = find_parts(folder)
+        corpus = json.loads((path / "corpus.json").read_text())
+        if corpus["tokenizer_fingerprint"] != self.corpus["tokenizer_fingerprint"]:
+            raise UserError(f"the shard in {folder} was made by another tokenizer than the others: tell who hosts it")
+        return load_from_disk(str(path))["train"].select_columns(self.columns)
+
+
+class ShardFetch(threading.Thread):
+    """The fetch of one shard while another one is read. A failure is a warning and another try later; where the disk is
+    full, shards go that were read before, but not this one until `held` is closed."""
+
+    def __init__(self, split: ShardedSplit, number: int, stop: threading.Event):
+        super().__init__(daemon=True)
+        self.split, self.shard, self.stop = split, split.shards[number], stop
+        self.folder: Path | None = None
+        self.start()
+
+    def run(self) -> None:
+        cache_dir = self.split.cache_dir
+        while self.folder is None and not self.stop.is_set():
+            try:
+                try:
+                    folder = fetch(self.shard.source, self.shard.sha256, cache_dir, math.inf, is_shown=False)
+                    self.held = hold(folder)
+                    self.folder = folder
+                except NoRoomError:
+                    if not make_room(self.split.shards, cache_dir):
+                        raise
+            except FileNotFoundError:
+                continue  # another trainer has made room meanwhile
+            except (FetchError, OSError) as e:
+                logger.warning(f"{e}; trying again in {RETRY_SECONDS:g} s")
+                self.stop.wait(RETRY_SECONDS)
+
+    def wait(self) -> Path | None:
+        """The folder of the shard, or None when `stop` is set first."""
+        next_line = time.monotonic() + 5
+        while self.is_alive() and not self.stop.is_set():
+            self.join(0.1)
+            if self.is_alive() and time.monotonic() > next_line:
+                next_line = time.monotonic() + 60
+                logger.warning(f"the data of this peer is used up: waiting for {self.shard.source}")
+        return self.folder

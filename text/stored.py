@@ -1,0 +1,112 @@
+"""Tokenized datasets on disk: a DatasetDict of train and validation, and corpus.json, which tells what it is."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from arguments import TokenizeArguments
+from support.console import UserError, first_line
+from text.fetch import Data
+from text.shards import ShardedSplit
+from text.tokenizers import tokenizer_fingerprint
+
+COLUMNS = ["input_ids", "token_type_ids", "special_tokens_mask", "sentence_order_label"]
+#: by objective, what an instance is: special_tokens_mask calls for masking, sentence_order_label for a swapped pair
+COLUMNS_OF = {"mlm_sop": COLUMNS, "mlm": ["input_ids", "special_tokens_mask"], "clm": ["input_ids"]}
+
+
+def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str | None = None) -> tuple:
+    """What tokenize_wikitext103.py wrote: (its splits train and validation by name, the corpus.json as a dictionary).
+
+    A missing or foreign folder, or one made by another tokenizer or for another objective, ends the process with a line
+    that names the cure. For mlm, pairs of segments will do.
+
+    :param found: what fetch_data has found, or just a folder
+    :param objective: whose columns to give; None: those that are there
+    """
+    from datasets import load_from_disk
+
+    found = found if isinstance(found, Data) else Data(Path(found))
+    path, names = found.dataset, ["validation"] if found.shards else ["train", "validation"]
+    if not path.is_dir():
+        raise UserError(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
+    try:
+        corpus = json.loads((path / "corpus.json").read_text())
+        dataset, made_for = load_from_disk(str(path)), corpus.get("objective", "mlm_sop")
+        objective = objective or made_for
+        columns = [name for name in COLUMNS_OF[made_for] if objective != "mlm" or name != "sentence_order_label"]
+        splits = {name: dataset[name].select_columns(columns) for name in names}
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(
+            f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {first_line(e)}): "
+            f"remove it, then run python tokenize_wikitext103.py --dataset_path {path}"
+        ) from e
+    if corpus.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
+        raise UserError(
+            f"{path} was made by another tokenizer than the one in {tokenizer.name_or_path}: give the --tokenizer_path "
+            f"of that run, or tokenize again with --tokenizer {tokenizer.name_or_path}"
+        )
+    if objective != made_for and (objective, made_for) != ("mlm", "mlm_sop"):
+        raise UserError(
+            f"{path} was made for --objective {made_for}, and the model learns by {objective}: tokenize again with "
+            f"--objective {objective}, or train another model"
+        )
+    if found.shards:
+        splits["train"] = ShardedSplit(found, corpus, columns)
+    return splits, corpus
+
+
+def describe_corpus(tables: dict, tokenizer, args: TokenizeArguments) -> dict:
+    """The contents of corpus.json. unigram_entropy, in nats, is that of the validation split's own tokens, special
+    ones left out: no model without context can have a lower loss there."""
+    ids = np.concatenate([chunk.flatten().to_numpy() for chunk in tables["validation"]["input_ids"].chunks])
+    counts = np.bincount(ids[~np.isin(ids, tokenizer.all_special_ids)])
+    shares = counts[counts > 0] / counts.sum()
+    lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in tables["train"]["input_ids"].chunks])
+    return {
+        "unigram_entropy": float(-(shares * np.log(shares)).sum()),
+        "objective": args.objective,
+        "vocab_size": len(tokenizer),
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "instances": {name: table.num_rows for name, table in tables.items()},
+        "tokens": {name: sum(len(c.flatten()) for c in table["input_ids"].chunks) for name, table in tables.items()},
+        "mean_length": float(lengths.mean()),
+        "padding_if_batched_at_random": float(1 - lengths.mean() / lengths.max()),
+        "seq_length": args.seq_length,
+        "seed": args.seed,
+    }
+
+
+def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
+    """Arrow table of instances: lists from columns joined end to end, and sentence_order_label as it is."""
+    import pyarrow
+
+    offsets = pyarrow.array(np.concatenate([[0], lengths.cumsum()]), pyarrow.int32())
+    arrays = {name: pyarrow.array(values) for name, values in columns.items()}
+    is_list = {name: name != "sentence_order_label" for name in columns}
+    lists = {name: pyarrow.ListArray.from_arrays(offsets, a) if is_list[name] else a for name, a in arrays.items()}
+    return pyarrow.table(lists)
+
+
+def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
+    """Arrow tables of full blocks, of so many numbers each at most: offsets in a list column have 32 bits."""
+    rows = most // int(lengths.max())
+    ends = np.concatenate([[0], lengths.cumsum()])
+    for start in range(0, len(lengths), rows):
+        part = lengths[start : start + rows]
+        first, end = ends[start], ends[start + len(part)]
+        yield make_table({name: values[first:end] for name, values in columns.items()}, part)
+
+
+def write_dataset(tables: dict, corpus: dict, folder: Path):
+    import datasets
+    from datasets.table import InMemoryTable
+
+    datasets.disable_progress_bars()
+    # a fingerprint of its own: datasets would hash all the data, and name it anew each time
+    name = "-".join(str(corpus[key]) for key in ("tokenizer_fingerprint", "seed", "seq_length"))[-16:]
+    splits = {split: datasets.Dataset(InMemoryTable(table), fingerprint=name) for split, table in tables.items()}
+    datasets.DatasetDict(splits).save_to_disk(str(folder))
+    (folder / "corpus.json").write_text(json.dumps(corpus, indent=2) + "\n")

@@ -1,0 +1,161 @@
+"""Tokenizers: load one, check that it suits the objective, tell it from others, train one.
+
+    python -c "from text.tokenizers import load_tokenizer; \
+        print(load_tokenizer('data/tokenizer').tokenize('It was a truth universally acknowledged'))"
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import re
+import sys
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+
+from arguments import DEFAULT_TOKENIZER_PATH, TokenizeArguments
+from support.console import UserError, first_line
+from text.fetch import hub
+
+logger = logging.getLogger("tokenizers")
+
+# a text that tokenizers treat in ways of their own
+PROBE = "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
+
+
+def load_tokenizer(path: str | Path, objective: str = "mlm_sop"):
+    """The tokenizer in a folder, or of that name on the Hub, with the special tokens that the objective needs, or one
+    line that names the cure."""
+    from transformers import AutoTokenizer
+
+    is_folder = Path(path).is_dir()
+    is_default = str(path) == DEFAULT_TOKENIZER_PATH
+    if not is_folder and (is_default or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path))):
+        raise UserError(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
+    try:
+        with contextlib.nullcontext() if is_folder else hub(f"the tokenizer {path}", "a folder that exists"):
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_folder)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(
+            f"{path} holds no readable tokenizer ({first_line(e)}): make one with python tokenize_wikitext103.py"
+        ) from e
+    return check_tokenizer(tokenizer, path, objective)
+
+
+def check_tokenizer(tokenizer, name, objective: str = "mlm_sop"):
+    """Return the tokenizer, or end the process when it lacks what the objective needs: masking and pairs their special
+    tokens, full text (clm) an end token, which then also pads where no other one does."""
+    if objective == "clm":
+        tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    needed = ("eos", "pad") if objective == "clm" else ("cls", "sep", "mask", "pad", "unk")
+    lacking = [token for token in needed if getattr(tokenizer, f"{token}_token_id") is None]
+    if lacking or not tokenizer.is_fast:
+        reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
+        cure = "one of GPT-2 or Llama" if objective == "clm" else "one of ALBERT or BERT"
+        raise UserError(
+            f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {objective})"
+        )
+    if objective == "clm" and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+        # training texts end with it alone
+        logger.warning(f"the tokenizer {name} ends each prompt too: generate text with add_special_tokens=False")
+    if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
+        raise UserError(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: take one without gaps")
+    if objective == "mlm_sop":
+        # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
+        tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """sha256 of what defines a tokenizer: which id is which piece, the special ones, and how it treats a probe text
+    (capitals, accents, quotes, digits, Cyrillic, Chinese). The same under any version of the libraries."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    special = {
+        name: tokenizer.convert_tokens_to_ids(str(token)) for name, token in tokenizer.special_tokens_map.items()
+    }
+    definition = [vocabulary, sorted(special.items()), tokenizer(PROBE, verbose=False)["input_ids"]]
+    return hashlib.sha256(json.dumps(definition).encode()).hexdigest()
+
+
+def find_word_beginnings(tokenizer) -> np.ndarray | None:
+    """Which ids begin a word, bool [vocabulary]: in SentencePiece those that begin with "▁", in byte-level BPE those
+    with "Ġ", a space, in WordPiece those that do not begin with "##". None where the tokenizer's pieces do not tell."""
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if prefix := getattr(getattr(backend, "model", None), "continuing_subword_prefix", None):
+        return np.array([not piece.startswith(prefix) for piece in pieces])
+    for mark in "▁Ġ":
+        begins_word = np.array([piece.startswith(mark) for piece in pieces])
+        # a vocabulary may hold the sign itself, or marks in a language without spaces: that is no way to find words
+        if begins_word.mean() > 0.01:
+            return begins_word
+    return None
+
+
+SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's order
+
+
+def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+    """An ALBERT-style Unigram tokenizer. May have fewer pieces than asked for: small text does not yield more.
+
+    It is built on AlbertTokenizer's own normalizer and pre-tokenizer, because loading a saved tokenizer as
+    AlbertTokenizer replaces any other ones without a word (transformers 5.23).
+    """
+    from tokenizers.trainers import UnigramTrainer
+    from transformers import AlbertTokenizer
+
+    text = " ".join(itertools.islice((paragraph for document in documents for paragraph in document), 10_000))
+    letters = [character for character in text if character.isalpha()]
+    marked = sum(len(unicodedata.normalize("NFKD", character)) > 1 for character in letters)
+    if not args.keep_accents and marked > 0.01 * len(letters):
+        print(f"{marked / len(letters):.1%} of the letters lose their marks (a short i becomes an i): --keep_accents")
+
+    flags = {"do_lower_case": not args.cased, "keep_accents": args.keep_accents}
+    backend = AlbertTokenizer(**flags).backend_tokenizer
+    trainer = UnigramTrainer(
+        vocab_size=args.vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        unk_token="<unk>",
+        show_progress=sys.stderr.isatty(),
+    )
+    print(f"training a tokenizer of {args.vocab_size:,} pieces", flush=True)
+    backend.train_from_iterator((paragraph for document in documents for paragraph in document), trainer)
+    pieces = json.loads(backend.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
+    if not pieces:
+        raise UserError("there is too little text to train a tokenizer: give more, or use --tokenizer")
+
+    # The trainer (tokenizers 0.23) walks through hash tables: from run to run, single characters that it did not keep
+    # but must include get other scores above the lowest one, 1e-4 apart, sums differ in their last digits, and with
+    # them the order, which gives the ids. Peers who tokenize the same text must arrive at the same tokenizer.
+    lowest = min(score for _, score in pieces)
+    highest_filler = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
+    pieces = [(p, round(lowest if len(p) == 1 and score <= highest_filler else score, 4)) for p, score in pieces]
+    pieces.sort(key=lambda piece: (-piece[1], piece[0]))
+    vocabulary = [(token, 0.0) for token in SPECIAL_TOKENS] + pieces
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return AlbertTokenizer(vocab=vocabulary, model_input_names=names, model_max_length=args.seq_length, **flags)
+
+
+def train_byte_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+    """A tokenizer of GPT-2's kind: BPE of bytes, and one special token, behind documents."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers.trainers import BpeTrainer
+    from transformers import GPT2Tokenizer
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = BpeTrainer(
+        vocab_size=args.vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    print(f"training a tokenizer of {args.vocab_size:,} pieces", flush=True)
+    backend.train_from_iterator(("\n".join(document) for document in documents), trainer)
+    model = json.loads(backend.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    return GPT2Tokenizer(vocab=model["vocab"], merges=merges, model_max_length=args.seq_length)

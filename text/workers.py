@@ -1,0 +1,62 @@
+"""Processes that prepare batches, and never see Ctrl-C."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+
+@contextlib.contextmanager
+def hold_signals(*numbers: int):
+    """For the start of worker processes: such a signal takes effect at the end, and in this process only.
+
+    The forked processes never see it. A terminal sends Ctrl-C to all processes, but it is for this one to end the
+    others; and Python swallows an exception that a signal handler raises while it forks.
+    """
+    held: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}
+    earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # inherited by what is forked
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held[:1]:
+            signal.raise_signal(number)
+
+
+def keep_arrays(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What workers send. Tensors would travel in shared memory, of which containers have little, through threads that
+    print tracebacks when the trainer ends first; arrays go through a pipe."""
+    return batch
+
+
+def leave_process_group(_: int) -> None:
+    """What a worker does first: torchrun sends SIGTERM to a trainer's whole process group, and torch takes a worker
+    that dies for an error."""
+    os.setpgrp()
+
+
+def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
+    """prepared[key] for each of the keys, from num_workers processes, or from this one. Workers never see Ctrl-C: the
+    trainer still needs batches, or a quiet end of the workers, while it shuts down."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        prepared,
+        sampler=keys,
+        batch_size=None,  # a key stands for a whole batch
+        collate_fn=keep_arrays,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+        worker_init_fn=leave_process_group,
+    )
+    # not SIGTERM: by it Python ends workers that are left at exit, and then waits for them
+    with hold_signals(signal.SIGINT):
+        return iter(loader)
