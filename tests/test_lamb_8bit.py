@@ -107,7 +107,7 @@ def test_with_8_bits_it_moves_nearly_as_lamb(device):
 def test_pieces_make_no_difference(monkeypatch):
     whole, pieces = make_params(), make_params()
     take_steps(Lamb8bit(make_groups(whole), min_8bit_size=1, **OPTIONS), 3)
-    monkeypatch.setattr("lamb_8bit.PIECE", BLOCK_SIZE)
+    monkeypatch.setattr("models.lamb_8bit.PIECE", BLOCK_SIZE)
     take_steps(Lamb8bit(make_groups(pieces), min_8bit_size=1, **OPTIONS), 3)
     assert all(map(torch.equal, whole, pieces))
 
