@@ -777,7 +777,7 @@ class TrainerArguments:
 
 @dataclass
 class ReportArguments:
-    """How a role that watches the whole swarm reports what it sees. Read by viewing/dashboard.py."""
+    """How a role that watches the whole swarm reports what it sees. Read by viewing/report.py."""
 
     refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the swarm's metrics."})
     report_to: Literal["trackio", "wandb", "none"] = field(

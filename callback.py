@@ -34,7 +34,7 @@ from machine.checkpoint import (
 from machine.devices import is_out_of_memory
 from machine.preflight import warn_of_speed
 from support.files import append_line, write_file
-from swarm.joining import publish_contract
+from swarm.contract import publish_contract
 from swarm.line import LINE
 from swarm.optimizer import Optimizer
 from swarm.states import list_params
@@ -51,7 +51,7 @@ from utils import (
     show_progress,
     show_samples,
 )
-from viewing.dashboard import report_to_dashboard
+from viewing.dashboards import report_to_dashboard
 
 logger = logging.getLogger("trainer")
 

@@ -46,13 +46,15 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 from experiment.model import find_objective
 from support.console import log_to_folder, setup_logging
 from swarm.addresses import select_for_others, stop_unreachable
-from swarm.joining import compare_with_run, make_dht, measure_bandwidth, warn_of_local_addresses
+from swarm.contract import compare_with_run
+from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.line import LINE
 from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.reachability import measure_bandwidth
 from swarm.status import StatusServer
 from text.tokenizers import load_tokenizer
 from viewing.archive import CheckpointHandler, make_observer
-from viewing.dashboard import RunReport
+from viewing.report import RunReport
 
 logger = logging.getLogger("aux")
 

@@ -78,13 +78,15 @@ from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
 from support.console import log_to_folder, setup_logging
 from support.files import lock_folder, write_file
 from swarm.addresses import select_for_others
-from swarm.joining import join_run, make_dht, measure_bandwidth, warn_of_local_addresses
+from swarm.contract import join_run
+from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
+from swarm.reachability import measure_bandwidth
 from swarm.status import StatusServer
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 from utils import keep_signing_key, perplexity
-from viewing.dashboard import finish_dashboard, require_wandb, start_trainer_dashboard
+from viewing.dashboards import finish_dashboard, require_wandb, start_trainer_dashboard
 
 logger = logging.getLogger("trainer")
 

@@ -53,10 +53,13 @@ import hivemind
 
 from support.console import log_to_folder, setup_logging
 from swarm.addresses import select_for_others, stop_unreachable
-from swarm.joining import compare_with_run, make_dht, warn_of_local_addresses
+from swarm.contract import compare_with_run
+from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.status import StatusServer
-from viewing.dashboard import RunReport, load_history, plot_run
+from viewing.curves import plot_run
+from viewing.history import load_history
+from viewing.report import RunReport
 from viewing.watch import watch_swarm
 
 logger = logging.getLogger("monitor")

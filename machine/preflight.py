@@ -69,20 +69,12 @@ from machine.devices import (
 )
 from support.console import UserError, setup_logging, show_bytes
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
+from swarm.contract import fetch_contracts, find_differences
 from swarm.dht import raise_file_limit
-from swarm.joining import (
-    check_addresses,
-    explain_clock,
-    explain_unreachable,
-    fetch_contracts,
-    find_differences,
-    find_direct_averagers,
-    find_reachability,
-    measure_bandwidth,
-    start_dht,
-)
+from swarm.joining import check_addresses, explain_clock, explain_unreachable, start_dht
 from swarm.line import LINE
 from swarm.processes import calm_log, clean_end
+from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from utils import RunContract, fetch_progress, make_validators

@@ -29,17 +29,8 @@ from experiment.model import make_model
 from machine.checkpoint import find_checkpoints, load_checkpoint, save_model
 from support.console import UserError
 from text.tokenizers import load_tokenizer
-from viewing import archive
-from viewing.archive import (
-    PUBLIC_ARGUMENTS,
-    CheckpointHandler,
-    Publisher,
-    explain_failure,
-    read_stamp,
-    select_outdated,
-    upload_checkpoint,
-    write_card,
-)
+from viewing.archive import PUBLIC_ARGUMENTS, CheckpointHandler, select_outdated, write_card
+from viewing.hub import Publisher, explain_failure, read_stamp, upload_checkpoint
 
 REPOSITORY = "org/my-albert"
 DONOR = "QmDonorWhoseAddressIsNobodysBusiness"
@@ -265,14 +256,14 @@ FAULTS = [
 def test_a_failed_upload_is_one_warning_and_tried_again(
     hub, save, caplog, monkeypatch, capfd, method, path, kind, words
 ):
-    monkeypatch.setattr(archive, "NETWORK_TIMEOUT", 2.0 if kind == "hang" else 60.0)
+    monkeypatch.setattr("viewing.hub.NETWORK_TIMEOUT", 2.0 if kind == "hang" else 60.0)
     caplog.set_level("INFO")
     folder = save(5)
     fault = hub.fail(method, path, kind, times=2)
     publisher = Publisher(REPOSITORY, 0.2, folder.parent)
     run_until_uploaded(publisher, folder)
     assert fault.met == 2
-    lines = [record.getMessage() for record in caplog.records if record.name == "archive"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "hub"]
     warning, success = lines
     assert all(word in warning for word in ["checkpoint-5 is not on the Hub", *words]), warning
     assert "Uploaded checkpoint-5" in success

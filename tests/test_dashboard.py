@@ -16,10 +16,11 @@ from test_metrics import make_metrics
 from test_monitor import read_wandb_history, run_peers, start_monitor
 
 from arguments import MonitorArguments
-from swarm.joining import publish_contract
+from swarm.contract import publish_contract
 from utils import RunContract, SwarmMetrics, aggregate_metrics, keep_signing_key, make_validators, peer_label
-from viewing import dashboard
-from viewing.dashboard import Contributions, History, RunReport, load_history
+from viewing.curves import draw_learning_curve
+from viewing.history import MAX_POINTS, Contributions, History, load_history
+from viewing.report import RunReport
 
 
 def make_entry(epoch: int, **fields) -> dict:
@@ -30,7 +31,7 @@ def make_entry(epoch: int, **fields) -> dict:
 
 
 def test_history_is_thinned_out_evenly(monkeypatch):
-    monkeypatch.setattr(dashboard, "MAX_POINTS", 100)
+    monkeypatch.setattr("viewing.history.MAX_POINTS", 100)
     history = History()
     for epoch in range(1, 10_001):
         history.add({"epoch": epoch})
@@ -101,8 +102,8 @@ def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
 
 
 def test_thanks_are_bounded(monkeypatch):
-    monkeypatch.setattr(dashboard, "MAX_PEERS", 50)
-    monkeypatch.setattr(dashboard, "MAX_PEERS_SHOWN", 10)
+    monkeypatch.setattr("viewing.history.MAX_PEERS", 50)
+    monkeypatch.setattr("viewing.history.MAX_PEERS_SHOWN", 10)
     thanks = Contributions({})
     thanks.update({f"{i:08x}": (make_metrics(total_samples=i), 1.0) for i in range(80)}, 0.0)
     rows = thanks.make_rows()
@@ -182,10 +183,10 @@ def test_long_runs_are_read_and_drawn_in_little_memory(tmp_path):
     process = psutil.Process()
     before, began = process.memory_info().rss, time.monotonic()
     report = RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), "long")
-    assert len(report.history) <= dashboard.MAX_POINTS and report.history[-1]["epoch"] == 20_000
+    assert len(report.history) <= MAX_POINTS and report.history[-1]["epoch"] == 20_000
     assert report.last.epoch == 20_000 and isinstance(report.last, SwarmMetrics)
     read = time.monotonic() - began
-    assert dashboard.draw_learning_curve(report.history, "long", tmp_path / "curve.png")
+    assert draw_learning_curve(report.history, "long", tmp_path / "curve.png")
     drawn = time.monotonic() - began - read
     grown = process.memory_info().rss - before
     print(f"\n{len(report.history)} points, read in {read:.1f} s, drawn in {drawn:.1f} s, {grown / 2**20:.0f} MB more")

@@ -35,7 +35,8 @@ from utils import (
     show_progress,
     show_samples,
 )
-from viewing.dashboard import History, draw_learning_curve
+from viewing.curves import draw_learning_curve
+from viewing.history import History
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [

@@ -32,7 +32,7 @@ from experiment.model import (
 from experiment.optimizer import describe_contract, make_local_optimizer, make_param_groups
 from machine.checkpoint import find_checkpoints
 from support.console import UserError
-from swarm.joining import find_differences
+from swarm.contract import find_differences
 from text.documents import read_text
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer

@@ -129,7 +129,7 @@ def test_a_peer_asks_fixed_relays_at_once_only_where_we_say_so():
 
 
 def test_reachability_is_validated_through_the_connection_that_the_peer_has_opened():
-    """find_reachability in swarm/joining.py: a ping in return passes every firewall."""
+    """find_reachability in swarm/reachability.py: a ping in return passes every firewall."""
     source = inspect.getsource(hivemind.dht.protocol.DHTProtocol.rpc_ping)
     assert "self.call_ping(sender_peer_id, validate=False)" in source
 
@@ -141,7 +141,8 @@ from hivemind.p2p import P2P
 from arguments import SwarmArguments
 from swarm.processes import clean_end, shut_down
 from swarm.addresses import get_peer_id
-from swarm.joining import ask_relay_limit, make_dht
+from swarm.reachability import ask_relay_limit
+from swarm.joining import make_dht
 
 async def ask(maddr, peer_id):
     p2p = await P2P.create(initial_peers=[maddr], dht_mode="client")

@@ -20,7 +20,8 @@ MEASURER = """
 import json, sys
 from arguments import AveragingArguments, SwarmArguments
 from swarm.processes import clean_end, shut_down
-from swarm.joining import make_dht, measure_bandwidth
+from swarm.joining import make_dht
+from swarm.reachability import measure_bandwidth
 
 with clean_end():
     dht, _ = make_dht(SwarmArguments(sys.argv[1], sys.argv[3:], host_maddrs=[sys.argv[2]]))

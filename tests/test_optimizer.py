@@ -17,7 +17,7 @@ from experiment.optimizer import (
     make_param_groups,
     make_scheduler,
 )
-from swarm.joining import find_differences
+from swarm.contract import find_differences
 from utils import RunContract
 
 

@@ -26,7 +26,8 @@ from rich.text import Text
 
 from arguments import SwarmArguments
 from support.console import UserError, show_bytes
-from swarm.joining import find_plan, make_dht
+from swarm.contract import find_plan
+from swarm.joining import make_dht
 from swarm.processes import handle_stop_signals, shut_down
 from utils import (
     RECENT_EPOCHS,

@@ -1,0 +1,168 @@
+"""trackio, which is local, and wandb: start one, report to it, finish. No failure of theirs ends a run."""
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import sqlite3
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from arguments import ReportArguments, TrainerArguments
+from support.console import UserError
+
+logger = logging.getLogger("dashboards")
+
+# What dashboards raise when the disk is full or their helper process is gone. The run matters more than its display.
+DASHBOARD_ERRORS = (OSError, RuntimeError, ValueError, sqlite3.Error)
+# The dashboards' groups and what is in them, by the names of our metrics; dashboards show those of no group first.
+GROUPS = {
+    "": ("loss", "validation_loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
+    "validation/": ("validation_perplexity", "validation_accuracy"),
+    "progress/": ("swarm_samples", "target_batch_size", "final_epoch", "seconds_left"),
+    "epoch/": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds", "data_wait_share"),
+    "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
+    "traffic/": ("bytes_sent", "bytes_received"),
+}
+# Arguments that dashboards are not told: they hold addresses, and names of users.
+PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
+
+
+def make_run_name(prefix: str) -> str:
+    """For dashboards: unique, also among several peers that report to one of them."""
+    return f"{prefix}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def start_trackio(prefix: str, run_name: str, config: dict):
+    """The module trackio with a run begun or gone on with, or None: no dashboard."""
+    try:
+        import trackio
+
+        # to a local SQLite file: no server, no account; it greets with colour codes and two commands of its own
+        with contextlib.redirect_stdout(io.StringIO()):
+            trackio.init(
+                prefix,
+                name=run_name,
+                resume="allow",
+                config=config,
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+    except (ImportError, *DASHBOARD_ERRORS) as e:
+        logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are written all the same")
+        return None
+    # beside the interpreter when .venv is not activated
+    command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
+    folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
+    logger.info(f"Dashboard: {folder}{command} show --project {shlex.quote(prefix)}")
+    return trackio
+
+
+def start_wandb(project: str, run_name: str, config: dict):
+    """The module wandb with a run begun or gone on with, or None: no dashboard.
+
+    Sends the config and what is logged: no host name, no command line, no console output, which holds addresses.
+    """
+    # wandb itself dropped the first of these variables
+    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
+    if disabled or os.environ.get("WANDB_MODE") == "disabled":
+        logger.info(f"No dashboard: {'WANDB_DISABLED is set' if disabled else 'WANDB_MODE is disabled'}")
+        return None
+    if importlib.util.find_spec("wandb") is None:
+        logger.warning("No dashboard: wandb is not installed (pip install wandb)")
+        return None
+    import wandb
+
+    try:
+        if folder := os.environ.get("WANDB_DIR"):
+            os.makedirs(folder, exist_ok=True)  # or wandb writes to /tmp
+        settings = wandb.Settings(
+            init_timeout=20,  # without a network, wandb tries for 90 s
+            login_timeout=60,  # who has no key is asked for one, in a terminal
+            finish_timeout=10,  # and then for ever; what is not uploaded stays on the disk for `wandb sync`
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            host="",
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        # the name, without the characters that an id may not have: the same run after a restart
+        run_id = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_name)[-64:]
+        run = wandb.init(project=project, id=run_id, name=run_name, resume="allow", config=config, settings=settings)
+    except (wandb.Error, *DASHBOARD_ERRORS) as e:
+        reason = (str(e).splitlines() or [type(e).__name__])[0]
+        logger.warning(f"No dashboard: wandb failed ({reason}). WANDB_MODE=offline records for a later upload")
+        wandb.teardown()
+        return None
+    logger.info(f"Dashboard: {run.url or f'wandb sync {Path(run.dir).parent}'}")
+    return wandb
+
+
+def require_wandb(args: ReportArguments | TrainerArguments) -> None:
+    """Stop with one line where --wandb_project is given and wandb is missing."""
+    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError("--wandb_project needs wandb: pip install wandb, or leave the flag away")
+
+
+def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool):
+    """The module wandb when --wandb_project or WANDB_PROJECT asks for a trainer's own curves, or None.
+
+    Call it when hivemind's helper processes are forked.
+
+    :param is_resumed: go on with the curves of the trainer that used this --output_dir before
+    """
+    project = args.wandb_project or os.environ.get("WANDB_PROJECT")
+    if not project:
+        return None
+    path, run_name = Path(args.output_dir) / "wandb_run", make_run_name(f"{prefix}-trainer")
+    with contextlib.suppress(OSError):
+        if is_resumed and path.exists():
+            run_name = path.read_text(encoding="utf-8").strip()
+        path.write_text(run_name, encoding="utf-8")
+    return start_wandb(project, run_name, {name: value for name, value in config.items() if not name.endswith(PRIVATE)})
+
+
+def group_metrics(values: dict) -> dict:
+    """Those metrics that dashboards show, by the names they have there."""
+    return {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
+
+
+def report_to_dashboard(dashboard, values: dict, thanks: Sequence[dict] = ()):
+    """Log one epoch without waiting; returns the dashboard, or None once it has failed.
+
+    :param values: metrics by name, `epoch` among them
+    :param thanks: rows of a table
+    """
+    if dashboard is None:
+        return None
+    try:
+        table = {}
+        if thanks:
+            table["thanks"] = dashboard.Table(columns=list(thanks[0]), data=[list(row.values()) for row in thanks])
+        dashboard.log(group_metrics(values) | table, step=values["epoch"])
+    except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
+        logger.warning(f"The dashboard failed ({e!r}) and gets no more")
+        return None
+    return dashboard
+
+
+def finish_dashboard(dashboard) -> None:
+    """Write what is pending and end the dashboard's threads and helper processes."""
+    if dashboard is not None:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                dashboard.finish()
+            if hasattr(dashboard, "teardown"):  # wandb's service process
+                dashboard.teardown()
+        except Exception as e:  # as above
+            logger.warning(f"The dashboard may lack the last epochs ({e!r})")

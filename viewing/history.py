@@ -1,0 +1,166 @@
+"""What is kept of a run, in memory and on disk: its epochs, and who has contributed how much."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from utils import LocalMetrics, SwarmMetrics
+
+MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
+# Strangers can sign records with fresh keys, and each key is a peer to thank: the table keeps those who gave most.
+MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
+
+
+class History(list):
+    """A run's epochs, oldest first, as in metrics.jsonl: all of a short run, evenly thinned out for a long one.
+
+    The newest epoch is always the last element. Evaluations, which are few, are kept apart as well.
+    """
+
+    def __init__(self):
+        super().__init__()
+        #: epoch, loss, perplexity, accuracy of each, oldest first
+        self.validation: list[dict] = []
+        # one epoch in `stride` is kept for good, `added` counts all
+        self.stride, self.added = 1, 0
+
+    def add(self, entry: dict) -> None:
+        """Append an epoch; those beyond it are of an earlier run with the same name, and are forgotten. A second
+        line on the newest epoch takes the place of the first."""
+        if self and self[-1]["epoch"] == entry["epoch"] and not entry.get("begins_anew"):
+            self[-1] = entry
+            self.add_validation(entry)
+            return
+        if self and self[-1]["epoch"] >= entry["epoch"]:
+            self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
+        self.add_validation(entry)
+        if self and (self.added - 1) % self.stride:
+            self.pop()
+        self.append(entry)
+        self.added += 1
+        if len(self) > MAX_POINTS:
+            self.stride *= 2
+            # every second of those kept for good, and the newest in any case
+            self[:] = self[::2] + self[-1:] * (len(self) % 2 == 0)
+
+    def add_validation(self, entry: dict) -> None:
+        if "validation_loss" in entry:
+            names = ("epoch", "loss", "perplexity", "accuracy")
+            self.validation.append({name: entry[f"validation_{name}"] for name in names})
+        if len(self.validation) > MAX_POINTS:
+            self.validation[:] = self.validation[::2]
+
+    def forget_from(self, epoch: int) -> None:
+        self.validation[:] = [values for values in self.validation if values["epoch"] < epoch]
+        self[:] = [entry for entry in self if entry["epoch"] < epoch]
+        self.stride, self.added = (self.stride, (len(self) - 1) * self.stride + 1) if self else (1, 0)
+
+
+def load_history(path: Path, prefix: str) -> History:
+    """The epochs of this run that an earlier monitor wrote, so that a restart continues the curve."""
+    history = History()
+    needed = {field.name for field in fields(SwarmMetrics)} | {"time", "total_samples"}
+    if path.exists():
+        with open(path, encoding="utf-8") as lines:
+            for line in lines:
+                try:
+                    entry = json.loads(line)
+                except json.JSONDecodeError:  # the last line, if that monitor was killed
+                    continue
+                # those of older versions lack fields
+                if isinstance(entry, dict) and entry.get("experiment_prefix") == prefix and needed <= entry.keys():
+                    history.add(entry)
+    return history
+
+
+@dataclass
+class Contribution:
+    """What one peer has given to the run, by its own account."""
+
+    total_samples: int  # in all, over its restarts
+    last_epoch: int
+    skipped_steps: int
+    samples_per_second: float
+    client_mode: bool
+    last_seen: float  # Unix time at which its newest record was first read
+    reported_samples: int  # total_samples of its newest record
+    expiration_time: float  # of its newest record
+
+
+class Contributions:
+    """Who has given how much, also those who have left.
+
+    A trainer counts its samples itself, and goes on counting after a restart from its checkpoint; one that starts
+    without has an older number, or zero. What it gave before counts all the same.
+
+    :param saved: what `to_json` gave
+    """
+
+    def __init__(self, saved: dict[str, dict]):
+        names = {field.name for field in fields(Contribution)}
+        self.peers = {label: Contribution(**values) for label, values in saved.items() if names == values.keys()}
+
+    def update(self, records: dict[str, tuple[LocalMetrics, float]], now: float) -> None:
+        """Take in the peers' newest records, each with its expiration time.
+
+        :param now: Unix time
+        """
+        for label, (metrics, expiration_time) in records.items():
+            known = self.peers.get(label)
+            if known is None:
+                gave = metrics.total_samples
+            elif expiration_time <= known.expiration_time:  # a read that missed its newest record, or no news
+                continue
+            elif metrics.total_samples >= known.reported_samples:
+                gave = known.total_samples + metrics.total_samples - known.reported_samples
+            else:  # it went on from an older count: of what it has given since, this epoch's samples are certain
+                gave = known.total_samples + min(metrics.samples_accumulated, metrics.total_samples)
+            self.peers[label] = Contribution(
+                total_samples=gave,
+                last_epoch=metrics.epoch,
+                skipped_steps=metrics.skipped_steps,
+                samples_per_second=metrics.samples_per_second,
+                client_mode=metrics.client_mode,
+                last_seen=now,
+                reported_samples=metrics.total_samples,
+                expiration_time=expiration_time,
+            )
+        if len(self.peers) > MAX_PEERS:
+            self.peers = dict(self.ranking()[:MAX_PEERS])
+
+    def ranking(self) -> list[tuple[str, Contribution]]:
+        return sorted(self.peers.items(), key=lambda item: -item[1].total_samples)
+
+    def total_samples(self) -> int:
+        return sum(peer.total_samples for peer in self.peers.values())
+
+    def make_rows(self) -> list[dict]:
+        """The table of thanks: peers by what they gave, the most generous first, and one row for all others."""
+        ranking, total = self.ranking(), max(1, self.total_samples())
+        rows = [
+            {
+                "peer": label,
+                "samples": peer.total_samples,
+                "share": f"{peer.total_samples / total:.1%}",
+                "samples/s": round(peer.samples_per_second, 1),
+                "epoch": peer.last_epoch,
+                "last seen (UTC)": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(peer.last_seen)),
+                "way in": "client" if peer.client_mode else "public",
+                "skipped steps": peer.skipped_steps,
+            }
+            for label, peer in ranking[:MAX_PEERS_SHOWN]
+        ]
+        if others := [peer for _, peer in ranking[MAX_PEERS_SHOWN:]]:
+            samples = sum(peer.total_samples for peer in others)
+            rest = {"peer": f"{len(others)} others", "samples": samples, "share": f"{samples / total:.1%}"}
+            rows.append(dict.fromkeys(rows[0], "") | {"samples/s": 0.0, "epoch": 0, "skipped steps": 0} | rest)
+        return rows
+
+    def to_json(self) -> dict[str, dict]:
+        return {label: asdict(peer) for label, peer in self.ranking()}
+
+
+def pick(values: dict, schema: type) -> dict:
+    """Of a dictionary what a dataclass has fields for."""
+    return {field.name: values[field.name] for field in fields(schema)}

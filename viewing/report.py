@@ -1,0 +1,250 @@
+"""What people look at: the dashboard, the learning curve, the thanks to those who contribute, the summary of a run.
+
+Used by the roles that watch the whole swarm, run_training_monitor.py and run_aux_peer.py.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import hivemind
+
+from arguments import ReportArguments
+from support.console import UserError
+from support.files import append_line, lock_folder, write_file
+from swarm.contract import Plan, find_plan
+from utils import (
+    RECENT_EPOCHS,
+    LocalMetrics,
+    SwarmMetrics,
+    aggregate_metrics,
+    describe_evaluation,
+    fetch_records,
+    find_evaluation,
+    find_final_epoch,
+    measure_progress,
+    perplexity,
+    select_believable,
+    show_progress,
+    show_samples,
+)
+from viewing.curves import draw_learning_curve
+from viewing.dashboards import (
+    PRIVATE,
+    finish_dashboard,
+    make_run_name,
+    report_to_dashboard,
+    require_wandb,
+    start_trackio,
+    start_wandb,
+)
+from viewing.history import Contributions, load_history, pick
+
+logger = logging.getLogger("report")
+
+CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of a core that may be training
+# Seconds between two tables of thanks, of which dashboards keep every one: at the start, and later.
+FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
+FINAL_FETCH_TIMEOUT = 5.0
+PLAN_PERIOD = 60.0  # seconds between two looks at what never changes in a run
+# A read of the DHT may miss a record that is there; so many reads that miss all newer ones mean that a run began anew.
+READS_BEFORE_GOING_BACK = 3
+# Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it goes on from an older
+# state of itself. A new run may have come that far before it is noticed.
+NEW_RUN_EPOCH = 30
+
+
+class RunReport:
+    """Follows a run's metrics and writes what people look at; the state that lives from one look to the next.
+
+    It goes on where an earlier process with the same --output_dir ended, and keeps others out of that folder. A user's
+    error (an --output_dir that is in use, or cannot be written) ends the process with one line.
+    """
+
+    def __init__(self, args: ReportArguments, prefix: str):
+        require_wandb(args)
+        self.args, self.prefix, self.output_dir = args, prefix, Path(args.output_dir)
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            lock_folder("--output_dir", self.output_dir)
+            (self.output_dir / "metrics.jsonl").touch()
+            self.history = load_history(self.output_dir / "metrics.jsonl", prefix)
+            summary = self.load_summary()
+        except OSError as e:
+            raise UserError(
+                f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder"
+            ) from e
+        #: what was reported last, be it by an earlier process
+        self.last = SwarmMetrics(**pick(self.history[-1], SwarmMetrics)) if self.history else None
+        self.contributions = Contributions(summary.get("peers", {}))
+        #: the run's name on dashboards, and on which of them it is
+        self.run_name = summary.get("run_name") or make_run_name(prefix)
+        self.reported_to = summary.get("reported_to", [])
+        self.dashboard, self.config, self.alive_peers = None, {}, 0
+        self.plan, self.next_plan, self.progress = Plan(), 0.0, {}
+        self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
+        self.table_period = FIRST_TABLE_PERIOD
+
+    def start_dashboard(self, config: dict) -> None:
+        """Call it when all helper processes are forked.
+
+        :param config: arguments to show beside the curves; addresses and paths among them are left out
+        """
+        self.config = {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
+        if self.args.report_to == "trackio":
+            self.dashboard = start_trackio(self.prefix, self.run_name, self.config)
+            where = os.path.abspath(os.environ.get("TRACKIO_DIR") or "trackio's default")
+        elif self.args.report_to == "wandb":
+            self.dashboard = start_wandb(self.args.wandb_project, self.run_name, self.config)
+            where = self.args.wandb_project
+        if self.dashboard is None or f"{self.args.report_to} {where}" in self.reported_to:
+            return
+        # a dashboard that does not know this run yet; its name is on the disk at once, should this process be killed
+        self.reported_to.append(f"{self.args.report_to} {where}")
+        if self.history:
+            for entry in self.history:
+                self.dashboard = report_to_dashboard(self.dashboard, entry)
+            # before it is noted that all this was reported, it has to be
+            finish_dashboard(self.dashboard)
+            self.write_summary()
+            self.start_dashboard(config)
+        else:
+            self.write_summary()
+
+    def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
+        """Look at the swarm once; the metrics of its newest epoch, if that was not reported yet.
+
+        :param is_last: hurry, and draw the curve in any case
+        """
+        last_epoch = self.last.epoch if self.last else None
+        fetch_options = {"timeout": FINAL_FETCH_TIMEOUT} if is_last else {}
+        records = fetch_records(dht, self.prefix, **fetch_options)
+        believable = select_believable([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
+        current = aggregate_metrics(believable, last_epoch)
+        self.alive_peers = current.alive_peers if current else 0
+        self.older_reads = self.older_reads + 1 if current and self.last and current.epoch < last_epoch else 0
+        is_new = current is not None and (
+            self.last is None or current.epoch > last_epoch or self.older_reads >= READS_BEFORE_GOING_BACK
+        )
+        begins_anew = is_new and self.last is not None and current.epoch < last_epoch and self.go_back(current.epoch)
+        if is_new or not self.older_reads:  # else it is not clear yet to which run they belong
+            self.contributions.update({label: records[label] for label, _ in believable}, time.time())
+        evaluation = None if self.older_reads and not is_new else find_evaluation(believable)
+        if evaluation and self.history.validation and evaluation.epoch <= self.history.validation[-1]["epoch"]:
+            evaluation = None
+        if is_new:
+            self.last, self.older_reads = current, 0
+            self.progress = self.measure_progress(dht, believable, is_last)
+            course = f"{show_progress(current.epoch, self.progress)}  {show_samples(self.progress)}".strip()
+            logger.info(
+                f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
+                f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
+                f"  {course}".rstrip()
+            )
+        if evaluation:
+            logger.info(
+                f"Validation at epoch {evaluation.epoch}: loss {evaluation.loss:.4f}, perplexity "
+                f"{perplexity(evaluation.loss):,.1f}, accuracy {evaluation.accuracy:.1%}"
+            )
+        if is_new or (evaluation and self.last):
+            # an evaluation may come later than the metrics of its epoch: another line then, in place of the last
+            entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(self.last), **self.progress}
+            entry["total_samples"] = self.contributions.total_samples()
+            entry |= {"begins_anew": True} if begins_anew else {}
+            entry |= describe_evaluation(evaluation) if evaluation else {}
+            self.history.add(entry)
+            append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
+            rows = []
+            if time.monotonic() >= self.next_table:
+                self.next_table = time.monotonic() + self.table_period
+                self.table_period = min(2 * self.table_period, TABLE_PERIOD)
+                rows = self.contributions.make_rows()
+            # of a second line only what is new: dashboards have the rest
+            news = entry if is_new else {"epoch": entry["epoch"], **describe_evaluation(evaluation)}
+            self.dashboard = report_to_dashboard(self.dashboard, news, rows)
+        if self.history and (is_last or time.monotonic() >= self.next_drawing):
+            draw_learning_curve(self.history, self.prefix, self.output_dir / "learning_curve.png")
+            self.write_summary()
+            self.next_drawing = time.monotonic() + CURVE_PERIOD
+        return current if is_new else None
+
+    def measure_progress(self, dht: hivemind.DHT, records: list[tuple[str, LocalMetrics]], is_last: bool) -> dict:
+        """How far the swarm has come, and when it ends: see utils.measure_progress."""
+        if time.monotonic() >= self.next_plan and not is_last:
+            self.plan = find_plan(dht, self.prefix, FINAL_FETCH_TIMEOUT) or self.plan
+            self.next_plan = time.monotonic() + (PLAN_PERIOD if self.plan.total_steps else 0.0)
+        final_epoch = find_final_epoch(records, self.plan.total_steps)
+        recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [self.last.epoch_seconds]
+        return measure_progress(self.last.epoch, final_epoch, self.plan.target_batch_size, recent)
+
+    def go_back(self, epoch: int) -> bool:
+        """The swarm goes on from an older state, or, if True, has begun anew: what comes now is a curve of its own."""
+        begins_anew = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
+        self.history.forget_from(0 if begins_anew else epoch)
+        if begins_anew:
+            logger.info(f"Run {self.prefix} has begun anew, at epoch {epoch}")
+            self.write_summary()
+            self.put_summary_aside()
+            self.contributions = Contributions({})
+        finish_dashboard(self.dashboard)
+        self.dashboard, self.run_name, self.reported_to = None, make_run_name(self.prefix), []
+        self.start_dashboard(self.config)
+        return begins_anew
+
+    def read_progress(self) -> dict:
+        """For the status page, which asks from a thread of its own."""
+        last = self.last
+        progress = {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
+        return progress | self.progress | self.last_validation()
+
+    def last_validation(self) -> dict:
+        """By the names of metrics.jsonl."""
+        values = self.history.validation[-1] if self.history.validation else {}
+        return {f"validation_{name}": value for name, value in values.items()}
+
+    def finish(self) -> None:
+        """Write the summary and end the dashboard."""
+        self.write_summary()
+        total = max(1, self.contributions.total_samples())
+        for row in self.contributions.make_rows():
+            logger.info(f"Peer {row['peer']} gave {row['samples']:,} samples ({row['samples'] / total:.1%})")
+        logger.info(f"Learning curve, metrics.jsonl and summary.json are in {self.output_dir}")
+        if self.last:
+            # the whole table once more, beside the last epoch's numbers
+            report_to_dashboard(self.dashboard, {"epoch": self.last.epoch}, self.contributions.make_rows())
+        finish_dashboard(self.dashboard)
+
+    def write_summary(self) -> None:
+        """Write summary.json: the thanks, and what the next process needs to go on."""
+        summary = {
+            "experiment_prefix": self.prefix,
+            "epochs": self.last.epoch if self.last else 0,
+            "last_loss": self.last.loss if self.last else None,
+            **self.last_validation(),
+            "total_samples": self.contributions.total_samples(),
+            "run_name": self.run_name,
+            "reported_to": self.reported_to,
+            "peers": self.contributions.to_json(),
+        }
+        text = json.dumps(summary, indent=2) + "\n"
+        write_file(self.output_dir / "summary.json", lambda file: file.write(text.encode()))
+
+    def load_summary(self) -> dict:
+        """What an earlier process has written of this run; that of another run is put aside."""
+        path, summary = self.output_dir / "summary.json", {}
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            summary = json.loads(path.read_text(encoding="utf-8"))
+        if summary and summary.get("experiment_prefix") != self.prefix:
+            self.put_summary_aside()
+            return {}
+        return summary
+
+    def put_summary_aside(self) -> None:
+        aside = self.output_dir / f"summary-until-{time.strftime('%Y%m%d-%H%M%S')}.json"
+        with contextlib.suppress(FileNotFoundError):
+            (self.output_dir / "summary.json").rename(aside)
+            logger.info(f"The summary of the run before is in {aside}")
