@@ -67,8 +67,8 @@ def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
 
 
 def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions: float) -> None:
-    """End the process where instances are longer than the model takes, or cannot be masked as asked for; a line in the
-    log where --max_sequence_length asks for longer ones than there are.
+    """A UserError where instances are longer than the model takes, or cannot be masked as asked for; a line in the log
+    where --max_sequence_length asks for longer ones than there are.
 
     :param positions: max_position_embeddings of the model
     """
@@ -181,8 +181,8 @@ def make_training_dataset(
     input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and sentence_order_label (0 or 1); for
     other objectives the columns of COLUMNS_OF.
 
-    Sources that give nothing at their beginning end the process with one line. Edit me: documents may be chosen or
-    changed in ChunkTokenizer.
+    A source that gives nothing at its beginning is a UserError. Edit me: documents may be chosen or changed in
+    ChunkTokenizer.
 
     :param max_sequence_length: in tokens, special ones included
     :param seed: of the order, the mixture, the cuts and the swaps; make_train_batches gives it the peer's own

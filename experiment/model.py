@@ -77,7 +77,7 @@ USES_OF = {
 
 
 def load_config(args: ModelArguments) -> PreTrainedConfig:
-    """What --model_name_or_path or --config_path names; ends the process where that is none."""
+    """What --model_name_or_path or --config_path names; a UserError where that is none."""
     flag = "--model_name_or_path" if args.model_name_or_path else "--config_path"
     name = args.model_name_or_path or args.config_path
     if name.endswith(".json") and args.model_name_or_path:
@@ -277,8 +277,8 @@ def find_longest_sequence(model: PreTrainedModel) -> float:
 def make_trained_model(
     args: ModelArguments, trainer_args: TrainerArguments, tokenizer: PreTrainedTokenizerBase | int
 ) -> PreTrainedModel:
-    """The model as a trainer uses it: with --gradient_checkpointing, it keeps less for the backward pass. Ends the
-    process where it cannot be trained so, or not be saved, before any other peer has seen this one."""
+    """The model as a trainer uses it: with --gradient_checkpointing, it keeps less for the backward pass. A
+    UserError where it cannot be trained so, or not be saved, before any other peer has seen this one."""
     model = make_model(args, tokenizer)
     if not isinstance(tokenizer, int):
         check_saved_tokenizer(model, tokenizer)
@@ -311,7 +311,7 @@ def check_saved_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def try_out(model: PreTrainedModel, where: str = "") -> None:
-    """One forward and backward pass of a tiny batch, which may end the process. hivemind averages parameters and their
+    """One forward and backward pass of a tiny batch, or a UserError. hivemind averages parameters and their
     gradients: those that no gradient reaches count as zero, which is right; statistics that a forward pass gathers
     would be each peer's own.
 

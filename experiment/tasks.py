@@ -397,7 +397,7 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     """Examples by split: train, validation, and test where there is one.
 
     They come from the folder of the task's name in `data_dir` (TERRa, or terra), else from the Hugging Face Hub. What
-    is missing or malformed ends the process with one line that names the cure.
+    is missing or malformed is a UserError.
     """
     folder = task.folder or find_folder(task, Path(data_dir))
     if folder is None:

@@ -206,7 +206,7 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     Checkpoints of epochs beyond that state, or all when it is None, are of another course of the run: they are set
     aside, into a folder of their own, or a later restart would take them for the newest.
 
-    A state that is of another model or run, or a PATH that holds none, ends the process with one line.
+    A state that is of another model or run, or a PATH that holds none, is a UserError.
     """
     output_dir = Path(args.output_dir)
     put_back(output_dir)

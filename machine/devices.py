@@ -34,8 +34,8 @@ FULLEST_MEMORY = 0.8
 
 
 def choose_devices(args: TrainerArguments) -> list[torch.device]:
-    """The devices of this machine that --device and --num_devices name, without a CUDA context; ends the process with
-    one line where there are none such. On a CPU each stands for a process that trains.
+    """The devices of this machine that --device and --num_devices name, without a CUDA context; a UserError
+    where there are none such. On a CPU each stands for a process that trains.
     """
     # asks the driver's management library, unlike torch.cuda.is_available(), which initializes CUDA
     gpus = torch.cuda.device_count()
@@ -119,7 +119,7 @@ def explain_out_of_memory(args: TrainerArguments, device: torch.device, model: P
 
 @contextlib.contextmanager
 def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model: PreTrainedModel) -> Iterator[None]:
-    """Before training: end the process with that line."""
+    """Before training: a UserError with that line."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:

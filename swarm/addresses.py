@@ -22,7 +22,7 @@ GREETING = b"\x13/multistream/1.0.0\n"
 
 
 def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
-    """Stop with one line that shows a right address when one of them is malformed or lacks its peer id."""
+    """A UserError that shows a right address when one of them is malformed or lacks its peer id."""
     example = "/ip4/203.0.113.1/tcp/31337" + "/p2p/QmPeerId" * needs_peer_id
     for maddr in maddrs:
         try:

@@ -83,7 +83,7 @@ def stop_different(prefix: str, differences: list[str]) -> NoReturn:
 
 
 def compare_with_run(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> None:
-    """Stop with one line where this contract differs from the live trainers'; for who helps them, and binds nobody."""
+    """A UserError where this contract differs from the live trainers'; for who helps them, and binds nobody."""
     mine = RunContract(joined=get_dht_time(), contract=contract)
     if differences := find_differences(mine, list(fetch_contracts(dht, prefix).values())):
         stop_different(prefix, differences)
@@ -92,7 +92,7 @@ def compare_with_run(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -
 def join_run(
     dht: hivemind.DHT, prefix: str, public_key: bytes, contract: dict[str, str], expiration: float
 ) -> RunContract:
-    """Compare this peer's contract with the live trainers' and publish it; stop with one line where they differ.
+    """Compare this peer's contract with the live trainers' and publish it; a UserError where they differ.
 
     Peers that start at the same moment see nobody, so each looks again after it has published: then at least one of two
     sees the other, and only elder peers count.

@@ -91,7 +91,7 @@ def warn_of_silent_peers(maddrs: list[str]) -> None:
 
 
 def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
-    """The same arguments with HOST:PORT among --initial_peers resolved; stops with one line where one is wrong."""
+    """The same arguments with HOST:PORT among --initial_peers resolved; a UserError where one is wrong."""
     check_versions()
     if swarm.authorize:
         raise UserError("--authorize True: membership is not built yet, whoever knows --initial_peers may join")
@@ -139,7 +139,7 @@ def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
 
 
 def check_identity(path: str) -> None:
-    """Stop with one line when there is a file, and it holds no key."""
+    """A UserError when there is a file, and it holds no key."""
     if os.path.exists(path):
         try:
             with open(path, "rb") as f:
@@ -153,7 +153,7 @@ def check_identity(path: str) -> None:
 
 
 def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
-    """Start the DHT's helper process; stops with one line when that fails."""
+    """Start the DHT's helper process; a UserError when that fails."""
     if not options.get("client_mode") and not swarm.use_ipfs:
         # or nobody relays through this peer before it has found out by itself that it is public, which takes minutes
         options.setdefault("force_reachability", "public")

@@ -166,7 +166,7 @@ def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
 
 
 def find_maddrs(address: str, prefix: str) -> list[str]:
-    """The multiaddrs of the peer whose status page is at `address` (host:port); stops with one line when it has none.
+    """The multiaddrs of the peer whose status page is at `address` (host:port); a UserError when it has none.
 
     :param prefix: the run that it must be of
     """

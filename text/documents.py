@@ -35,7 +35,7 @@ PART_CHARACTERS = 50_000  # of a document that are encoded at once: some tokeniz
 
 
 def read_text(path: str | Path) -> str:
-    """A whole UTF-8 file, plain, .gz or .xz. What cannot be read ends the process with a line that names the cure."""
+    """A whole UTF-8 file, plain, .gz or .xz. What cannot be read is a UserError."""
     path = Path(path)
     open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
@@ -102,7 +102,7 @@ def split_chapters(text: str) -> list[list[str]]:
 def read_documents(path: str | Path, text_column: str = "text") -> list[list[str]]:
     """Documents of a user's file, which may also be packed (.gz, .xz): each line of .jsonl (.json) is one, and each row
     of .csv and .tsv, whose first row names the columns; any other file is one, but a file in WikiText format is split
-    into its articles. Errors end the process with a line that names the cure."""
+    into its articles. What is wrong with it is a UserError."""
     kinds = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
     if other := kinds & {".parquet", ".arrow", ".zst", ".zip"}:
         raise UserError(f"{path}: {other.pop()} is not read here: put it into a folder and give that as --dataset_name")
@@ -145,7 +145,7 @@ def read_json_lines(path: str | Path, text: str) -> Iterator[tuple[int, object]]
 
 @functools.cache
 def load_sentence_splitter(language: str, splitter: str = "auto") -> Callable[[str], list[str]]:
-    """What divides a paragraph into sentences. An unknown language ends the process with a line that names the cure.
+    """What divides a paragraph into sentences. An unknown language is a UserError.
 
     :param splitter: punkt (Kiss and Strunk, 2006), with a model of each language; razdel, which has rules for Russian
         and leaves its abbreviations whole; or auto: razdel for Russian, else punkt

@@ -76,7 +76,7 @@ class Data:
 
 
 def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> Data:
-    """Fetch and unpack what --dataset_path names, or find it in the cache. Ends the process where it cannot.
+    """Fetch and unpack what --dataset_path names, or find it in the cache. A UserError where that fails.
 
     :param path: a folder, an archive, an index of shards, or the http(s) URL of one
     :param sha256: of that file, 64 hexadecimal digits; None: do not check

@@ -32,7 +32,7 @@ class ShardedSplit:
         return self.corpus["instances"]["train"]
 
     def begin(self, seed: int) -> None:
-        """Choose the order of shards and fetch the first one; ends the process where that cannot be had."""
+        """Choose the order of shards and fetch the first one; a UserError where that cannot be had."""
         self.seed = seed
         shard = self.shards[next(self.order())]
         logger.info(f"{len(self.shards)} shards of data; the first one is {shard.source}")

@@ -20,8 +20,8 @@ COLUMNS_OF = {"mlm_sop": COLUMNS, "mlm": ["input_ids", "special_tokens_mask"], "
 def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str | None = None) -> tuple:
     """What tokenize_wikitext103.py wrote: (its splits train and validation by name, the corpus.json as a dictionary).
 
-    A missing or foreign folder, or one made by another tokenizer or for another objective, ends the process with a line
-    that names the cure. For mlm, pairs of segments will do.
+    A missing or foreign folder, or one made by another tokenizer or for another objective, is a UserError. For mlm,
+    pairs of segments will do.
 
     :param found: what fetch_data has found, or just a folder
     :param objective: whose columns to give; None: those that are there

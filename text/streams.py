@@ -454,7 +454,7 @@ def is_url(path: str) -> bool:
 
 
 def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Source]:
-    """The sources of a JSON file; what is wrong with it ends the process with one line.
+    """The sources of a JSON file; what is wrong with it is a UserError.
 
     :param sentence_splitter: for sources that name none
     """

@@ -46,7 +46,7 @@ def load_tokenizer(path: str | Path, objective: str = "mlm_sop"):
 
 
 def check_tokenizer(tokenizer, name, objective: str = "mlm_sop"):
-    """Return the tokenizer, or end the process when it lacks what the objective needs: masking and pairs their special
+    """Return the tokenizer; a UserError when it lacks what the objective needs: masking and pairs their special
     tokens, full text (clm) an end token, which then also pads where no other one does."""
     if objective == "clm":
         tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token

@@ -62,8 +62,8 @@ PUBLIC_ARGUMENTS = {
 class CheckpointHandler:
     """Downloads the swarm's state every few epochs, saves it, publishes it; what lives from one look to the next.
 
-    Downloads are a helper process's work, writing and uploading that of threads: `step` returns at once. A user's error
-    (a folder that cannot be written, no token for the Hub) ends the process with one line.
+    Downloads are a helper process's work, writing and uploading that of threads: `step` returns at once. A folder
+    that cannot be written, or no token for the Hub, is a UserError when it is made.
 
     :param optimizer: an auxiliary one, made by make_optimizer. Its state is the trainers' only right after a download
         (note 28)
@@ -207,7 +207,7 @@ def make_observer(
     """What a role that computes no gradients needs to take the trainers' states, or to average for them.
 
     :returns: model and optimizer as the trainers build them, and the contract that this implies; where that of live
-        trainers differs, it stops with one line
+        trainers differs, that is a UserError
     """
     model = make_model(model_args, tokenizer)
     contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)

@@ -109,7 +109,7 @@ def start_wandb(project: str, run_name: str, config: dict):
 
 
 def require_wandb(args: ReportArguments | TrainerArguments) -> None:
-    """Stop with one line where --wandb_project is given and wandb is missing."""
+    """A UserError where --wandb_project is given and wandb is missing."""
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
         raise UserError("--wandb_project needs wandb: pip install wandb, or leave the flag away")
 

@@ -61,8 +61,8 @@ NEW_RUN_EPOCH = 30
 class RunReport:
     """Follows a run's metrics and writes what people look at; the state that lives from one look to the next.
 
-    It goes on where an earlier process with the same --output_dir ended, and keeps others out of that folder. A user's
-    error (an --output_dir that is in use, or cannot be written) ends the process with one line.
+    It goes on where an earlier process with the same --output_dir ended, and keeps others out of that folder. An
+    --output_dir that is in use, or cannot be written, is a UserError when it is made.
     """
 
     def __init__(self, args: ReportArguments, prefix: str):
