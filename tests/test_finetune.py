@@ -653,8 +653,10 @@ HUB_LABELS |= dict.fromkeys(("danetqa", "muserc", "russe", "rwsd"), ["False", "T
 LOAD_ALL = """
 import json, sys
 from experiment.tasks import TASKS, load_examples
+from support.console import edge
 for name in sys.argv[2:]:
-    examples = load_examples(TASKS[name], sys.argv[1])
+    with edge():
+        examples = load_examples(TASKS[name], sys.argv[1])
     print(json.dumps([name, {s: [[e.texts, e.right, e.spans] for e in part] for s, part in examples.items()}]))
 """
 
