@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arguments import FinetuneArguments, parse_arguments
-from support.console import UserError, edge, first_line
+from support.console import UserError, edge, first_line, setup_logging
 
 GROUPS = (FinetuneArguments,)
 
@@ -56,7 +56,6 @@ from experiment.tasks import (
 )
 from machine.checkpoint import save_model
 from models.lean_albert import load_ruleanalbert
-from support.console import setup_logging
 from support.files import lock_folder, write_file
 
 logger = logging.getLogger("finetune")

@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 
 from arguments import PredictArguments, parse_arguments
-from support.console import UserError, edge, first_line
+from support.console import UserError, edge, first_line, setup_logging
 
 GROUPS = (PredictArguments,)
 
@@ -28,7 +28,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from experiment.tasks import TASKS, format_predictions, load_examples
 from finetune_mlm import Pretrained, check_tokenizer, choose_length, encode, load_tokenizer, load_weights, predict
-from support.console import setup_logging
 from support.files import write_file
 
 logger = logging.getLogger("finetune")

@@ -28,7 +28,7 @@ from arguments import (
     SwarmArguments,
     parse_arguments,
 )
-from support.console import UserError, edge
+from support.console import UserError, edge, log_to_folder, setup_logging
 
 GROUPS = (
     SwarmArguments,
@@ -44,7 +44,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 from experiment.model import find_objective
-from support.console import log_to_folder, setup_logging
 from swarm.addresses import select_for_others, stop_unreachable
 from swarm.contract import compare_with_run
 from swarm.joining import make_dht, warn_of_local_addresses

@@ -37,7 +37,7 @@ from arguments import (
     TrainerArguments,
     parse_arguments,
 )
-from support.console import UserError, edge
+from support.console import UserError, edge, log_to_folder, setup_logging
 
 GROUPS = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
 
@@ -75,7 +75,6 @@ from machine.devices import (
 )
 from machine.preflight import run_preflight, warn_at_start
 from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
-from support.console import log_to_folder, setup_logging
 from support.files import lock_folder, write_file
 from swarm.addresses import select_for_others
 from swarm.contract import join_run
