@@ -303,11 +303,13 @@ class Optimizer(hivemind.Optimizer):
         if epochs > 0:
             # one that begins with an epoch is there before the next one, if that is possible at all
             self._download_from = self.tracker.global_epoch + 1
-        if self.late_downloads >= 3:
-            megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
-            pause = min(300.0, seconds * 2 ** (self.late_downloads - 3))
+        megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
+        # what has to come within an epoch, with a connection as it was: a step, which goes in 16 bits
+        step_seconds = seconds * min(1.0, 2e-6 * sum(map(torch.Tensor.numel, list_params(self.opt))) / megabytes)
+        if self.late_downloads >= 3 or step_seconds > seconds / max(1, epochs):
+            pause = min(300.0, seconds * 2 ** max(0, self.late_downloads - 3))
             logger.warning(
-                f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.1f} s "
+                f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "
                 f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
                 f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger --target_batch_size for all. "
                 f"Next try in {pause:.0f} s"

@@ -390,12 +390,12 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     wait_until(lambda: epochs(swarm), 60, "an epoch")
     newcomer = start_peer(start, "newcomer", prefix, gradient=1e-3, batch_size=16, others=[swarm], flags=quick)
     reason = newcomer.wait_for(
-        r"cannot catch up: the state of ([\d.]+) MB took ([\d.]+) s \(([\d.]+) Mbit/s\), and meanwhile the swarm made "
+        r"cannot catch up: a download of ([\d.]+) MB took ([\d.]+) s \(([\d.]+) Mbit/s\), and meanwhile the swarm made "
         r"(\d+) epochs of about ([\d.]+) s",
         90,
     )
     megabytes, _, speed, made, _ = map(float, reason.groups())
-    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes
+    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
     newcomer.interrupt()
     newcomer.assert_clean_end()
