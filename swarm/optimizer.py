@@ -451,12 +451,13 @@ class Optimizer(hivemind.Optimizer):
                 raise AllreduceException("nobody else is there")
             next_look = time.monotonic() + FIRST_LOOK
 
-    def _question(self, peer_ids: Iterable[bytes], wait: bool = False) -> None:
+    def _question(self, peer_ids: Iterable[bytes], wait: bool = False, quiet_for: float = FIRST_LOOK) -> None:
         """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
 
         :param wait: for the answers, as long as the line's patience; otherwise they are dealt with when they come
+        :param quiet_for: seconds without a report after which a peer is asked
         """
-        present, quiet_since = self.tracker.present, get_dht_time() - FIRST_LOOK
+        present, quiet_since = self.tracker.present, get_dht_time() - quiet_for
         public = [
             peer_id
             for peer_id in peer_ids
@@ -533,7 +534,7 @@ class Optimizer(hivemind.Optimizer):
             elif self._has_missed_the_round():
                 self.load_state_from_peers()
             else:
-                self._question(self.tracker.present)
+                self._question(self.tracker.present, quiet_for=0.0)  # one of them may have ended the round by its death
                 self._retry_after = time.monotonic() + RETRY_AFTER
                 self.tracker.fetch_soon(RETRY_AFTER)
 
