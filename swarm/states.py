@@ -309,7 +309,10 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             return {"epoch": -1, "lineage": ""}, [], []
         with self.grad_averager.get_tensors() as gradients:
             epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
-            infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(gradients)]
+            infos = [
+                CompressionInfo.from_tensor(tensor, key=i, role=TensorRole.GRADIENT)
+                for i, tensor in enumerate(gradients)
+            ]
             metadata = {"epoch": epoch, "lineage": name_step(lineage), "group": group_id}
             return metadata, copy_together(gradients, infos), infos
 
