@@ -31,6 +31,7 @@ SIGN_PERIOD = 3.0  # between two signs of life while this peer waits for a round
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
 
+MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the others
 QUESTIONED = 8  # peers pinged at once, by each peer before each round
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
@@ -356,8 +357,8 @@ class Optimizer(hivemind.Optimizer):
     def _maybe_schedule_gradient_averaging(self) -> None:
         self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
         others = self.tracker.in_step
-        for averager in (self.grad_averager, self.state_averager):
-            averager.expect(others)
+        self.grad_averager.expect(others, needs_majority=self._averages_in_step())
+        self.state_averager.expect(others)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
@@ -435,8 +436,9 @@ class Optimizer(hivemind.Optimizer):
                 last = now
             if control.stage != AveragingStage.LOOKING_FOR_GROUP:
                 continue
-            # whoever is there is enough
-            self.grad_averager.expect(self.tracker.in_step)
+            # whoever is there is enough; at first, most of them
+            is_early = time.monotonic() < start + MAJORITY_TIMES * self.matchmaking_time
+            self.grad_averager.expect(self.tracker.in_step, needs_majority=is_early and self._averages_in_step())
             if time.monotonic() < next_look:
                 continue
             if STOP_REQUESTED.is_set():
