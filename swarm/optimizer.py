@@ -260,8 +260,9 @@ class Optimizer(hivemind.Optimizer):
         self.grad_averager.last_step = None
         old_epoch = self.local_epoch
         with self.tracker.performance_ema.pause():
-            has_stepped = loaded = self._is_one_step_behind and self._make_step_of_others()
-            if not loaded and self.tracker.global_epoch < self._download_from:
+            is_one_behind = self._is_one_step_behind
+            has_stepped = loaded = is_one_behind and self._make_step_of_others()
+            if is_one_behind and not loaded and self.tracker.global_epoch < self._download_from:
                 self._download_after = time.monotonic() + RETRY_AFTER
                 return False
             loaded = loaded or self.state_averager.load_state_from_peers(
