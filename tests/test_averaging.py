@@ -399,6 +399,7 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     megabytes, _, speed, made, _ = map(float, reason.groups())
     assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
+    assert "is of no use" not in newcomer.text  # who has neither state nor step to give says so
     newcomer.interrupt()
     newcomer.assert_clean_end()
 
