@@ -388,7 +388,8 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     fast the swarm is, and tries less often."""
     prefix = make_prefix()
     quick = ("--numbers", 4_000_000, "--step_seconds", 0.05, "--target_batch_size", 16)
-    swarm = start_peer(start, "swarm", prefix, gradient=1e-3, batch_size=16, flags=quick)
+    # the state takes more than three seconds
+    swarm = start_peer(start, "swarm", prefix, gradient=1e-3, batch_size=16, flags=(*quick, "--mbits", 40))
     wait_until(lambda: epochs(swarm), 60, "an epoch")
     newcomer = start_peer(start, "newcomer", prefix, gradient=1e-3, batch_size=16, others=[swarm], flags=quick)
     reason = newcomer.wait_for(
