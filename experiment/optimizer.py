@@ -38,11 +38,11 @@ COMPRESSIONS = {
     ),
 }
 
-# how a state comes to a peer that joins
+# how a state comes to a peer that joins, and a step to one that has missed it
 LOAD_STATE_COMPRESSIONS = {
     "none": NoCompression(),
-    "float16": RoleAdaptiveCompression(parameter=Scaled16bit()),
-    "8bit": RoleAdaptiveCompression(parameter=Scaled16bit(), optimizer=MatrixMoments8bit()),
+    "float16": RoleAdaptiveCompression(parameter=Scaled16bit(), gradient=Scaled16bit()),
+    "8bit": RoleAdaptiveCompression(parameter=Scaled16bit(), gradient=Scaled16bit(), optimizer=MatrixMoments8bit()),
 }
 
 

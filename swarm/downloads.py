@@ -31,6 +31,7 @@ MAX_LINEAGE = 64  # bytes
 UNDER_WAY = 2  # requests to each donor: while one of them is on its way, the donor answers the other
 # of a donor's line that a request takes: more than it is under way, but all wait for the slowest one at the end
 LEAST_SECONDS, MOST_SECONDS = 0.1, 0.5
+SHORT_PATIENCE = 5.0  # seconds without a message until a donor is given up while there are others
 FIRST_REQUEST = 2**18  # numbers in a request, until the donor's speed is known
 # Of norm and sum together. Between honest peers with 8-bit gradients 0.03 was measured, and 0.02 through 8-bit moments.
 TOLERANCE = 0.1
@@ -250,7 +251,7 @@ class Download:
     """A state that is put together from blocks of several donors, which have the same one.
 
     :param request: asks a peer for something, see `read_request`, and returns the stream of its answer
-    :param patience: returns the seconds without a message after which a donor is given up
+    :param patience: returns the seconds without a message after which the only donor is given up
     :param compression: all peers' own, as hivemind has it
     :param received: counts what comes: bytes, numbers, milliseconds
     """
@@ -286,9 +287,10 @@ class Download:
         pending = tasks
         try:
             while pending:
-                left = donor.heard + self.patience() - time.monotonic()
+                patience = SHORT_PATIENCE if len(self.donors) > 1 else self.patience()
+                left = donor.heard + patience - time.monotonic()
                 if left <= 0:
-                    raise UnusableState(f"nothing has come from it for {self.patience():.0f} s")
+                    raise UnusableState(f"nothing has come from it for {patience:.0f} s")
                 done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()

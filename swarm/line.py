@@ -14,11 +14,13 @@ import logging
 import math
 import multiprocessing
 import time
+from collections import deque
 from ctypes import c_bool, c_double, c_longlong
 
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
+from hivemind.utils import get_dht_time
 
 logger = logging.getLogger("swarm")
 
@@ -35,7 +37,10 @@ LOOK_PERIOD, IDLE_PERIOD = 0.5, 5.0  # seconds between two looks at the line, wi
 LOOKED_AT = 3  # peers asked at each look; the nearest answer counts, as the others' own lines may be full
 # Seconds of waiting. Messages come in bursts, at both ends and both ways: only what never goes away is a queue.
 LONG_QUEUE, SHORT_QUEUE = 0.1, 0.06
-RAISE, LOWER, LOWER_MUCH = 1.08, 0.95, 0.85  # of the rate, at one look
+# Of the rate, at one look. To exceed the line costs more than to stay below it: with 5 % too much, a round took 22 s
+# that took 16 s just below, as TCP loses packets and its sockets hold the queue. So near the limit steps are tiny.
+RAISE, PROBE, LOWER, LOWER_MUCH = 1.05, 1.0005, 0.94, 0.7
+SETTLING = 5  # looks until a lower rate shows: the queue has to leave first
 LOWEST_RATE = 1e4  # bytes/s
 
 PATIENCE = 6  # times the longest recent answer, until one that has not come is not expected any more
@@ -61,6 +66,9 @@ class Line:
         self._answer = shared(c_double, 0.3)
         #: the longest recent round, or what one should take, in seconds
         self._round_seconds = shared(c_double, 1.0)
+        # the rate after the last queue, near which only small steps are safe; for how many looks that queue may still
+        # be there; and the last rates
+        self._safe, self._settling, self._rates = math.inf, 0, deque(maxlen=4)
         #: what the user has fixed, in seconds; 0: follows from the line
         self._fixed = {name: shared(c_double) for name in ("matchmaking", "request", "averaging", "chunk")}
 
@@ -227,22 +235,34 @@ class Line:
         """
         if not (rate := self._rate.value):
             return
+        self._rates.append(rate)
+        self._settling = max(0, self._settling - 1)
         # where less was sent than allowed, whatever delays the answers is not this peer's queue
-        if wait > LONG_QUEUE and share > 0.6:
-            rate *= LOWER if wait < 3 * LONG_QUEUE else LOWER_MUCH
-        elif wait < SHORT_QUEUE and share > 0.85:
-            rate *= RAISE
+        if wait > LONG_QUEUE and share > 0.6 and not self._settling:
+            if self._safe == math.inf:
+                rate = LOWER * min(self._rates)  # it began some looks ago
+            else:
+                rate *= LOWER if wait < LOOK_PERIOD else LOWER_MUCH
+            self._safe, self._settling = rate, SETTLING
+            with self.lock:  # let it leave
+                self._free_at.value = max(time.monotonic(), self._free_at.value) + wait
+        elif wait < SHORT_QUEUE:
+            if rate > 1.1 * self._safe:
+                self._safe = math.inf  # the line has become faster
+            if share > 0.85:
+                rate *= RAISE if self._safe == math.inf else PROBE
         self._rate.value = min(max(rate, LOWEST_RATE), self._limit.value)
 
 
 async def ask(node: DHTNode, peer: PeerID) -> float | None:
-    """Runs in the DHT's process: seconds that a ping took, or None without an answer."""
-    start = time.monotonic()
+    """Runs in the DHT's process: seconds that a ping took to that peer, more or less as its clock goes; or None without
+    an answer."""
+    start, sent = time.monotonic(), get_dht_time()
     with contextlib.suppress(Exception):  # a peer that is gone fails in many ways, all of which mean the same
-        await asyncio.wait_for(node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest()), LONGEST_PATIENCE)
-        seconds = time.monotonic() - start
-        LINE.note_answer(seconds)
-        return seconds
+        ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest())
+        answer = await asyncio.wait_for(ping, LONGEST_PATIENCE)
+        LINE.note_answer(time.monotonic() - start)
+        return answer.dht_time - sent
     return None
 
 

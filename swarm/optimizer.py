@@ -31,6 +31,7 @@ SIGN_PERIOD = 3.0  # between two signs of life while this peer waits for a round
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
 
+MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the others
 QUESTIONED = 8  # peers pinged at once, by each peer before each round
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
@@ -259,8 +260,9 @@ class Optimizer(hivemind.Optimizer):
         self.grad_averager.last_step = None
         old_epoch = self.local_epoch
         with self.tracker.performance_ema.pause():
-            has_stepped = loaded = self._is_one_step_behind and self._make_step_of_others()
-            if not loaded and self.tracker.global_epoch < self._download_from:
+            is_one_behind = self._is_one_step_behind
+            has_stepped = loaded = is_one_behind and self._make_step_of_others()
+            if is_one_behind and not loaded and self.tracker.global_epoch < self._download_from:
                 self._download_after = time.monotonic() + RETRY_AFTER
                 return False
             loaded = loaded or self.state_averager.load_state_from_peers(
@@ -303,11 +305,13 @@ class Optimizer(hivemind.Optimizer):
         if epochs > 0:
             # one that begins with an epoch is there before the next one, if that is possible at all
             self._download_from = self.tracker.global_epoch + 1
-        if self.late_downloads >= 3:
-            megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
-            pause = min(300.0, seconds * 2 ** (self.late_downloads - 3))
+        megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
+        # what has to come within an epoch, with a connection as it was: a step, which goes in 16 bits
+        step_seconds = seconds * min(1.0, 2e-6 * sum(map(torch.Tensor.numel, list_params(self.opt))) / megabytes)
+        if self.late_downloads >= 3 or step_seconds > seconds / max(1, epochs):
+            pause = min(300.0, seconds * 2 ** max(0, self.late_downloads - 3))
             logger.warning(
-                f"cannot catch up: the state of {megabytes:.1f} MB took {seconds:.1f} s "
+                f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "
                 f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
                 f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger --target_batch_size for all. "
                 f"Next try in {pause:.0f} s"
@@ -354,8 +358,8 @@ class Optimizer(hivemind.Optimizer):
     def _maybe_schedule_gradient_averaging(self) -> None:
         self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
         others = self.tracker.in_step
-        for averager in (self.grad_averager, self.state_averager):
-            averager.expect(others)
+        self.grad_averager.expect(others, needs_majority=self._averages_in_step())
+        self.state_averager.expect(others)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
@@ -433,8 +437,9 @@ class Optimizer(hivemind.Optimizer):
                 last = now
             if control.stage != AveragingStage.LOOKING_FOR_GROUP:
                 continue
-            # whoever is there is enough
-            self.grad_averager.expect(self.tracker.in_step)
+            # whoever is there is enough; at first, most of them
+            is_early = time.monotonic() < start + MAJORITY_TIMES * self.matchmaking_time
+            self.grad_averager.expect(self.tracker.in_step, needs_majority=is_early and self._averages_in_step())
             if time.monotonic() < next_look:
                 continue
             if STOP_REQUESTED.is_set():
@@ -449,12 +454,13 @@ class Optimizer(hivemind.Optimizer):
                 raise AllreduceException("nobody else is there")
             next_look = time.monotonic() + FIRST_LOOK
 
-    def _question(self, peer_ids: Iterable[bytes], wait: bool = False) -> None:
+    def _question(self, peer_ids: Iterable[bytes], wait: bool = False, quiet_for: float = FIRST_LOOK) -> None:
         """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
 
         :param wait: for the answers, as long as the line's patience; otherwise they are dealt with when they come
+        :param quiet_for: seconds without a report after which a peer is asked
         """
-        present, quiet_since = self.tracker.present, get_dht_time() - FIRST_LOOK
+        present, quiet_since = self.tracker.present, get_dht_time() - quiet_for
         public = [
             peer_id
             for peer_id in peer_ids
@@ -531,7 +537,7 @@ class Optimizer(hivemind.Optimizer):
             elif self._has_missed_the_round():
                 self.load_state_from_peers()
             else:
-                self._question(self.tracker.present)
+                self._question(self.tracker.present, quiet_for=0.0)  # one of them may have ended the round by its death
                 self._retry_after = time.monotonic() + RETRY_AFTER
                 self.tracker.fetch_soon(RETRY_AFTER)
 

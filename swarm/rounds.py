@@ -76,6 +76,8 @@ class PromptMatchmaking(Matchmaking):
 
     #: ids (bytes) of the other peers that should come; set by VerifiedAverager
     expected: frozenset[bytes] = frozenset()
+    #: whether to average with most of them or not at all: two halves of a swarm would go on with different states
+    needs_majority = False
 
     # where all answers are slow, hivemind's fixed time would pass everybody over
     request_timeout = from_line("request_timeout")
@@ -120,9 +122,21 @@ class PromptMatchmaking(Matchmaking):
                 return
             if not self.step_control.triggered:
                 return  # a group is looked for in advance; who comes in the meantime shall be in it
-            here = {peer_id.to_bytes() for peer_id in self.current_followers}
-            if self.expected and self.expected <= here:
+            if self.expected and self.expected <= self.list_here():
                 await self.leader_assemble_group()
+
+    def list_here(self) -> set[bytes]:
+        return {peer_id.to_bytes() for peer_id in (self.peer_id, *self.current_followers)}
+
+    @property
+    def min_group_size(self) -> int:
+        """More than there are while most of the expected peers have not come; of two halves, one is enough."""
+        wanted = self.expected | {self.peer_id.to_bytes()}
+        here = wanted & self.list_here()
+        has_majority = 2 * len(here) + (min(wanted) in here) > len(wanted)
+        if self.needs_majority and not has_majority:
+            return len(self.current_followers) + 2
+        return self.__dict__["min_group_size"]
 
 
 def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
@@ -370,7 +384,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     content = "parameters"
     # each so many-th part of the tensors is sent in a round, the next one is that of this number, and what was not sent
     _share, _turn, _unsent = 1, 0, ()
-    _expected: frozenset[bytes] | None = None
+    _expected: tuple[frozenset[bytes], bool] | None = None
     #: whether to look for a group not much longer than matchmaking_time, when the epoch has ended
     gives_up_early = False
 
@@ -413,20 +427,23 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # for others who have gone on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    def expect(self, peer_ids: Iterable[bytes]) -> None:
-        """A group with these other peers in it is complete and starts at once, also one that has formed already."""
-        if (expected := frozenset(peer_ids)) != self._expected:
-            self._expected = expected
-            self._outer_pipe.send(("_expect", [expected], {}))
+    def expect(self, peer_ids: Iterable[bytes], needs_majority: bool = False) -> None:
+        """A group with these other peers in it is complete and starts at once, also one that has formed already.
 
-    async def _expect(self, expected: frozenset[bytes]) -> None:
+        :param needs_majority: whether one without most of them fails
+        """
+        if (expected := (frozenset(peer_ids), needs_majority)) != self._expected:
+            self._expected = expected
+            self._outer_pipe.send(("_expect", [*expected], {}))
+
+    async def _expect(self, expected: frozenset[bytes], needs_majority: bool) -> None:
         """Runs in the averager's process."""
         # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
         self._matchmaking.__class__ = PromptMatchmaking
         # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
         # target_group_size for the auxiliary peers in it
         self._matchmaking.group_key_manager.target_group_size = None
-        self._matchmaking.expected = expected
+        self._matchmaking.expected, self._matchmaking.needs_majority = expected, needs_majority
         await self._matchmaking.start_when_complete()
 
     async def _step(self, *, step, **kwargs) -> None:

@@ -197,14 +197,16 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self, peer: PeerID, epoch: int, lineage: str | None = None
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         """Of a state of at least this epoch; or, where a lineage is named, of the step from this very state."""
-        given = self._state_sharing_priority.value
-        description = {"epoch": int(given), "lineage": ""}
-        if given >= epoch + (lineage is not None):
-            description = (await self._take_snapshot(peer, epoch, lineage)).description
+        description = {"epoch": -1, "lineage": ""}
+        if self._state_sharing_priority.value >= epoch and (
+            snapshot := await self._take_snapshot(peer, epoch, lineage)
+        ):
+            description = snapshot.description
         yield averaging_pb2.DownloadData(metadata=self.serializer.dumps(description))
 
-    async def _take_snapshot(self, peer: PeerID, epoch: int, lineage: str | None) -> Snapshot:
-        """The present state, or the last one that was kept when there is no room for another; or a step."""
+    async def _take_snapshot(self, peer: PeerID, epoch: int, lineage: str | None) -> Snapshot | None:
+        """The present state, or the last one that was kept when there is no room for another; or a step, if that is
+        the last one and no round has begun since."""
         async with self._lock_snapshots:
             for snapshot in self._snapshots:
                 snapshot.used.pop(peer, None)  # who asks for a description fetches nothing else any more
@@ -212,13 +214,16 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             wanted = self.lineage if lineage is None else name_step(lineage)
             snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == wanted), None)
             if snapshot is None and len(self._snapshots) >= MAX_SNAPSHOTS and not unused:
+                if lineage is not None:
+                    return None
                 snapshot = self._snapshots[-1]
             if snapshot is None:
                 self._wants_step.value = lineage is not None
                 metadata, tensors, infos = await self._get_current_state_from_host_process()
-                snapshot = await asyncio.to_thread(Snapshot, self.serializer.loads(metadata), tensors, infos)
-                if snapshot.epoch < epoch or lineage is not None and snapshot.lineage != wanted:
-                    return snapshot
+                metadata = self.serializer.loads(metadata)
+                if metadata["epoch"] < epoch or lineage is not None and metadata["lineage"] != wanted:
+                    return None
+                snapshot = await asyncio.to_thread(Snapshot, metadata, tensors, infos)
                 if len(self._snapshots) >= MAX_SNAPSHOTS:
                     self._snapshots.remove(min(unused, key=lambda snapshot: snapshot.last_use))
                 self._snapshots.append(snapshot)
@@ -309,7 +314,10 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             return {"epoch": -1, "lineage": ""}, [], []
         with self.grad_averager.get_tensors() as gradients:
             epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
-            infos = [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(gradients)]
+            infos = [
+                CompressionInfo.from_tensor(tensor, key=i, role=TensorRole.GRADIENT)
+                for i, tensor in enumerate(gradients)
+            ]
             metadata = {"epoch": epoch, "lineage": name_step(lineage), "group": group_id}
             return metadata, copy_together(gradients, infos), infos
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -273,7 +274,8 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     # a matrix and a bias have 1,010 numbers: two peers of the same bandwidth share them, unless 505 are too few
     assert [fact["group_sizes"] for fact in facts] == [[2, 2], [2, 2]]
     assert [fact["shares"] for fact in facts] == [[0.5, 0.5], [0, 1]]
-    assert all("has left the round" in fact["failure"] for fact in facts)
+    # where one peer averages all, it may be either of them: it waits for the other's data, or for its averages
+    assert all(re.search("has left the round|nobody else's data entered", fact["failure"]) for fact in facts), facts
     # where both average a share, the silent one is waited for twice: for its part, then for what it averages
     assert facts[0]["seconds"] == pytest.approx(2 * 1, abs=0.9)
     assert 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
@@ -386,17 +388,19 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     fast the swarm is, and tries less often."""
     prefix = make_prefix()
     quick = ("--numbers", 4_000_000, "--step_seconds", 0.05, "--target_batch_size", 16)
-    swarm = start_peer(start, "swarm", prefix, gradient=1e-3, batch_size=16, flags=quick)
+    # the state takes more than three seconds
+    swarm = start_peer(start, "swarm", prefix, gradient=1e-3, batch_size=16, flags=(*quick, "--mbits", 40))
     wait_until(lambda: epochs(swarm), 60, "an epoch")
     newcomer = start_peer(start, "newcomer", prefix, gradient=1e-3, batch_size=16, others=[swarm], flags=quick)
     reason = newcomer.wait_for(
-        r"cannot catch up: the state of ([\d.]+) MB took ([\d.]+) s \(([\d.]+) Mbit/s\), and meanwhile the swarm made "
+        r"cannot catch up: a download of ([\d.]+) MB took ([\d.]+) s \(([\d.]+) Mbit/s\), and meanwhile the swarm made "
         r"(\d+) epochs of about ([\d.]+) s",
         90,
     )
     megabytes, _, speed, made, _ = map(float, reason.groups())
-    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes
+    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
+    assert "is of no use" not in newcomer.text  # who has neither state nor step to give says so
     newcomer.interrupt()
     newcomer.assert_clean_end()
 

@@ -10,11 +10,12 @@ import netlab
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
+from hivemind.p2p import PeerID
 from processes import ROOT, make_prefix, wait_until
 from test_faults import Swarm
 
 from swarm.line import PAYLOAD_SHARE, Line
-from swarm.rounds import plan_round
+from swarm.rounds import PromptMatchmaking, plan_round
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75
@@ -204,17 +205,47 @@ def test_all_streams_together_keep_to_the_rate_and_rounds_go_first():
 def test_a_queue_lowers_the_rate_to_what_the_line_carries():
     line = Line()
     line.set_bandwidth(100, is_given=False)
-    line.adjust(wait=0.2, share=1.0)
-    lowered = line.mbits
-    assert lowered == pytest.approx(95)
-    line.adjust(wait=0.2, share=0.1)  # somebody else's queue
-    assert line.mbits == lowered
     for _ in range(10):
         line.adjust(wait=0.0, share=1.0)
-    assert line.mbits > 150  # what was measured is no limit
+    assert line.mbits == pytest.approx(163, abs=1)  # what was measured is no limit
+    line.adjust(wait=0.2, share=1.0)
+    lowered = line.mbits
+    assert lowered == pytest.approx(0.94 * 163 / 1.05**3, abs=1)  # it was too much some looks ago already
+    line.adjust(wait=0.2, share=1.0)  # the same queue
+    for _ in range(20):
+        line.adjust(wait=0.2, share=0.1)  # somebody else's
+    assert line.mbits == lowered
+    for _ in range(40):
+        line.adjust(wait=0.0, share=1.0)
+    assert lowered < line.mbits < 1.03 * lowered  # near the limit
+    for _ in range(35):
+        line.adjust(wait=0.5, share=1.0)  # no answer at all
+    assert line.mbits < 0.1 * lowered
+    for _ in range(300):
+        line.adjust(wait=0.0, share=1.0)
+    assert line.mbits > 3 * lowered  # the line has become faster
     line.set_bandwidth(10, is_given=True)
     line.adjust(wait=0.0, share=1.0)
     assert line.mbits == pytest.approx(10)  # what the user has said is one
+
+
+def test_of_two_halves_of_a_swarm_one_averages():
+    matchmaking = PromptMatchmaking.__new__(PromptMatchmaking)  # without its network
+    matchmaking.__dict__.update(min_group_size=2, needs_majority=True)
+
+    def is_enough(swarm: bytes, *group: bytes) -> bool:
+        leader, *followers = (PeerID(peer) for peer in group)
+        matchmaking.peer_id, matchmaking.current_followers = leader, dict.fromkeys(followers)
+        matchmaking.expected = frozenset(bytes([peer]) for peer in swarm) - {group[0]}
+        return len(group) >= matchmaking.min_group_size
+
+    assert is_enough(b"abcd", b"c", b"a") and not is_enough(b"abcd", b"b", b"d")
+    assert is_enough(b"abcde", b"b", b"d", b"e") and not is_enough(b"abcde", b"a", b"c")
+    assert is_enough(b"ab", b"b", b"a") and not is_enough(b"ab", b"a")
+    # auxiliary peers, which nobody expects, are no part of a majority
+    assert not is_enough(b"abcd", b"b", b"x", b"y", b"z")
+    matchmaking.needs_majority = False
+    assert is_enough(b"abcd", b"b", b"d")
 
 
 def test_times_follow_from_answers_and_rounds_unless_they_are_given():
