@@ -35,12 +35,13 @@ ROUND_PAUSE = 0.5  # seconds after a round's last message in which it counts as 
 
 LOOK_PERIOD, IDLE_PERIOD = 0.5, 5.0  # seconds between two looks at the line, with traffic and without
 LOOKED_AT = 3  # peers asked at each look; the nearest answer counts, as the others' own lines may be full
-# Seconds of waiting. Messages come in bursts, at both ends and both ways: only what never goes away is a queue.
-LONG_QUEUE, SHORT_QUEUE = 0.1, 0.06
+# Seconds of waiting. Messages come in bursts, at both ends: only what never goes away is a queue.
+LONG_QUEUE, SHORT_QUEUE = 0.08, 0.04
 # Of the rate, at one look. To exceed the line costs more than to stay below it: with 5 % too much, a round took 22 s
-# that took 16 s just below, as TCP loses packets and its sockets hold the queue. So near the limit steps are tiny.
-RAISE, PROBE, LOWER, LOWER_MUCH = 1.05, 1.0005, 0.94, 0.7
-SETTLING = 5  # looks until a lower rate shows: the queue has to leave first
+# that took 16 s just below, as TCP loses packets and its sockets hold the queue. So after a queue the rate grows slowly
+# at first: by so much more at each look than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
+RAISE, PROBE, LOWER, LOWER_MUCH = 1.05, 2e-4, 0.94, 0.7
+SETTLING, STUCK = 5, 2  # looks until a lower rate shows, as the queue has to leave first; and where that did not help
 LOWEST_RATE = 1e4  # bytes/s
 
 PATIENCE = 6  # times the longest recent answer, until one that has not come is not expected any more
@@ -66,9 +67,8 @@ class Line:
         self._answer = shared(c_double, 0.3)
         #: the longest recent round, or what one should take, in seconds
         self._round_seconds = shared(c_double, 1.0)
-        # the rate after the last queue, near which only small steps are safe; for how many looks that queue may still
-        # be there; and the last rates
-        self._safe, self._settling, self._rates = math.inf, 0, deque(maxlen=4)
+        # looks at a full line since a queue was seen; for how many that queue may still be there; and the last rates
+        self._calm, self._settling, self._rates = math.inf, 0, deque(maxlen=4)
         #: what the user has fixed, in seconds; 0: follows from the line
         self._fixed = {name: shared(c_double) for name in ("matchmaking", "request", "averaging", "chunk")}
 
@@ -219,7 +219,7 @@ class Line:
                     waits.append(seconds - shortest[peer])
             if has_traffic:
                 wait = min(waits, default=LOOK_PERIOD)
-                self.adjust(min(wait, last_wait), share)
+                self.adjust(wait, last_wait, share)
                 last_wait = wait
             if self._is_given.value and not is_told and self._rate.value < 0.7 * self._limit.value:
                 is_told = True
@@ -228,29 +228,28 @@ class Line:
                     "faster than that"
                 )
 
-    def adjust(self, wait: float, share: float) -> None:
+    def adjust(self, wait: float, last_wait: float, share: float) -> None:
         """
-        :param wait: seconds that an answer took beyond the shortest
+        :param wait: seconds that a question took beyond the shortest
+        :param last_wait: at the last look
         :param share: of the rate that was used
         """
         if not (rate := self._rate.value):
             return
         self._rates.append(rate)
         self._settling = max(0, self._settling - 1)
+        # the first queue grows quickly; later on, what does not stay is none
+        queue = wait if self._calm == math.inf else min(wait, last_wait)
         # where less was sent than allowed, whatever delays the answers is not this peer's queue
-        if wait > LONG_QUEUE and share > 0.6 and not self._settling:
-            if self._safe == math.inf:
-                rate = LOWER * min(self._rates)  # it began some looks ago
-            else:
-                rate *= LOWER if wait < LOOK_PERIOD else LOWER_MUCH
-            self._safe, self._settling = rate, SETTLING
+        if queue > LONG_QUEUE and share > 0.6 and not self._settling:
+            is_stuck = queue >= LOOK_PERIOD and not self._calm
+            rate = LOWER_MUCH * rate if is_stuck else LOWER * min(self._rates)  # it began some looks ago
+            self._calm, self._settling = 0, STUCK if is_stuck else SETTLING
             with self.lock:  # let it leave
-                self._free_at.value = max(time.monotonic(), self._free_at.value) + wait
-        elif wait < SHORT_QUEUE:
-            if rate > 1.1 * self._safe:
-                self._safe = math.inf  # the line has become faster
-            if share > 0.85:
-                rate *= RAISE if self._safe == math.inf else PROBE
+                self._free_at.value = max(time.monotonic(), self._free_at.value) + queue
+        elif queue < SHORT_QUEUE and share > 0.85:
+            rate *= min(RAISE, 1 + PROBE * self._calm)
+            self._calm += 1
         self._rate.value = min(max(rate, LOWEST_RATE), self._limit.value)
 
 

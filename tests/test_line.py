@@ -204,29 +204,25 @@ def test_all_streams_together_keep_to_the_rate_and_rounds_go_first():
 
 def test_a_queue_lowers_the_rate_to_what_the_line_carries():
     line = Line()
+
+    def look(times: int, wait: float, share: float = 1.0) -> float:
+        for _ in range(times):
+            line.adjust(wait, wait, share)
+        return line.mbits
+
     line.set_bandwidth(100, is_given=False)
-    for _ in range(10):
-        line.adjust(wait=0.0, share=1.0)
-    assert line.mbits == pytest.approx(163, abs=1)  # what was measured is no limit
-    line.adjust(wait=0.2, share=1.0)
-    lowered = line.mbits
+    assert look(10, 0.0) == pytest.approx(163, abs=1)  # what was measured is no limit
+    lowered = look(1, 0.2)
     assert lowered == pytest.approx(0.94 * 163 / 1.05**3, abs=1)  # it was too much some looks ago already
-    line.adjust(wait=0.2, share=1.0)  # the same queue
-    for _ in range(20):
-        line.adjust(wait=0.2, share=0.1)  # somebody else's
+    assert look(1, 0.2) == lowered  # the same queue
+    assert look(20, 0.2, share=0.1) == lowered  # somebody else's
+    line.adjust(wait=0.2, last_wait=0.0, share=1.0)  # gone at once
     assert line.mbits == lowered
-    for _ in range(40):
-        line.adjust(wait=0.0, share=1.0)
-    assert lowered < line.mbits < 1.03 * lowered  # near the limit
-    for _ in range(35):
-        line.adjust(wait=0.5, share=1.0)  # no answer at all
-    assert line.mbits < 0.1 * lowered
-    for _ in range(300):
-        line.adjust(wait=0.0, share=1.0)
-    assert line.mbits > 3 * lowered  # the line has become faster
+    assert lowered < look(10, 0.0) < 1.02 * lowered  # slowly at first
+    assert look(35, 0.0) > 1.15 * lowered  # the line may have become faster
+    assert look(60, 0.5) < 0.1 * lowered  # no answer at all
     line.set_bandwidth(10, is_given=True)
-    line.adjust(wait=0.0, share=1.0)
-    assert line.mbits == pytest.approx(10)  # what the user has said is one
+    assert look(10, 0.0) == pytest.approx(10)  # what the user has said is a limit
 
 
 def test_of_two_halves_of_a_swarm_one_averages():
