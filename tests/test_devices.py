@@ -217,7 +217,8 @@ def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, 
         torch.testing.assert_close(second["weights"][name], weight, atol=5e-5, rtol=0)
         torch.testing.assert_close(other["weights"][name], weight, atol=5e-5, rtol=0)
     # each rank has data of its own, and each step counts the samples of both
-    assert len(set(first["rows"]) & set(second["rows"])) < 0.7 * len(set(first["rows"]))
+    begin, other_begin = set(first["rows"][:400]), set(second["rows"][:400])
+    assert len(begin & other_begin) < 0.5 * len(begin)
     assert len(first["rows"]) > 64
     history = [json.loads(line) for line in (tmp_path / "two" / "history.jsonl").read_text().splitlines()]
     assert all(line["samples_accumulated"] % 16 == 0 and line["mini_steps"] % 2 == 0 for line in history)
