@@ -156,10 +156,33 @@ def test_links_and_notes_lead_somewhere():
         for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
             target = (ROOT / page).parent / path if path else ROOT / page
             assert target.exists(), f"{page}: {path}"
-            assert not anchor or anchor in anchors[target.resolve().relative_to(ROOT).as_posix()], f"{page}: {anchor}"
-    code = {path: path.read_text() for path in ROOT.glob("**/*.py") if ".venv" not in path.parts}
+            assert not anchor or anchor in anchors[target.resolve().relative_to(ROOT.resolve()).as_posix()], (
+                f"{page}: {anchor}"
+            )
+    code = {path: path.read_text() for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)}
     for path, text in code.items():
         for number in re.findall(r"\bnotes? (\d+)", text, re.IGNORECASE):
             assert f"note-{number}" in anchors["docs/hivemind.md"], f"{path}: note {number}"
     tests = set(re.findall(r"def (test_\w+)", "\n".join(code.values())))
     assert set(re.findall(r"`(test_\w+)`", PAGES["docs/hivemind.md"])) <= tests
+
+
+def test_a_flag_that_our_guides_name_is_there():
+    groups = [
+        group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)
+    ]
+    known = {"help", "reuse_grad_buffers"}  # that there is none of the latter is said
+    known |= {
+        "index-url",
+        "now",
+        "nproc_per_node",
+        "standalone",
+        "project",
+    }  # pip's, systemctl's, torchrun's, trackio's
+    for field in (field for group in groups for field in dataclasses.fields(group)):
+        known |= {field.name, f"no_{field.name}", *(name.lstrip("-") for name in field.metadata.get("aliases", []))}
+    for path in SIMPLE.values():
+        known |= set(re.findall(r'"(?:--)?(\w+)"', path.read_text()))
+    for page, text in PAGES.items():
+        named = set(re.findall(r"--([a-z][\w-]+)", text))
+        assert all(name in known or name.replace("-", "_") in known for name in named), (page, named - known)
