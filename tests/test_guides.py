@@ -1,4 +1,5 @@
-"""The commands of the guides that volunteers followed elsewhere: each parses here, and means what it meant there."""
+"""The commands of the guides that volunteers followed elsewhere: each parses here, and means what it meant there. And
+those of our own guides, README.md and docs/, whose links and notes lead somewhere."""
 
 import dataclasses
 import re
@@ -6,6 +7,7 @@ import shlex
 import sys
 
 import pytest
+from processes import ROOT
 
 import arguments
 
@@ -14,6 +16,11 @@ GROUPS = {
     "run_trainer.py": ("SwarmArguments", *SHARED, "DataArguments", "TrainerArguments"),
     "run_training_monitor.py": ("SwarmArguments", "MonitorArguments", "ArchiveArguments", *SHARED),
     "run_aux_peer.py": ("SwarmArguments", "AuxPeerArguments", "ArchiveArguments", *SHARED),
+    "tokenize_wikitext103.py": ("TokenizeArguments",),
+    "finetune_mlm.py": ("FinetuneArguments",),
+    "predict_on_lidirus.py": ("PredictArguments",),
+    "experiment.show": ("ModelArguments", "DataArguments"),
+    "viewing.archive": ("ArchiveArguments",),
 }
 PEER = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWRZaQor8srzhFHM8yLXjHcyy4Fx9VcCo9a5sGWcuRred2"
 # hivemind's ALBERT tutorial, the notebook for Colab, NetMind's scripts, RuLeanALBERT
@@ -103,3 +110,79 @@ def test_each_other_name_of_a_flag_stands_in_its_help(script, monkeypatch, capsy
     text = capsys.readouterr().out
     for aliases in (field.metadata.get("aliases", []) for group in groups for field in dataclasses.fields(group)):
         assert all(re.search(rf"Also known as [^.]*{alias}\b", text) for alias in aliases), aliases
+
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+# whose parsers stand in their main(): here only the names of flags are looked for
+SIMPLE = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "demo.py", *ROOT.glob("benchmarks/*.py"))}
+
+
+def find_commands(page: str) -> set[tuple[str, str]]:
+    """(script or module, its flags) of each command line, in blocks and between backticks."""
+    text = re.sub(r"\\\n\s*", "", PAGES[page])
+    blocks = re.findall(r"(?ms)^ *```$.*?^ *```$", text)
+    for block in blocks:
+        text = text.replace(block, "")
+    lines = [line for part in blocks for line in part.splitlines()] + re.findall(r"(?m)^    (.*)", text)
+    lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+    found = [
+        re.search(r"(?:^|[ '/=])python (?:-m )?(\S+)(.*)|^(?:torchrun .*?)?(\w+\.py)( -.*)", line) for line in lines
+    ]
+    return {(match[1] or match[3], match[2] or match[4] or "") for match in found if match}
+
+
+@pytest.mark.parametrize(
+    "page, script, flags", [(page, *found) for page in PAGES for found in sorted(find_commands(page))]
+)
+def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
+    if script in SIMPLE:
+        assert all(re.search(rf"\b{name}\b", SIMPLE[script].read_text()) for name in re.findall(r"--(\w+)", flags))
+        return
+    flags = re.sub(r"\b[0-9a-f]+\.\.\.", "0" * 64, flags)  # a sha256 that is cut
+    words = [word for word in shlex.split(flags.rstrip("'"), comments=True) if word not in ("...", "--help")]
+    if "SwarmArguments" in GROUPS[script] and "--experiment_prefix" not in words:
+        words += ["--experiment_prefix", "E"]
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    arguments.parse_arguments(*(getattr(arguments, name) for name in GROUPS[script]))
+
+
+def test_links_and_notes_lead_somewhere():
+    anchors = {
+        page: {*re.findall(r'id="([^"]+)"', text)}
+        | {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"(?m)^#+ (.*)", text)}
+        for page, text in PAGES.items()
+    }
+    for page, text in PAGES.items():
+        for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), f"{page}: {path}"
+            assert not anchor or anchor in anchors[target.resolve().relative_to(ROOT.resolve()).as_posix()], (
+                f"{page}: {anchor}"
+            )
+    code = {path: path.read_text() for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)}
+    for path, text in code.items():
+        for number in re.findall(r"\bnotes? (\d+)", text, re.IGNORECASE):
+            assert f"note-{number}" in anchors["docs/hivemind.md"], f"{path}: note {number}"
+    tests = set(re.findall(r"def (test_\w+)", "\n".join(code.values())))
+    assert set(re.findall(r"`(test_\w+)`", PAGES["docs/hivemind.md"])) <= tests
+
+
+def test_a_flag_that_our_guides_name_is_there():
+    groups = [
+        group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)
+    ]
+    known = {"help", "reuse_grad_buffers"}  # that there is none of the latter is said
+    known |= {
+        "index-url",
+        "now",
+        "nproc_per_node",
+        "standalone",
+        "project",
+    }  # pip's, systemctl's, torchrun's, trackio's
+    for field in (field for group in groups for field in dataclasses.fields(group)):
+        known |= {field.name, f"no_{field.name}", *(name.lstrip("-") for name in field.metadata.get("aliases", []))}
+    for path in SIMPLE.values():
+        known |= set(re.findall(r'"(?:--)?(\w+)"', path.read_text()))
+    for page, text in PAGES.items():
+        named = set(re.findall(r"--([a-z][\w-]+)", text))
+        assert all(name in known or name.replace("-", "_") in known for name in named), (page, named - known)
