@@ -42,7 +42,9 @@ COMPRESSIONS = {
 LOAD_STATE_COMPRESSIONS = {
     "none": NoCompression(),
     "float16": RoleAdaptiveCompression(parameter=Scaled16bit(), gradient=Scaled16bit()),
-    "8bit": RoleAdaptiveCompression(parameter=Scaled16bit(), gradient=Scaled16bit(), optimizer=MatrixMoments8bit()),
+    "8bit": RoleAdaptiveCompression(
+        parameter=Scaled16bit(), gradient=MatrixMoments8bit(), optimizer=MatrixMoments8bit()
+    ),
 }
 
 

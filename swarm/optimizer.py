@@ -13,6 +13,7 @@ import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.control import AveragingStage
+from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.utils import get_dht_time
 
 from swarm.dht import find_answering_peers
@@ -306,8 +307,11 @@ class Optimizer(hivemind.Optimizer):
             # one that begins with an epoch is there before the next one, if that is possible at all
             self._download_from = self.tracker.global_epoch + 1
         megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
-        # what has to come within an epoch, with a connection as it was: a step, which goes in 16 bits
-        step_seconds = seconds * min(1.0, 2e-6 * sum(map(torch.Tensor.numel, list_params(self.opt))) / megabytes)
+        # what has to come within an epoch, with a connection as it was: a step
+        params = list_params(self.opt)
+        infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
+        step_megabytes = count_bits(params, self.state_averager.state_compression, infos) / 8e6
+        step_seconds = seconds * min(1.0, step_megabytes / megabytes)
         if self.late_downloads >= 3 or step_seconds > seconds / max(1, epochs):
             pause = min(300.0, seconds * 2 ** max(0, self.late_downloads - 3))
             logger.warning(

@@ -277,6 +277,14 @@ def round_trip(codec, tensor: torch.Tensor, role: TensorRole = TensorRole.OPTIMI
     return codec.extract(codec.compress(tensor, info))
 
 
+def test_the_gradients_of_a_missed_step_in_8_bits():
+    torch.manual_seed(0)
+    gradient = torch.randn(300, 1000) * torch.logspace(-6, 0, 300)[:, None]  # of layers that learn at different speeds
+    taken = round_trip(LOAD_STATE_COMPRESSIONS["8bit"], gradient, TensorRole.GRADIENT)
+    assert (taken - gradient).norm() < 0.02 * gradient.norm()
+    assert torch.nn.functional.cosine_similarity(taken[0], gradient[0], dim=0) > 0.999
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8])
 def test_parameters_in_16_bits(scale):
     """Also biases that are near 0, as at the start of training."""
