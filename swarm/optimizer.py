@@ -215,7 +215,7 @@ class Optimizer(hivemind.Optimizer):
 
     def _make_step_of_others(self) -> bool:
         """Make the last step of the swarm with the gradients that others have averaged: from the same state they lead
-        to the same one, and are a half or a third of it.
+        to the same one, and are fewer bytes than that.
 
         :returns: whether somebody who has started from this very state gave them
         """
@@ -302,17 +302,19 @@ class Optimizer(hivemind.Optimizer):
         with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
             self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
         epochs = self.tracker.global_epoch - self.local_epoch
-        self.late_downloads = self.late_downloads + 1 if epochs > 0 else 0
-        if epochs > 0:
-            # one that begins with an epoch is there before the next one, if that is possible at all
-            self._download_from = self.tracker.global_epoch + 1
+        if epochs <= 0:
+            self.late_downloads = 0
+            return
+        self.late_downloads += 1
+        # one that begins with an epoch is there before the next one, if that is possible at all
+        self._download_from = self.tracker.global_epoch + 1
         megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
         # what has to come within an epoch, with a connection as it was: a step
         params = list_params(self.opt)
         infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
         step_megabytes = count_bits(params, self.state_averager.state_compression, infos) / 8e6
         step_seconds = seconds * min(1.0, step_megabytes / megabytes)
-        if self.late_downloads >= 3 or step_seconds > seconds / max(1, epochs):
+        if self.late_downloads >= 3 or step_seconds > seconds / epochs:
             pause = min(300.0, seconds * 2 ** max(0, self.late_downloads - 3))
             logger.warning(
                 f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "

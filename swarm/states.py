@@ -347,7 +347,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         :returns: them, and the id of the group that averaged them; None: nobody has them, or not any more
         """
         future, own = MPFuture(), (self.local_epoch, self.lineage)
-        self._outer_pipe.send(("_load_step_from_peers", [], dict(future=future, own=own, timeout=timeout)))
+        self._outer_pipe.send(("_run_download", [future, "_download_step"], dict(own=own, timeout=timeout)))
         return self._wait_for_download(future, sum(map(torch.Tensor.numel, list_params(self.optimizer))), "step")
 
     def _wait_for_download(self, future: MPFuture, numbers: int, content: str):
@@ -379,7 +379,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         # what clients declare may lag behind what they have, and an auxiliary peer has no state of its own to keep
         lowest = 0 if self.mode == AveragingMode.AUX else min(min_epoch, self.local_epoch)
         options = dict(min_epoch=min_epoch, lowest_epoch=lowest, donors=donors, avoid=avoid, timeout=timeout)
-        self._outer_pipe.send(("_load_state_from_peers", [], dict(future=future, **options)))
+        self._outer_pipe.send(("_run_download", [future, "_download_state"], options))
         return future
 
     def take_over(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
@@ -410,18 +410,10 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self.local_epoch = epoch
         self._declare_as_client()
 
-    async def _load_state_from_peers(self, future, **options) -> None:
-        """Runs in the averager's process."""
+    async def _run_download(self, future: MPFuture, method: str, **options) -> None:
+        """Runs in the averager's process; None is the result of a download that fails in whatever way."""
         try:
-            future.set_result(await self._download_state(**options))
-        finally:
-            if not future.done():
-                future.set_result(None)
-
-    async def _load_step_from_peers(self, future, **options) -> None:
-        """Runs in the averager's process."""
-        try:
-            future.set_result(await self._download_step(**options))
+            future.set_result(await getattr(self, method)(**options))
         finally:
             if not future.done():
                 future.set_result(None)
@@ -468,9 +460,9 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 break  # nobody is there, or nobody who can give a state
             ranked = sorted(ranks, key=ranks.get, reverse=True)
             for peers in (ranked[at : at + DONORS] for at in range(0, len(ranked), DONORS)):
-                donors = await self._ask_for_descriptions(peers, [wanted], own, self.optimizer, failures)
-                for group in group_donors(donors, {peer: rank[:-2] for peer, rank in ranks.items()}):
-                    for donor in donors:
+                found = await self._ask_for_descriptions(peers, [wanted], own, self.optimizer, failures)
+                for group in group_donors(found, {peer: rank[:-2] for peer, rank in ranks.items()}):
+                    for donor in found:
                         if donor.key == group[0].key and donor not in group:
                             logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
                     if tensors := await self._fetch_from(group, timeout, failures):
