@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import time
 from collections import deque
+from collections.abc import Iterable
 from ctypes import c_bool, c_double, c_longlong
 
 from hivemind.dht.node import DHTNode
@@ -40,8 +41,10 @@ LONG_QUEUE, SHORT_QUEUE = 0.08, 0.04
 # Of the rate, at one look. To exceed the line costs more than to stay below it: with 5 % too much, a round took 22 s
 # that took 16 s just below, as TCP loses packets and its sockets hold the queue. So after a queue the rate grows slowly
 # at first: by so much more at each look than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
-RAISE, PROBE, LOWER, LOWER_MUCH = 1.05, 2e-4, 0.94, 0.7
-SETTLING, STUCK = 5, 2  # looks until a lower rate shows, as the queue has to leave first; and where that did not help
+RAISE, PROBE, LOWER = 1.05, 2e-4, 0.94
+SETTLING = 5  # looks until a lower rate shows, as the queue has to leave first
+MUCH = 0.6  # of the rate: where less was sent than that, whatever delays the answers is not this peer's queue
+HELD_POLL = 0.05  # seconds between two tries to send while a long queue leaves
 LOWEST_RATE = 1e4  # bytes/s
 
 PATIENCE = 6  # times the longest recent answer, until one that has not come is not expected any more
@@ -63,6 +66,8 @@ class Line:
         self._free_at, self._background_at, self._round_at = shared(c_double), shared(c_double), shared(c_double)
         #: when it began to send after a pause
         self._began = shared(c_double)
+        #: whether nothing is sent until a long queue has left
+        self._is_held = shared(c_bool)
         #: the longest recent answer to a small question, in seconds
         self._answer = shared(c_double, 0.3)
         #: the longest recent round, or what one should take, in seconds
@@ -99,10 +104,12 @@ class Line:
     def reserve(self, size: int, is_round: bool) -> float:
         """Take the next free time of the line for so many bytes.
 
-        :returns: seconds until then; negative: it is not the background's turn, ask again after so many seconds
+        :returns: seconds until then; negative: it is not their turn, ask again after so many seconds
         """
         with self.lock:
             now, rate = time.monotonic(), self._rate.value
+            if self._is_held.value:
+                return -HELD_POLL
             if is_round:
                 self._round_at.value = now
             elif now < self._background_at.value:
@@ -198,7 +205,8 @@ class Line:
         """Runs in the DHT's process, for ever: ask some peers how long an answer takes, and keep the queue in front of
         the modem short by the rate (as LEDBAT does, RFC 6817)."""
         shortest: dict[PeerID, float] = {}
-        sent, looked, is_told, last_wait = self._sent.value, time.monotonic(), False, 0.0
+        sent, looked, is_told, wait = self._sent.value, time.monotonic(), False, 0.0
+        calm_sent, calm_at = sent, looked  # when there was no queue
         while True:
             await asyncio.sleep(LOOK_PERIOD)
             node.protocol.wait_timeout = max(3.0, 2 * self.patience)
@@ -218,9 +226,14 @@ class Line:
                     shortest[peer] = min(seconds, known + 0.01 * (seconds - known))
                     waits.append(seconds - shortest[peer])
             if has_traffic:
-                wait = min(waits, default=LOOK_PERIOD)
-                self.adjust(wait, last_wait, share)
-                last_wait = wait
+                last_wait, wait = wait, min(waits, default=LOOK_PERIOD)
+                if waits or share < MUCH:
+                    self.adjust(wait, last_wait, share)
+                else:
+                    await self.drain(node, peers, calm_sent, calm_at)
+                    sent, looked, wait = self._sent.value, time.monotonic(), 0.0
+            if not has_traffic or wait < SHORT_QUEUE:
+                calm_sent, calm_at = sent, looked
             if self._is_given.value and not is_told and self._rate.value < 0.7 * self._limit.value:
                 is_told = True
                 logger.warning(
@@ -240,17 +253,37 @@ class Line:
         self._settling = max(0, self._settling - 1)
         # the first queue grows quickly; later on, what does not stay is none
         queue = wait if self._calm == math.inf else min(wait, last_wait)
-        # where less was sent than allowed, whatever delays the answers is not this peer's queue
-        if queue > LONG_QUEUE and share > 0.6 and not self._settling:
-            is_stuck = queue >= LOOK_PERIOD and not self._calm
-            rate = LOWER_MUCH * rate if is_stuck else LOWER * min(self._rates)  # it began some looks ago
-            self._calm, self._settling = 0, STUCK if is_stuck else SETTLING
+        if queue > LONG_QUEUE and share > MUCH and not self._settling:
+            rate = LOWER * min(self._rates)  # it began some looks ago
+            self._calm, self._settling = 0, SETTLING
             with self.lock:  # let it leave
                 self._free_at.value = max(time.monotonic(), self._free_at.value) + queue
         elif queue < SHORT_QUEUE and share > 0.85:
             rate *= min(RAISE, 1 + PROBE * self._calm)
             self._calm += 1
         self._rate.value = min(max(rate, LOWEST_RATE), self._limit.value)
+
+    async def drain(self, node: DHTNode, peers: Iterable[PeerID], sent: int, since: float) -> None:
+        """The line has become much slower, and all that was handed over stands in front of it: send nothing until an
+        answer has come through, and go on as fast as the line has carried that.
+
+        :param sent: bytes handed over when there was no queue yet
+        :param since: when that was
+        """
+        self.note_answer(LONGEST_PATIENCE / PATIENCE)  # nobody is gone because this line is slow
+        self._is_held.value = True
+        rate, asking = self._rate.value / 2, [asyncio.create_task(ask(node, peer)) for peer in peers]
+        try:
+            for answer in asyncio.as_completed(asking):
+                if await answer is not None:
+                    carried = (self._sent.value - sent) / (time.monotonic() - max(since, self._began.value))
+                    rate = min(carried, LOWER * self._rate.value)
+                    break
+        finally:
+            self._is_held.value = False
+        self._rate.value = max(rate, LOWEST_RATE)
+        self._calm, self._settling = math.inf, 0  # where it was the way and not the line, it is faster soon
+        self._rates.clear()
 
 
 async def ask(node: DHTNode, peer: PeerID) -> float | None:

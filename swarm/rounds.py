@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
 
@@ -221,18 +221,24 @@ def plan_round(
     return RoundPlan(fractions, modes, shares, seconds)
 
 
+def is_other_share(share: int, before: int) -> bool:
+    """Whether it is worth to send another share than before: a line's speed varies."""
+    return share != before and not (min(share, before) > 1 and 0.6 < share / before < 1.6)
+
+
 class PromptRunner(AllReduceRunner):
     """A round that ends as soon as it cannot succeed any more: hivemind's goes on to its end without the parts of a
     reducer that has failed, and tells nobody why."""
 
-    def __init__(self, *args, share: int, turn: int, takes_all: bool, **kwargs):
+    def __init__(self, *args, has_slowed: Callable[[], bool], share: int, turn: int, takes_all: bool, **kwargs):
         """
+        :param has_slowed: whether this peer's line has become too slow for what the round wants of it
         :param share: send each so many-th part of the tensors; the weight of the others is 0
         :param turn: with which of them to begin
         :param takes_all: take the average of all parts all the same; otherwise keep the own values of those not sent
         """
         super().__init__(*args, **kwargs)
-        self.share, self.turn, self.takes_all = share, turn, takes_all
+        self.has_slowed, self.share, self.turn, self.takes_all = has_slowed, share, turn, takes_all
         #: when each peer was last heard of, in this round
         self.heard = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
 
@@ -472,8 +478,13 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         modes = [read_gathered(data)[0] for data in group_info.gathered]
         bandwidths = [read_gathered(data)[2] for data in group_info.gathered]
         bits = count_bits(tensors, kwargs["compression"], kwargs["tensor_infos"])
-        plan = plan_round(bits, peer_fractions, modes, bandwidths)
-        own = group_info.peer_ids.index(self.peer_id)
+        make_plan = partial(plan_round, bits, peer_fractions, modes)
+        plan, own = make_plan(bandwidths), group_info.peer_ids.index(self.peer_id)
+
+        def has_slowed() -> bool:
+            share = make_plan([*bandwidths[:own], LINE.mbits, *bandwidths[own + 1 :]]).shares[own]
+            return share > plan.shares[own] and is_other_share(share, plan.shares[own])
+
         self._take_share(plan.shares[own], bandwidths, own)
         kwargs |= dict(sender_timeout=LINE.next_chunk_timeout, reducer_timeout=2 * LINE.next_chunk_timeout)
         kwargs |= dict(part_size_bytes=choose_part_size(bandwidths), prefetch=PREFETCH)
@@ -488,6 +499,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             ordered_peer_ids=group_info.peer_ids,
             peer_fractions=plan.fractions,
             modes=plan.modes,
+            has_slowed=has_slowed,
             share=self._share,
             turn=self._turn,
             takes_all=self.is_urgent,
@@ -503,8 +515,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     def _take_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
         """Send each so many-th part of the tensors in this round."""
-        # a line's speed varies
-        if share != self._share and not (min(share, self._share) > 1 and 0.6 < share / self._share < 1.6):
+        if is_other_share(share, self._share):
             logger.info(
                 f"this line carries {bandwidths[own]:.2g} Mbit/s up, others {max(filter(None, bandwidths)):.2g}: "
                 + f"sending {1 / share:.0%} of the {self.content} in each round"
@@ -537,6 +548,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         quiet_for, patience = max(FIRST_LOOK, LINE.round_seconds / 8), max(LINE.patience, LINE.round_seconds / 8)
         while True:
             await asyncio.sleep(LOOK_PERIOD)
+            if runner.has_slowed():  # all are sooner done with another plan
+                runner.finalize(exception=AllreduceException("this peer's line has become slower"))
+                return
             quiet_since = time.monotonic() - quiet_for
             # clients cannot be asked
             quiet = [p for p in runner.list_awaited() if runner.heard[p] < quiet_since and p not in clients]

@@ -11,10 +11,12 @@ import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import get_dht_time
 from processes import ROOT, make_prefix, wait_until
 from test_faults import Swarm
 
-from swarm.line import PAYLOAD_SHARE, Line
+from swarm.line import LONGEST_PATIENCE, PAYLOAD_SHARE, Line
 from swarm.rounds import PromptMatchmaking, plan_round
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
@@ -220,9 +222,42 @@ def test_a_queue_lowers_the_rate_to_what_the_line_carries():
     assert line.mbits == lowered
     assert lowered < look(10, 0.0) < 1.02 * lowered  # slowly at first
     assert look(35, 0.0) > 1.15 * lowered  # the line may have become faster
-    assert look(60, 0.5) < 0.1 * lowered  # no answer at all
     line.set_bandwidth(10, is_given=True)
     assert look(10, 0.0) == pytest.approx(10)  # what the user has said is a limit
+
+
+class SilentNode:
+    """A DHT node whose peers answer a ping late, or never."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.protocol = seconds, self
+
+    def get_stub(self, _: str):
+        return self
+
+    async def rpc_ping(self, _: dht_pb2.PingRequest) -> dht_pb2.PingResponse:
+        await asyncio.sleep(self.seconds)
+        if self.seconds > 1:
+            raise TimeoutError
+        return dht_pb2.PingResponse(dht_time=get_dht_time())
+
+
+@pytest.mark.parametrize("seconds, mbits", [(1.0, 4.0), (1.5, 10.0)], ids=["a fifth", "cut"])
+def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(seconds, mbits):
+    line = Line()
+    line.set_bandwidth(20, is_given=False)
+    line._sent.value = int(PAYLOAD_SHARE * 4.0e6 / 8 * 2.0)  # what 4 Mbit/s carry in two seconds
+
+    async def run() -> float:
+        draining = asyncio.create_task(line.drain(SilentNode(seconds), ["peer"], 0, time.monotonic() - 1.0))
+        await asyncio.sleep(0.2)
+        assert line.reserve(1000, is_round=True) < 0 and line.patience == LONGEST_PATIENCE
+        await draining
+        assert line.reserve(1000, is_round=True) >= 0
+        return line.mbits
+
+    # where nobody answers at all, nothing is known of the line
+    assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
 
 
 def test_of_two_halves_of_a_swarm_one_averages():
