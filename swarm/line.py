@@ -264,8 +264,8 @@ class Line:
         self._rate.value = min(max(rate, LOWEST_RATE), self._limit.value)
 
     async def drain(self, node: DHTNode, peers: Iterable[PeerID], sent: int, since: float) -> None:
-        """The line has become much slower, and all that was handed over stands in front of it: send nothing until an
-        answer has come through, and go on as fast as the line has carried that.
+        """The line has become much slower, and all that was handed over stands in front of it: send nothing until
+        answers have come through, and go on as fast as the line has carried that.
 
         :param sent: bytes handed over when there was no queue yet
         :param since: when that was
@@ -273,9 +273,11 @@ class Line:
         self.note_answer(LONGEST_PATIENCE / PATIENCE)  # nobody is gone because this line is slow
         self._is_held.value = True
         rate, asking = self._rate.value / 2, [asyncio.create_task(ask(node, peer)) for peer in peers]
+        answers = 0
         try:
             for answer in asyncio.as_completed(asking):
-                if await answer is not None:
+                answers += await answer is not None
+                if 2 * answers > len(asking):  # each peer's connection has a queue of its own
                     carried = (self._sent.value - sent) / (time.monotonic() - max(since, self._began.value))
                     rate = min(carried, LOWER * self._rate.value)
                     break

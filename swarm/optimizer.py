@@ -33,6 +33,9 @@ RETRY_AFTER = 1.0  # between a failed round and the next: who is there has repor
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
 
 MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the others
+# A peer one epoch behind is waited for, for half of a round's time: at 20 Mbit/s it makes the step of the others while
+# they accumulate the next one, and would come too late for ever. After a wait in vain not again in so many epochs.
+PATIENT_EVERY = 5
 QUESTIONED = 8  # peers pinged at once, by each peer before each round
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
@@ -60,6 +63,7 @@ class Optimizer(hivemind.Optimizer):
     _download_after = -float("inf")  # time before which no download is tried
     _download_from = 0  # the swarm's epoch before which none is tried
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
+    _patient_from = 0  # the epoch before which nobody who is behind is waited for
     _questions: list = []  # pings under way
     #: of an auxiliary peer: when its epoch began
     _epoch_start = -float("inf")
@@ -364,7 +368,8 @@ class Optimizer(hivemind.Optimizer):
     def _maybe_schedule_gradient_averaging(self) -> None:
         self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
         others = self.tracker.in_step
-        self.grad_averager.expect(others, needs_majority=self._averages_in_step())
+        # all of them: a group that forms before the epoch ends takes nobody in who comes then
+        self.grad_averager.expect(others, at_least=1 + len(others) * self._averages_in_step())
         self.state_averager.expect(others)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
@@ -419,6 +424,7 @@ class Optimizer(hivemind.Optimizer):
         """
         start = last = time.monotonic()
         asked, next_look, next_sign = get_dht_time(), start + FIRST_LOOK, start + SIGN_PERIOD
+        has_waited, patience = False, LINE.round_seconds / 2 if self.local_epoch >= self._patient_from else 0.0
         while True:
             deadline = start + self.averaging_timeout  # which follows the group's bandwidths
             if last >= next_sign and not self.auxiliary:
@@ -431,10 +437,8 @@ class Optimizer(hivemind.Optimizer):
                 if control.done():
                     return control.result()  # just now, or its failure is a TimeoutError too
                 if time.monotonic() >= deadline:
-                    if control.stage == AveragingStage.LOOKING_FOR_GROUP and self._averages_in_step():
-                        # who answers pings, but has neither come nor given a sign of life
-                        records = self.tracker.present.items()
-                        self.tracker.leave_out(peer_id for peer_id, record in records if record.time < asked)
+                    if control.stage == AveragingStage.LOOKING_FOR_GROUP:
+                        self._leave_out_idle(asked)
                     raise
             finally:
                 now = time.monotonic()
@@ -443,9 +447,19 @@ class Optimizer(hivemind.Optimizer):
                 last = now
             if control.stage != AveragingStage.LOOKING_FOR_GROUP:
                 continue
-            # whoever is there is enough; at first, most of them
-            is_early = time.monotonic() < start + MAJORITY_TIMES * self.matchmaking_time
-            self.grad_averager.expect(self.tracker.in_step, needs_majority=is_early and self._averages_in_step())
+            waited = time.monotonic() - start
+            if waited > self.matchmaking_time and not has_waited:
+                has_waited = True
+                self._leave_out_idle(asked)
+            others = self.tracker.in_step
+            if not self._averages_in_step():
+                at_least = 1
+            elif not has_waited:
+                at_least = 1 + len(others)
+            else:  # most of them: two halves of a swarm would go on with different states; in the end, anybody
+                is_early = waited < MAJORITY_TIMES * self.matchmaking_time
+                at_least = 1 + (1 + len(others)) // 2 if is_early else 2
+            self.grad_averager.expect(others, at_least)
             if time.monotonic() < next_look:
                 continue
             if STOP_REQUESTED.is_set():
@@ -454,11 +468,21 @@ class Optimizer(hivemind.Optimizer):
                 self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
             if self._has_missed_the_round():
                 raise AllreduceException("the others have stepped without this peer")
-            self.tracker.impatient_epoch = self.local_epoch
+            if waited > patience and not self.tracker.is_impatient:
+                before = len(self.tracker.in_step)
+                self.tracker.impatient_epoch = self.local_epoch
+                if patience and len(self.tracker.in_step) < before:  # in vain
+                    self._patient_from = self.local_epoch + PATIENT_EVERY
             self._question(self.tracker.in_step, wait=True)
             if not self.tracker.in_step:
                 raise AllreduceException("nobody else is there")
             next_look = time.monotonic() + FIRST_LOOK
+
+    def _leave_out_idle(self, asked: float) -> None:
+        """Those who answer pings, but have given no sign of life since this time, in which others waited for them."""
+        if self._averages_in_step():
+            records = self.tracker.present.items()
+            self.tracker.leave_out(peer_id for peer_id, record in records if record.time < asked)
 
     def _question(self, peer_ids: Iterable[bytes], wait: bool = False, quiet_for: float = FIRST_LOOK) -> None:
         """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.

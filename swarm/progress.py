@@ -78,10 +78,14 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
 
     @property
+    def is_impatient(self) -> bool:
+        return self.local_progress.epoch == self.impatient_epoch
+
+    @property
     def in_step(self) -> list[bytes]:
         """Ids of the other peers that are there and at this peer's epoch, or about to be."""
-        # who is one epoch behind takes over the state just now; worth to wait for a little, once
-        epoch = self.local_progress.epoch - (self.local_progress.epoch != self.impatient_epoch)
+        # who is one epoch behind makes the others' step just now; worth to wait for, once
+        epoch = self.local_progress.epoch - (not self.is_impatient)
         return [peer_id for peer_id, record in self.present.items() if record.epoch >= epoch]
 
     @contextlib.contextmanager

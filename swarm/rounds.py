@@ -76,8 +76,8 @@ class PromptMatchmaking(Matchmaking):
 
     #: ids (bytes) of the other peers that should come; set by VerifiedAverager
     expected: frozenset[bytes] = frozenset()
-    #: whether to average with most of them or not at all: two halves of a swarm would go on with different states
-    needs_majority = False
+    #: how many of these and this peer have to come, once a group is looked for in earnest
+    at_least = 1
 
     # where all answers are slow, hivemind's fixed time would pass everybody over
     request_timeout = from_line("request_timeout")
@@ -122,19 +122,25 @@ class PromptMatchmaking(Matchmaking):
                 return
             if not self.step_control.triggered:
                 return  # a group is looked for in advance; who comes in the meantime shall be in it
-            if self.expected and self.expected <= self.list_here():
+            if self.is_complete():
                 await self.leader_assemble_group()
+
+    def is_complete(self) -> bool:
+        """Whether nobody else is worth a wait."""
+        is_enough = 1 < self.at_least <= len(self.list_here() & self.wanted)
+        return bool(self.expected) and (is_enough or self.expected <= self.list_here())
 
     def list_here(self) -> set[bytes]:
         return {peer_id.to_bytes() for peer_id in (self.peer_id, *self.current_followers)}
 
     @property
+    def wanted(self) -> set[bytes]:
+        return self.expected | {self.peer_id.to_bytes()}
+
+    @property
     def min_group_size(self) -> int:
-        """More than there are while most of the expected peers have not come; of two halves, one is enough."""
-        wanted = self.expected | {self.peer_id.to_bytes()}
-        here = wanted & self.list_here()
-        has_majority = 2 * len(here) + (min(wanted) in here) > len(wanted)
-        if self.needs_majority and not has_majority:
+        """More than there are while too few of the expected peers have come, so that hivemind goes on looking."""
+        if len(self.list_here() & self.wanted) < self.at_least:
             return len(self.current_followers) + 2
         return self.__dict__["min_group_size"]
 
@@ -390,7 +396,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     content = "parameters"
     # each so many-th part of the tensors is sent in a round, the next one is that of this number, and what was not sent
     _share, _turn, _unsent = 1, 0, ()
-    _expected: tuple[frozenset[bytes], bool] | None = None
+    _expected: tuple[frozenset[bytes], int] | None = None
     #: whether to look for a group not much longer than matchmaking_time, when the epoch has ended
     gives_up_early = False
 
@@ -433,23 +439,23 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # for others who have gone on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    def expect(self, peer_ids: Iterable[bytes], needs_majority: bool = False) -> None:
+    def expect(self, peer_ids: Iterable[bytes], at_least: int = 1) -> None:
         """A group with these other peers in it is complete and starts at once, also one that has formed already.
 
-        :param needs_majority: whether one without most of them fails
+        :param at_least: how many of them and this peer it takes; where it is more than 1, so many are enough
         """
-        if (expected := (frozenset(peer_ids), needs_majority)) != self._expected:
+        if (expected := (frozenset(peer_ids), at_least)) != self._expected:
             self._expected = expected
             self._outer_pipe.send(("_expect", [*expected], {}))
 
-    async def _expect(self, expected: frozenset[bytes], needs_majority: bool) -> None:
+    async def _expect(self, expected: frozenset[bytes], at_least: int) -> None:
         """Runs in the averager's process."""
         # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
         self._matchmaking.__class__ = PromptMatchmaking
         # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
         # target_group_size for the auxiliary peers in it
         self._matchmaking.group_key_manager.target_group_size = None
-        self._matchmaking.expected, self._matchmaking.needs_majority = expected, needs_majority
+        self._matchmaking.expected, self._matchmaking.at_least = expected, at_least
         await self._matchmaking.start_when_complete()
 
     async def _step(self, *, step, **kwargs) -> None:

@@ -260,23 +260,24 @@ def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(seconds, mbits)
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
 
 
-def test_of_two_halves_of_a_swarm_one_averages():
+def test_a_group_waits_for_all_then_for_most():
     matchmaking = PromptMatchmaking.__new__(PromptMatchmaking)  # without its network
-    matchmaking.__dict__.update(min_group_size=2, needs_majority=True)
+    matchmaking.__dict__.update(min_group_size=2)
 
-    def is_enough(swarm: bytes, *group: bytes) -> bool:
+    def is_enough(at_least: int, *group: bytes) -> tuple[bool, bool]:
+        """Whether it starts at once, and whether it may start when its time is up."""
         leader, *followers = (PeerID(peer) for peer in group)
         matchmaking.peer_id, matchmaking.current_followers = leader, dict.fromkeys(followers)
-        matchmaking.expected = frozenset(bytes([peer]) for peer in swarm) - {group[0]}
-        return len(group) >= matchmaking.min_group_size
+        matchmaking.expected = frozenset([b"a", b"b", b"c", b"d"]) - {group[0]}
+        matchmaking.at_least = at_least
+        return matchmaking.is_complete(), len(group) >= matchmaking.min_group_size
 
-    assert is_enough(b"abcd", b"c", b"a") and not is_enough(b"abcd", b"b", b"d")
-    assert is_enough(b"abcde", b"b", b"d", b"e") and not is_enough(b"abcde", b"a", b"c")
-    assert is_enough(b"ab", b"b", b"a") and not is_enough(b"ab", b"a")
+    assert is_enough(4, b"a", b"b", b"c") == (False, False) and is_enough(4, b"a", b"b", b"c", b"d") == (True, True)
+    assert is_enough(3, b"a", b"b", b"c") == (True, True) and is_enough(3, b"a", b"b") == (False, False)
     # auxiliary peers, which nobody expects, are no part of a majority
-    assert not is_enough(b"abcd", b"b", b"x", b"y", b"z")
-    matchmaking.needs_majority = False
-    assert is_enough(b"abcd", b"b", b"d")
+    assert is_enough(3, b"b", b"x", b"y", b"z") == (False, False)
+    # averagers of states: all at once, or whoever is there when the time is up
+    assert is_enough(1, b"a", b"b") == (False, True) and is_enough(1, b"a", b"b", b"c", b"d") == (True, True)
 
 
 def test_times_follow_from_answers_and_rounds_unless_they_are_given():
