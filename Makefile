@@ -1,6 +1,6 @@
 # make demo      two peers on this machine learn English together, two to three minutes
 # make test      the tests, in minutes; make test-all: the slow ones too
-# make lint      style
+# make lint      style, lengths, and the direction of imports
 # make setup     what all of them do first: .venv with everything in it
 #
 # PYTHON=python3.12   another interpreter than python3 (3.11, 3.12 or 3.13) for .venv
@@ -26,6 +26,7 @@ test-all: setup
 lint: setup
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
+	@.venv/bin/python -m pytest -q tests/test_house.py
 
 setup: .venv/complete
 
