@@ -61,6 +61,8 @@ def test_steps_count_epochs_and_say_so():
         (["--run_id", "a", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
         (["--run_id", "a", "--min_learning_rate", "1"], ["--min_learning_rate 1", "--learning_rate 0.00176"]),
         (["--run_id", "a", "--min_8bit_size", "0"], ["--min_8bit_size"]),
+        (["--run_id", "a", "--target_group_size", "1"], ["--target_group_size", "at least 2"]),
+        (["--run_id", "a", "--do_eval", "--eval_steps", "0"], ["--eval_steps", "at least 1"]),
         # gradients that are accumulated where the batch's own are could not be dropped, kept, or put aside
         (["--run_id", "a", "--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
         (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
