@@ -1,9 +1,9 @@
 # make demo      two peers on this machine learn English together, two to three minutes
 # make test      the tests, in minutes; make test-all: the slow ones too
-# make lint      style
+# make lint      style, lengths, and the direction of imports
 # make setup     what all of them do first: .venv with everything in it
 #
-# PYTHON=python3.12   another interpreter than python3 (3.10 or newer) for .venv
+# PYTHON=python3.12   another interpreter than python3 (3.11, 3.12 or 3.13) for .venv
 # TORCH=...           another torch, e.g. one without CUDA, which is a tenth of the size:
 #                     make demo TORCH="torch==2.13.0 --index-url URL_OF_PYTORCH_CPU_WHEELS"
 # Both take effect when .venv is made; to change them later: rm -rf .venv
@@ -26,18 +26,25 @@ test-all: setup
 lint: setup
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
+	@.venv/bin/python -m pytest -q tests/test_house.py
 
 setup: .venv/complete
 
+# $(call step,what it does,command)
+define step
+	@echo "set-up: $(1)"
+	@$(2) || { echo "set-up: $(1) failed, for the reason above; often there is no network, or the disk is full \
+	(df -h .). The same command again goes on from here" >&2; exit 1; }
+endef
+
 # the stamp comes last: an interrupted set-up starts again, and finds what it has downloaded in pip's cache
-.venv/complete: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	    { echo "Python 3.10 or newer is needed, $(PYTHON) is not: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+.venv/complete: requirements.txt constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "set-up: Python 3.11, 3.12 or \
+	3.13 is needed, not $(PYTHON) ($$($(PYTHON) --version 2>&1)): make $(or $(MAKECMDGOALS),demo) PYTHON=python3.12" >&2; \
+	exit 1; }
+	@test ! -d .venv || echo "set-up: .venv is unfinished, or its lists of packages have changed"
 	@rm -f $@
-	@echo "set-up, once: making .venv with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv .venv
-	@echo "set-up: installing $(TORCH)"
-	@$(PIP) $(TORCH)
-	@echo "set-up: installing requirements.txt"
-	@$(PIP) -r requirements.txt
+	$(call step,making .venv with $$($(PYTHON) --version),$(PYTHON) -m venv .venv)
+	$(call step,installing $(TORCH),$(PIP) $(TORCH))
+	$(call step,installing requirements.txt,$(PIP) -r requirements.txt -c constraints.txt)
 	@touch $@

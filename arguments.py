@@ -11,8 +11,9 @@ import ipaddress
 import math
 import os
 import re
-from dataclasses import dataclass, field, fields
-from typing import Literal, NoReturn
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from support.console import UserError
@@ -33,92 +34,87 @@ SENTENCE_SPLITTER_HELP = (
 )
 
 
+def flag(default: Any, help: str, aliases: Sequence[str] = ()) -> Any:
+    """A dataclass's field for HfArgumentParser.
+
+    transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C should be quiet.
+
+    :param default: MISSING where the flag must be given
+    :param aliases: other names of the flag, which its help then names
+    """
+    if aliases:
+        help += f" Also known as {', '.join(aliases)}."
+    default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**default, metadata={"help": help, "aliases": [*aliases]})
+
+
+def check_at_least(minimum: int, args: Any, *names: str) -> None:
+    """:raises UserError: one of these flags is given and smaller"""
+    for name in names:
+        if getattr(args, name) is not None and getattr(args, name) < minimum:
+            raise UserError(f"--{name} must be at least {minimum}")
+
+
 @dataclass
 class SwarmArguments:
     """How a peer finds the others and is found by them. Read by every role."""
 
-    experiment_prefix: str = field(
-        metadata={
-            "help": "Unique name of the run, prefix of its keys on the DHT; it may not contain a dot. ALL PEERS.",
-            "aliases": ["--run_id"],
-        }
+    experiment_prefix: str = flag(
+        MISSING,
+        "Unique name of the run, prefix of its keys on the DHT; it may not contain a dot. ALL PEERS.",
+        aliases=["--run_id"],
     )
-    initial_peers: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "One or more peers that welcome you into the run: multiaddrs as the monitor prints them, e.g. "
-            "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer that was started with --status_port. None: "
-            "start a new swarm."
-        },
+    initial_peers: list[str] = flag(
+        [],
+        "One or more peers that welcome you into the run: multiaddrs as the monitor prints them, e.g. "
+        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer that was started with --status_port. None: start "
+        "a new swarm.",
     )
-    use_ipfs: bool = field(
-        default=False,
-        metadata={
-            "help": "Find the initial peers through the public IPFS network: then /p2p/XXXX is enough of an address. "
-            "Use it when no peer has a stable address."
-        },
+    use_ipfs: bool = flag(
+        False,
+        "Find the initial peers through the public IPFS network: then /p2p/XXXX is enough of an address. Use it when "
+        "no peer has a stable address.",
     )
-    host_maddrs: list[str] = field(
-        default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"],
-        metadata={
-            "help": "Multiaddrs to listen on, /ip6/::/tcp/0 among them for IPv6; port 0 lets the system choose. Give a "
-            "port that your router forwards. Also understood: host:port, with '[::]:*' for all addresses and any port.",
-            "aliases": ["--dht_listen_on"],
-        },
+    host_maddrs: list[str] = flag(
+        ["/ip4/0.0.0.0/tcp/0"],
+        "Multiaddrs to listen on, /ip6/::/tcp/0 among them for IPv6; port 0 lets the system choose. Give a port that "
+        "your router forwards. Also understood: host:port, with '[::]:*' for all addresses and any port.",
+        aliases=["--dht_listen_on"],
     )
-    announce_maddrs: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Multiaddrs to tell the others, if not those listened on: your public IP and forwarded port."
-        },
+    announce_maddrs: list[str] = flag(
+        [], "Multiaddrs to tell the others, if not those listened on: your public IP and forwarded port."
     )
-    use_google_dns: bool = field(
-        default=False,
-        metadata={
-            "help": "Ask an echo service (--public_ip_url) for this machine's public address and announce it, with the "
-            "ports of --host_maddrs, for a machine that does not know its own, as in a cloud. The name is that of old "
-            "guides; Google is not asked."
-        },
+    use_google_dns: bool = flag(
+        False,
+        "Ask an echo service (--public_ip_url) for this machine's public address and announce it, with the ports of "
+        "--host_maddrs, for a machine that does not know its own, as in a cloud. The name is that of old guides; "
+        "Google is not asked.",
     )
-    public_ip_url: str = field(
-        default="https://api.ipify.org",
-        metadata={"help": "With --use_google_dns: address of a page that holds nothing but the visitor's IP address."},
+    public_ip_url: str = flag(
+        "https://api.ipify.org",
+        "With --use_google_dns: address of a page that holds nothing but the visitor's IP address.",
     )
-    authorize: bool = field(
-        default=False,
-        metadata={"help": "As old commands name membership by an authority. There is none yet: False only."},
+    authorize: bool = flag(False, "As old commands name membership by an authority. There is none yet: False only.")
+    client_mode: bool = flag(
+        False,
+        "Accept no incoming connection: for trainers behind a firewall. A trainer that others cannot reach chooses it "
+        "by itself. One trainer of the run must do without.",
     )
-    client_mode: bool = field(
-        default=False,
-        metadata={
-            "help": "Accept no incoming connection: for trainers behind a firewall. A trainer that others cannot reach "
-            "chooses it by itself. One trainer of the run must do without."
-        },
+    use_relay: bool = flag(True, "Reach, and be reached by, peers behind routers through a third peer.")
+    use_auto_relay: bool = flag(
+        False,
+        "When others cannot reach this peer, be reached through its --initial_peers even where client mode would do; "
+        "all traffic then passes through them.",
     )
-    use_relay: bool = field(
-        default=True,
-        metadata={"help": "Reach, and be reached by, peers behind routers through a third peer."},
+    identity_path: str | None = flag(
+        None,
+        "File with this peer's private key, made when it does not exist. Keeps the peer id, and so the address others "
+        "have noted, over restarts.",
     )
-    use_auto_relay: bool = field(
-        default=False,
-        metadata={
-            "help": "When others cannot reach this peer, be reached through its --initial_peers even where client mode "
-            "would do; all traffic then passes through them."
-        },
-    )
-    identity_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "File with this peer's private key, made when it does not exist. Keeps the peer id, and so the "
-            "address others have noted, over restarts."
-        },
-    )
-    status_port: int | None = field(
-        default=None,
-        metadata={
-            "help": "Serve a small read-only page on this TCP port (0: any): addresses, epoch, loss and peers as JSON. "
-            "Others may then join with --initial_peers HOST:PORT."
-        },
+    status_port: int | None = flag(
+        None,
+        "Serve a small read-only page on this TCP port (0: any): addresses, epoch, loss and peers as JSON. Others may "
+        "then join with --initial_peers HOST:PORT.",
     )
 
     def __post_init__(self):
@@ -143,50 +139,37 @@ class SwarmArguments:
 class ModelArguments:
     """Which model is trained. Read by trainers, and by a monitor that stores checkpoints."""
 
-    config_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Shape of a model to train from scratch: a JSON file (see configs/), or a model's folder or name "
-            "on the Hugging Face Hub. The vocabulary size is taken from the tokenizer. Default: "
-            f"{DEFAULT_CONFIG_PATH}. ALL PEERS.",
-            "aliases": ["--model_config_path", "--config_name"],
-        },
+    config_path: str | None = flag(
+        None,
+        "Shape of a model to train from scratch: a JSON file (see configs/), or a model's folder or name "
+        "on the Hugging Face Hub. The vocabulary size is taken from the tokenizer. Default: "
+        f"{DEFAULT_CONFIG_PATH}. ALL PEERS.",
+        aliases=["--model_config_path", "--config_name"],
     )
-    model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "A pretrained model to go on training instead: its folder, or its name on the Hugging Face Hub. "
-            "Heads that it lacks begin with random weights. ALL PEERS."
-        },
+    model_name_or_path: str | None = flag(
+        None,
+        "A pretrained model to go on training instead: its folder, or its name on the Hugging Face Hub. Heads that it "
+        "lacks begin with random weights. ALL PEERS.",
     )
-    objective: OBJECTIVES | None = field(
-        default=None,
-        metadata={
-            "help": "What the model learns to predict: mlm: masked words; mlm_sop: these and the order of sentences; "
-            "clm: the next word. Default: what suits the model's type: mlm_sop for ALBERT and LeanALBERT, mlm for "
-            "BERT, RoBERTa and their like, clm for GPT-2, Llama and their like. ALL PEERS."
-        },
+    objective: OBJECTIVES | None = flag(
+        None,
+        "What the model learns to predict: mlm: masked words; mlm_sop: these and the order of sentences; clm: the next "
+        "word. Default: what suits the model's type: mlm_sop for ALBERT and LeanALBERT, mlm for BERT, RoBERTa and "
+        "their like, clm for GPT-2, Llama and their like. ALL PEERS.",
     )
-    attn_implementation: str | None = field(
-        default=None,
-        metadata={
-            "help": "How attention is computed: eager, sdpa, flash_attention_2, or what else transformers knows. "
-            "Default: the fastest that the model has without further packages. Each peer as it likes."
-        },
+    attn_implementation: str | None = flag(
+        None,
+        "How attention is computed: eager, sdpa, flash_attention_2, or what else transformers knows. Default: the "
+        "fastest that the model has without further packages. Each peer as it likes.",
     )
-    tokenizer_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Default: that "
-            f"of --model_name_or_path, if one is given, else {DEFAULT_TOKENIZER_PATH}; a trainer whose --dataset_path "
-            "is an archive takes the tokenizer in there. ALL PEERS.",
-            "aliases": ["--tokenizer", "--tokenizer_name"],
-        },
+    tokenizer_path: str | None = flag(
+        None,
+        "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Default: that "
+        f"of --model_name_or_path, if one is given, else {DEFAULT_TOKENIZER_PATH}; a trainer whose --dataset_path "
+        "is an archive takes the tokenizer in there. ALL PEERS.",
+        aliases=["--tokenizer", "--tokenizer_name"],
     )
-    seed: int = field(
-        default=42,
-        metadata={"help": "Seed of the initial weights. ALL PEERS. (The data order comes from the peer id.)"},
-    )
+    seed: int = flag(42, "Seed of the initial weights. ALL PEERS. (The data order comes from the peer id.)")
 
     def __post_init__(self):
         if self.model_name_or_path and self.config_path:
@@ -200,48 +183,32 @@ class ModelArguments:
 class OptimizerArguments:
     """The optimizer and its schedule. Read by trainers, and by a monitor that stores checkpoints."""
 
-    optim: Literal["lamb", "lamb_8bit", "adamw"] = field(
-        default="lamb",
-        metadata={
-            "help": "LAMB (arxiv.org/abs/1904.00962) suits the real run's large batches, AdamW small ones. lamb_8bit "
-            "keeps its moments in 2 bytes per parameter instead of 8: choose it where memory, disk, or the download of "
-            "the state is short; its step takes twice as long. ALL PEERS."
-        },
+    optim: Literal["lamb", "lamb_8bit", "adamw"] = flag(
+        "lamb",
+        "LAMB (arxiv.org/abs/1904.00962) suits the real run's large batches, AdamW small ones. lamb_8bit keeps its "
+        "moments in 2 bytes per parameter instead of 8: choose it where memory, disk, or the download of the state is "
+        "short; its step takes twice as long. ALL PEERS.",
     )
-    min_8bit_size: int = field(
-        default=2**16,
-        metadata={
-            "help": "lamb_8bit alone: tensors of fewer numbers keep 32-bit moments. Lower it for small models. "
-            "ALL PEERS."
-        },
+    min_8bit_size: int = flag(
+        2**16, "lamb_8bit alone: tensors of fewer numbers keep 32-bit moments. Lower it for small models. ALL PEERS."
     )
-    learning_rate: float = field(default=0.00176, metadata={"help": "Peak learning rate. ALL PEERS."})
-    warmup_steps: int = field(
-        default=5000,
-        metadata={"help": "Epochs of linear warm-up to the peak; about 1/25 of total_steps for LAMB. ALL PEERS."},
+    learning_rate: float = flag(0.00176, "Peak learning rate. ALL PEERS.")
+    warmup_steps: int = flag(
+        5000, "Epochs of linear warm-up to the peak; about 1/25 of total_steps for LAMB. ALL PEERS."
     )
-    total_steps: int = field(
-        default=125_000, metadata={"help": "Epoch at which the linear decay reaches min_learning_rate. ALL PEERS."}
+    total_steps: int = flag(125_000, "Epoch at which the linear decay reaches min_learning_rate. ALL PEERS.")
+    min_learning_rate: float = flag(
+        0.0,
+        "Learning rate at which the decay ends, and which remains from total_steps on. Raise it where the run may go "
+        "on beyond that (--max_steps). ALL PEERS.",
     )
-    min_learning_rate: float = field(
-        default=0.0,
-        metadata={
-            "help": "Learning rate at which the decay ends, and which remains from total_steps on. Raise it where the "
-            "run may go on beyond that (--max_steps). ALL PEERS."
-        },
-    )
-    adam_beta1: float = field(default=0.9, metadata={"help": "Decay of the first moment, per epoch. ALL PEERS."})
-    adam_beta2: float = field(default=0.999, metadata={"help": "Decay of the second moment, per epoch. ALL PEERS."})
-    adam_epsilon: float = field(default=1e-6, metadata={"help": "Added to the root of the second moment. ALL PEERS."})
-    weight_decay: float = field(
-        default=0.01, metadata={"help": "Decay of every weight but norms and biases, per epoch. ALL PEERS."}
-    )
-    max_grad_norm: float = field(
-        default=1.0, metadata={"help": "The averaged gradient is clipped to this norm before each step. ALL PEERS."}
-    )
-    clamp_value: float = field(
-        default=10000.0,
-        metadata={"help": "Both LAMBs alone: upper bound of the weight norm in the trust ratio. ALL PEERS."},
+    adam_beta1: float = flag(0.9, "Decay of the first moment, per epoch. ALL PEERS.")
+    adam_beta2: float = flag(0.999, "Decay of the second moment, per epoch. ALL PEERS.")
+    adam_epsilon: float = flag(1e-6, "Added to the root of the second moment. ALL PEERS.")
+    weight_decay: float = flag(0.01, "Decay of every weight but norms and biases, per epoch. ALL PEERS.")
+    max_grad_norm: float = flag(1.0, "The averaged gradient is clipped to this norm before each step. ALL PEERS.")
+    clamp_value: float = flag(
+        10000.0, "Both LAMBs alone: upper bound of the weight norm in the trust ratio. ALL PEERS."
     )
 
     def __post_init__(self):
@@ -256,134 +223,93 @@ class OptimizerArguments:
                 f"--min_learning_rate {self.min_learning_rate:g} must lie between 0 and --learning_rate "
                 f"{self.learning_rate:g}"
             )
-        if self.min_8bit_size < 1:
-            raise UserError("--min_8bit_size must be at least 1")
+        check_at_least(1, self, "min_8bit_size")
 
 
 @dataclass
 class AveragingArguments:
     """How the swarm forms a batch and averages. Read by trainers, and by a monitor that stores checkpoints."""
 
-    target_batch_size: int = field(
-        default=4096, metadata={"help": "Samples that the whole swarm gathers before each optimizer step. ALL PEERS."}
+    target_batch_size: int = flag(4096, "Samples that the whole swarm gathers before each optimizer step. ALL PEERS.")
+    batch_size_lead: int = flag(
+        0,
+        "Begin to look for a group this many samples before target_batch_size is reached; raise it when rounds start "
+        "late.",
     )
-    batch_size_lead: int = field(
-        default=0,
-        metadata={
-            "help": "Begin to look for a group this many samples before target_batch_size is reached; raise it when "
-            "rounds start late."
-        },
+    matchmaking_time: float | None = flag(
+        None,
+        "Seconds to wait for others when a group forms; an epoch should take several times as long. Default: follows "
+        "from how long answers take here, 7.5 s on a good line.",
+        aliases=["--averaging_expiration"],
     )
-    matchmaking_time: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds to wait for others when a group forms; an epoch should take several times as long. "
-            "Default: follows from how long answers take here, 7.5 s on a good line.",
-            "aliases": ["--averaging_expiration"],
-        },
+    request_timeout: float | None = flag(
+        None,
+        "Seconds before a peer that does not answer a request to form a group is passed over. Default: follows from "
+        "how long answers take here, 3 s on a good line.",
     )
-    request_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds before a peer that does not answer a request to form a group is passed over. Default: "
-            "follows from how long answers take here, 3 s on a good line."
-        },
+    averaging_timeout: float | None = flag(
+        None,
+        "Seconds after which an averaging round is given up and its gradients kept. Default: three times what the "
+        "group's lines need for the model, or what the last rounds took, at least 30 s, and matchmaking_time.",
     )
-    averaging_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds after which an averaging round is given up and its gradients kept. Default: three times "
-            "what the group's lines need for the model, or what the last rounds took, at least 30 s, and "
-            "matchmaking_time."
-        },
+    next_chunk_timeout: float | None = flag(
+        None,
+        "Seconds without a piece of data after which a peer that still answers is left out of the running round. "
+        "Default: half of what a round takes, at least 10 s.",
     )
-    next_chunk_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds without a piece of data after which a peer that still answers is left out of the running "
-            "round. Default: half of what a round takes, at least 10 s."
-        },
+    target_group_size: int = flag(256, "Peers in one averaging group at most; a full group starts at once. ALL PEERS.")
+    bandwidth: float | None = flag(
+        None,
+        "This peer's upload bandwidth in Mbit/s. It limits what this peer sends: give less than your line has to keep "
+        "some of it for yourself. A slower peer averages a smaller share for the others. Default: measured against "
+        "--initial_peers in a few seconds, and then followed: pings must not wait behind data.",
     )
-    target_group_size: int = field(
-        default=256,
-        metadata={"help": "Peers in one averaging group at most; a full group starts at once. ALL PEERS."},
+    min_vector_size: int = flag(
+        0,
+        "Numbers that one peer averages at least; the slowest of a group average none where there are not enough. "
+        "Raise it in large groups, where each would send many small messages. ALL PEERS.",
     )
-    bandwidth: float | None = field(
-        default=None,
-        metadata={
-            "help": "This peer's upload bandwidth in Mbit/s. It limits what this peer sends: give less than your line "
-            "has to keep some of it for yourself. A slower peer averages a smaller share for the others. Default: "
-            "measured against --initial_peers in a few seconds, and then followed: pings must not wait behind data."
-        },
+    compression: Literal["none", "float16", "8bit"] = flag(
+        "float16",
+        "Gradients on the wire; 8bit halves float16's bytes at an error of 1.6e-2 in tensors of more than 65,536 "
+        "numbers. ALL PEERS.",
+        aliases=["--grad_compression"],
     )
-    min_vector_size: int = field(
-        default=0,
-        metadata={
-            "help": "Numbers that one peer averages at least; the slowest of a group average none where there are not "
-            "enough. Raise it in large groups, where each would send many small messages. ALL PEERS."
-        },
+    state_compression: Literal["none", "float16"] = flag(
+        "none", "Compression of parameters when they are averaged. ALL PEERS."
     )
-    compression: Literal["none", "float16", "8bit"] = field(
-        default="float16",
-        metadata={
-            "help": "Gradients on the wire; 8bit halves float16's bytes at an error of 1.6e-2 in tensors of more than "
-            "65,536 numbers. ALL PEERS.",
-            "aliases": ["--grad_compression"],
-        },
+    load_state_compression: Literal["none", "float16", "8bit"] = flag(
+        "8bit",
+        "Compression of the state on its way to a peer that joins or has lost a round. float16: parameters in 16 bits; "
+        "8bit: moments in 8 bits as well, which changed no loss by more than 0.01 percent where it was measured; none: "
+        "as it is, 3 times the bytes. ALL PEERS.",
     )
-    state_compression: Literal["none", "float16"] = field(
-        default="none",
-        metadata={"help": "Compression of parameters when they are averaged. ALL PEERS."},
+    average_state_every: int = flag(
+        10,
+        "Average parameters every so many epochs, in the background: this brings together what failed rounds pulled "
+        "apart. As many bytes as two rounds of gradients in 16 bits. ALL PEERS.",
     )
-    load_state_compression: Literal["none", "float16", "8bit"] = field(
-        default="8bit",
-        metadata={
-            "help": "Compression of the state on its way to a peer that joins or has lost a round. float16: parameters "
-            "in 16 bits; 8bit: moments in 8 bits as well, which changed no loss by more than 0.01 percent where it was "
-            "measured; none: as it is, 3 times the bytes. ALL PEERS."
-        },
+    delay_optimizer_step: bool = flag(False, "Step in the background. For large models with long steps. ALL PEERS.")
+    delay_grad_averaging: bool = flag(
+        False,
+        "Average gradients in the background, needs --delay_optimizer_step. For large models with long rounds: "
+        "gradients are then one epoch old and small models stop learning. ALL PEERS.",
     )
-    average_state_every: int = field(
-        default=10,
-        metadata={
-            "help": "Average parameters every so many epochs, in the background: this brings together what failed "
-            "rounds pulled apart. As many bytes as two rounds of gradients in 16 bits. ALL PEERS."
-        },
+    min_refresh_period: float = flag(0.5, "Seconds between two looks at the swarm's progress, at least.")
+    max_refresh_period: float = flag(30, "Seconds between two looks at the swarm's progress, at most.")
+    default_refresh_period: float = flag(
+        3, "Seconds between two looks at the swarm's progress while there is none yet."
     )
-    delay_optimizer_step: bool = field(
-        default=False, metadata={"help": "Step in the background. For large models with long steps. ALL PEERS."}
-    )
-    delay_grad_averaging: bool = field(
-        default=False,
-        metadata={
-            "help": "Average gradients in the background, needs --delay_optimizer_step. For large models with long "
-            "rounds: gradients are then one epoch old and small models stop learning. ALL PEERS."
-        },
-    )
-    min_refresh_period: float = field(
-        default=0.5, metadata={"help": "Seconds between two looks at the swarm's progress, at least."}
-    )
-    max_refresh_period: float = field(
-        default=30, metadata={"help": "Seconds between two looks at the swarm's progress, at most."}
-    )
-    default_refresh_period: float = field(
-        default=3, metadata={"help": "Seconds between two looks at the swarm's progress while there is none yet."}
-    )
-    expected_drift_peers: float = field(default=3, metadata={"help": "Peers expected to join within one epoch."})
-    expected_drift_rate: float = field(
-        default=0.2, metadata={"help": "Share of the swarm expected to join or leave within one epoch."}
-    )
-    performance_ema_alpha: float = field(
-        default=0.1, metadata={"help": "Weight of the newest step in the moving average of samples per second."}
-    )
-    metadata_expiration: float = field(
-        default=120,
-        metadata={"help": "Seconds for which this peer's reports of progress and its contract stay on the DHT."},
+    expected_drift_peers: float = flag(3, "Peers expected to join within one epoch.")
+    expected_drift_rate: float = flag(0.2, "Share of the swarm expected to join or leave within one epoch.")
+    performance_ema_alpha: float = flag(0.1, "Weight of the newest step in the moving average of samples per second.")
+    metadata_expiration: float = flag(
+        120, "Seconds for which this peer's reports of progress and its contract stay on the DHT."
     )
 
     def __post_init__(self):
-        if self.target_batch_size <= 0:
-            raise UserError("--target_batch_size must be greater than 0")
+        check_at_least(1, self, "target_batch_size", "average_state_every")
+        check_at_least(2, self, "target_group_size")
         if not 0 <= self.batch_size_lead < self.target_batch_size:
             raise UserError("--batch_size_lead must be at least 0 and less than --target_batch_size")
         if self.request_timeout and self.matchmaking_time and self.request_timeout >= self.matchmaking_time:
@@ -399,10 +325,6 @@ class AveragingArguments:
             )
         if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
             raise UserError("--bandwidth must be greater than 0 Mbit/s (and less than a million)")
-        if self.target_group_size < 2:
-            raise UserError("--target_group_size must be at least 2")
-        if self.average_state_every < 1:
-            raise UserError("--average_state_every must be at least 1")
         if self.delay_grad_averaging and not self.delay_optimizer_step:
             raise UserError("--delay_grad_averaging needs --delay_optimizer_step: add it")
 
@@ -411,132 +333,92 @@ class AveragingArguments:
 class DataArguments:
     """What the model reads, and how. Read by trainers, and by experiment/show.py, which shows it."""
 
-    dataset_path: str = field(
-        default="data/albert_tokenized_wikitext",
-        metadata={
-            "help": "The tokenized dataset: a folder as tokenize_wikitext103.py writes it, an archive of it (.tar, "
-            ".tar.gz), an index of shards (.json), or the http(s) URL of one of these files."
-        },
+    dataset_path: str = flag(
+        "data/albert_tokenized_wikitext",
+        "The tokenized dataset: a folder as tokenize_wikitext103.py writes it, an archive of it (.tar, .tar.gz), an "
+        "index of shards (.json), or the http(s) URL of one of these files.",
     )
-    dataset_sha256: str | None = field(
-        default=None,
-        metadata={
-            "help": "sha256 of that archive or index, as tokenize_wikitext103.py --archive prints it: another file is "
-            "refused. With an URL, give it whenever you know it."
-        },
+    dataset_sha256: str | None = flag(
+        None,
+        "sha256 of that archive or index, as tokenize_wikitext103.py --archive prints it: another file is refused. "
+        "With an URL, give it whenever you know it.",
     )
-    dataset_cache_dir: str = field(
-        default="data/cache",
-        metadata={
-            "help": "Folder for what is fetched and unpacked; a second start finds it there, and several trainers may "
-            "share it. Of data in shards, those that were read longest ago go when the disk is full."
-        },
+    dataset_cache_dir: str = flag(
+        "data/cache",
+        "Folder for what is fetched and unpacked; a second start finds it there, and several trainers may share it. Of "
+        "data in shards, those that were read longest ago go when the disk is full.",
     )
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Text to train on, instead of --dataset_path: a dataset of the Hugging Face Hub, or its folder. "
-            "The trainer tokenizes it at its first start, into --dataset_cache_dir."
-        },
+    dataset_name: str | None = flag(
+        None,
+        "Text to train on, instead of --dataset_path: a dataset of the Hugging Face Hub, or its folder. The trainer "
+        "tokenizes it at its first start, into --dataset_cache_dir.",
     )
-    dataset_config_name: str | None = field(
-        default=None, metadata={"help": "With --dataset_name: which configuration of it, if it has several."}
+    dataset_config_name: str | None = flag(None, "With --dataset_name: which configuration of it, if it has several.")
+    train_file: str | None = flag(
+        None,
+        "As --dataset_name: a file of your own, plain text, .jsonl, .csv or .tsv (field --text_column), also .gz or "
+        ".xz. tokenize_wikitext103.py takes several files, and has more settings.",
     )
-    train_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "As --dataset_name: a file of your own, plain text, .jsonl, .csv or .tsv (field --text_column), "
-            "also .gz or .xz. tokenize_wikitext103.py takes several files, and has more settings."
-        },
+    validation_file: str | None = flag(
+        None,
+        "With --train_file or --dataset_name: text for --do_eval. Default: the dataset's validation split, or a "
+        "twentieth of the documents, held out.",
     )
-    validation_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "With --train_file or --dataset_name: text for --do_eval. Default: the dataset's validation split, "
-            "or a twentieth of the documents, held out."
-        },
+    text_column: str = flag("text", "With --dataset_name, .jsonl, .csv and .tsv: the field that holds the text.")
+    streaming: bool = flag(
+        False,
+        "Train on text that is read, tokenized and shuffled on the way, without end, instead of a dataset that was "
+        "tokenized before. Needs --sources and the swarm's tokenizer in --tokenizer_path; --dataset_path is then for "
+        "--do_eval alone.",
     )
-    text_column: str = field(
-        default="text", metadata={"help": "With --dataset_name, .jsonl, .csv and .tsv: the field that holds the text."}
+    sources: str = flag(
+        "configs/sources.json",
+        "With --streaming: JSON list of what to read and in which proportion: Hub datasets, JSON lines, text, parquet, "
+        "local or http(s). text/streams.py explains each field. All trainers should use the same.",
     )
-    streaming: bool = field(
-        default=False,
-        metadata={
-            "help": "Train on text that is read, tokenized and shuffled on the way, without end, instead of a dataset "
-            "that was tokenized before. Needs --sources and the swarm's tokenizer in --tokenizer_path; --dataset_path "
-            "is then for --do_eval alone."
-        },
+    language: str = flag(
+        "english",
+        "With --dataset_name or --train_file: language of the text, for finding the ends of its sentences. With "
+        "--streaming each source names its own.",
     )
-    sources: str = field(
-        default="configs/sources.json",
-        metadata={
-            "help": "With --streaming: JSON list of what to read and in which proportion: Hub datasets, JSON lines, "
-            "text, parquet, local or http(s). text/streams.py explains each field. All trainers should use the same."
-        },
+    sentence_splitter: Literal["auto", "punkt", "razdel"] = flag(
+        "auto", f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."
     )
-    language: str = field(
-        default="english",
-        metadata={
-            "help": "With --dataset_name or --train_file: language of the text, for finding the ends of its sentences. "
-            "With --streaming each source names its own."
-        },
+    shuffle_buffer: int = flag(
+        8192,
+        "With --streaming: instances that are shuffled together, of about 3 kB each at 512 tokens, twice over. Raise "
+        "it where neighbours in the sources are much alike.",
     )
-    sentence_splitter: Literal["auto", "punkt", "razdel"] = field(
-        default="auto",
-        metadata={
-            "help": f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its "
-            "own."
-        },
+    mlm_probability: float = flag(
+        0.15,
+        "Share of the tokens that are to be predicted: of ten of them, eight become [MASK], one another token. All "
+        "trainers should use the same.",
     )
-    shuffle_buffer: int = field(
-        default=8192,
-        metadata={
-            "help": "With --streaming: instances that are shuffled together, of about 3 kB each at 512 tokens, twice "
-            "over. Raise it where neighbours in the sources are much alike."
-        },
+    whole_word_mask: bool = flag(
+        True,
+        "Choose whole words rather than single pieces of them. Without: for tokenizers that do not mark words, and for "
+        "text without spaces. All trainers should use the same.",
     )
-    mlm_probability: float = field(
-        default=0.15,
-        metadata={
-            "help": "Share of the tokens that are to be predicted: of ten of them, eight become [MASK], one another "
-            "token. All trainers should use the same."
-        },
+    max_sequence_length: int | None = flag(
+        None,
+        "Tokens of an instance, at most: longer ones are cut, at the end of both segments. Default: as in the dataset; "
+        "512 with --streaming, --train_file or --dataset_name. All trainers should use the same.",
+        aliases=["--block_size", "--max_seq_length"],
     )
-    whole_word_mask: bool = field(
-        default=True,
-        metadata={
-            "help": "Choose whole words rather than single pieces of them. Without: for tokenizers that do not mark "
-            "words, and for text without spaces. All trainers should use the same."
-        },
+    initial_sequence_length: int | None = flag(
+        None,
+        "Tokens of an instance at epoch 0, at most; grows to max_sequence_length. Short ones train faster, and memory "
+        "for them is not yet needed. Default: no growth. All trainers should use the same.",
     )
-    max_sequence_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens of an instance, at most: longer ones are cut, at the end of both segments. Default: as in "
-            "the dataset; 512 with --streaming, --train_file or --dataset_name. All trainers should use the same.",
-            "aliases": ["--block_size", "--max_seq_length"],
-        },
+    sequence_length_warmup_steps: int = flag(
+        0,
+        "With --initial_sequence_length: epochs of the swarm of linear growth to max_sequence_length, in steps of "
+        "pad_to_multiple_of. All trainers should use the same.",
     )
-    initial_sequence_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tokens of an instance at epoch 0, at most; grows to max_sequence_length. Short ones train faster, "
-            "and memory for them is not yet needed. Default: no growth. All trainers should use the same."
-        },
-    )
-    sequence_length_warmup_steps: int = field(
-        default=0,
-        metadata={
-            "help": "With --initial_sequence_length: epochs of the swarm of linear growth to max_sequence_length, in "
-            "steps of pad_to_multiple_of. All trainers should use the same."
-        },
-    )
-    pad_to_multiple_of: int | None = field(
-        default=None,
-        metadata={
-            "help": "Pad batches to widths that are multiples of this, for tensor cores. Default: 8, and 1 where no "
-            "instance has 128 tokens. All trainers should use the same if sequences grow."
-        },
+    pad_to_multiple_of: int | None = flag(
+        None,
+        "Pad batches to widths that are multiples of this, for tensor cores. Default: 8, and 1 where no instance has "
+        "128 tokens. All trainers should use the same if sequences grow.",
     )
 
     def __post_init__(self):
@@ -553,10 +435,7 @@ class DataArguments:
             raise UserError("--dataset_config_name needs --dataset_name: add it")
         if not 0 < self.mlm_probability < 1:
             raise UserError("--mlm_probability must lie between 0 and 1")
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise UserError("--pad_to_multiple_of must be at least 1")
-        if self.shuffle_buffer < 1:
-            raise UserError("--shuffle_buffer must be at least 1")
+        check_at_least(1, self, "pad_to_multiple_of", "shuffle_buffer")
         # zero is off, as in other scripts
         self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or any(texts) else None)
         self.initial_sequence_length = self.initial_sequence_length or None
@@ -581,162 +460,105 @@ class DataArguments:
 class TrainerArguments:
     """One trainer's own work. Read by run_trainer.py."""
 
-    preflight: bool = field(
-        default=False,
-        metadata={"help": "Train nothing: check this machine, the data and the way to the others, and print a table."},
+    preflight: bool = flag(
+        False, "Train nothing: check this machine, the data and the way to the others, and print a table."
     )
-    per_device_train_batch_size: str = field(
-        default="4",
-        metadata={
-            "help": "Samples per forward pass of each device. As many as memory holds; auto: try at the start what "
-            "the first of them can do, and choose gradient_accumulation_steps too, whatever that flag says."
-        },
+    per_device_train_batch_size: str = flag(
+        "4",
+        "Samples per forward pass of each device. As many as memory holds; auto: try at the start what the first of "
+        "them can do, and choose gradient_accumulation_steps too, whatever that flag says.",
     )
-    gradient_accumulation_steps: int = field(
-        default=2,
-        metadata={
-            "help": "Batches per step of this peer (this one flag counts batches, not epochs). A step should take "
-            "0.5 to 10 seconds: each may report progress to the swarm."
-        },
+    gradient_accumulation_steps: int = flag(
+        2,
+        "Batches per step of this peer (this one flag counts batches, not epochs). A step should take 0.5 to 10 "
+        "seconds: each may report progress to the swarm.",
     )
-    device: str = field(
-        default="auto",
-        metadata={
-            "help": "What to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, "
-            "untested) or xla (a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu. Each peer as "
-            "it has."
-        },
+    device: str = flag(
+        "auto",
+        "What to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, untested) or xla "
+        "(a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu. Each peer as it has.",
     )
-    num_devices: int | None = field(
-        default=None,
-        metadata={
-            "help": "Devices of this machine to use, each in a process of its own; together they are one peer. "
-            "Default: all visible GPUs, or one CPU. With torchrun it says how many."
-        },
+    num_devices: int | None = flag(
+        None,
+        "Devices of this machine to use, each in a process of its own; together they are one peer. Default: all "
+        "visible GPUs, or one CPU. With torchrun it says how many.",
     )
-    fp16: bool = field(
-        default=False, metadata={"help": "Mixed precision with float16 and loss scaling; needs a CUDA GPU."}
+    fp16: bool = flag(False, "Mixed precision with float16 and loss scaling; needs a CUDA GPU.")
+    bf16: bool = flag(False, "Mixed precision with bfloat16; needs a GPU or CPU that supports it.")
+    tf32: bool = flag(
+        False,
+        "Let NVIDIA GPUs from 2020 on multiply float32 numbers with 10 bits of mantissa, several times as fast. Useful "
+        "without --bf16 and --fp16; each peer as it likes.",
     )
-    bf16: bool = field(
-        default=False, metadata={"help": "Mixed precision with bfloat16; needs a GPU or CPU that supports it."}
+    torch_compile: bool = flag(
+        False,
+        "Compile the model's forward and backward passes: a slower start (up to minutes), faster steps. Each peer as "
+        "it likes; needs a C++ compiler, and on GPUs triton.",
     )
-    tf32: bool = field(
-        default=False,
-        metadata={
-            "help": "Let NVIDIA GPUs from 2020 on multiply float32 numbers with 10 bits of mantissa, several times as "
-            "fast. Useful without --bf16 and --fp16; each peer as it likes."
-        },
+    gradient_checkpointing: bool = flag(
+        False,
+        "Keep less for the backward pass and compute more of it again: longer sequences and larger batches fit, each "
+        "step takes somewhat longer. Each peer as it needs; only for models that have it.",
+        aliases=["--gradient_checkpoints"],
     )
-    torch_compile: bool = field(
-        default=False,
-        metadata={
-            "help": "Compile the model's forward and backward passes: a slower start (up to minutes), faster steps. "
-            "Each peer as it likes; needs a C++ compiler, and on GPUs triton."
-        },
+    dataloader_num_workers: int = flag(4, "Processes that prepare batches; 0: the training process does it itself.")
+    max_steps: int | None = flag(
+        None, "End at this epoch of the swarm; default: at total_steps, where the learning rate is lowest."
     )
-    gradient_checkpointing: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep less for the backward pass and compute more of it again: longer sequences and larger batches "
-            "fit, each step takes somewhat longer. Each peer as it needs; only for models that have it.",
-            "aliases": ["--gradient_checkpoints"],
-        },
+    num_train_epochs: float | None = flag(
+        None,
+        "Leave the swarm after so many passes over this trainer's own data (here, as in other scripts, not epochs of "
+        "the swarm), if --max_steps does not come first; restarts from a checkpoint go on counting. What it has "
+        "computed for the epoch under way is lost, as at any end. Default: no such end.",
     )
-    dataloader_num_workers: int = field(
-        default=4, metadata={"help": "Processes that prepare batches; 0: the training process does it itself."}
+    logging_steps: int = flag(1, "Log every so many epochs. The progress bar of a terminal shows all of them.")
+    logging_first_step: bool = flag(False, "Log this trainer's first epoch too, when --logging_steps is larger.")
+    logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
+    wandb_project: str | None = flag(
+        None,
+        "Report this trainer's own curves to this project on Weights & Biases; default: WANDB_PROJECT of the "
+        "environment, or not at all. WANDB_MODE=offline records for a later upload.",
     )
-    max_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "End at this epoch of the swarm; default: at total_steps, where the learning rate is lowest."
-        },
+    output_dir: str = flag(
+        "outputs/trainer",
+        "Folder for checkpoints, the trained model (from_pretrained format), history.jsonl and summary.json; each "
+        "trainer needs one of its own. The same command again resumes from it.",
     )
-    num_train_epochs: float | None = field(
-        default=None,
-        metadata={
-            "help": "Leave the swarm after so many passes over this trainer's own data (here, as in other scripts, not "
-            "epochs of the swarm), if --max_steps does not come first; restarts from a checkpoint go on counting. What "
-            "it has computed for the epoch under way is lost, as at any end. Default: no such end."
-        },
+    overwrite_output_dir: bool = flag(
+        False,
+        "Permit an existing output_dir, as old commands ask for; it is always permitted, and a run that is in there is "
+        "resumed all the same.",
     )
-    logging_steps: int = field(
-        default=1, metadata={"help": "Log every so many epochs. The progress bar of a terminal shows all of them."}
+    resume_from_checkpoint: str | None = flag(
+        None,
+        "Checkpoint folder or state file to go on from, or none to start anew; default: the newest whole one of "
+        "output_dir and state_path. A swarm that is further gives its state in any case.",
     )
-    logging_first_step: bool = field(
-        default=False, metadata={"help": "Log this trainer's first epoch too, when --logging_steps is larger."}
+    save_steps: int = flag(500, "Save a checkpoint every so many epochs (and at a normal end).")
+    save_total_limit: int = flag(
+        2, "Keep so many checkpoints; each is three times as large as the weights, with lamb_8bit half of it."
     )
-    logging_dir: str | None = field(default=None, metadata={"help": LOGGING_DIR_HELP})
-    wandb_project: str | None = field(
-        default=None,
-        metadata={
-            "help": "Report this trainer's own curves to this project on Weights & Biases; default: WANDB_PROJECT of "
-            "the environment, or not at all. WANDB_MODE=offline records for a later upload."
-        },
+    do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before training and after it.")
+    eval_steps: int | None = flag(
+        None,
+        "With --do_eval: measure every so many epochs too, and at the last one, and report it to the monitor; one "
+        "trainer of a swarm is enough. It trains nothing meanwhile, and the others do not wait for it: when an epoch "
+        "ends before it is done, they step without it and it takes over their state. Choose --max_eval_samples so that "
+        "this is rare.",
     )
-    output_dir: str = field(
-        default="outputs/trainer",
-        metadata={
-            "help": "Folder for checkpoints, the trained model (from_pretrained format), history.jsonl and "
-            "summary.json; each trainer needs one of its own. The same command again resumes from it."
-        },
+    per_device_eval_batch_size: int = flag(32, "Samples per forward pass in evaluation.")
+    max_eval_samples: int | None = flag(None, "Validation samples to use, at most; default: the whole split.")
+    statistics_expiration: float = flag(600, "Seconds for which this peer's published metrics stay on the DHT.")
+    backup_every_epochs: int = flag(
+        10,
+        "Back the training state up every so many epochs, in memory or to state_path, to restore should parameters "
+        "turn non-finite.",
+        aliases=["--backup_every_steps"],
     )
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={
-            "help": "Permit an existing output_dir, as old commands ask for; it is always permitted, and a run that is "
-            "in there is resumed all the same."
-        },
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "Checkpoint folder or state file to go on from, or none to start anew; default: the newest whole "
-            "one of output_dir and state_path. A swarm that is further gives its state in any case."
-        },
-    )
-    save_steps: int = field(
-        default=500, metadata={"help": "Save a checkpoint every so many epochs (and at a normal end)."}
-    )
-    save_total_limit: int = field(
-        default=2,
-        metadata={
-            "help": "Keep so many checkpoints; each is three times as large as the weights, with lamb_8bit half of it."
-        },
-    )
-    do_eval: bool = field(
-        default=False,
-        metadata={"help": "Measure loss and accuracy on the validation split, before training and after it."},
-    )
-    eval_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "With --do_eval: measure every so many epochs too, and at the last one, and report it to the "
-            "monitor; one trainer of a swarm is enough. It trains nothing meanwhile, and the "
-            "others do not wait for it: when an epoch ends before it is done, they step without it and it takes over "
-            "their state. Choose --max_eval_samples so that this is rare."
-        },
-    )
-    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Samples per forward pass in evaluation."})
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Validation samples to use, at most; default: the whole split."}
-    )
-    statistics_expiration: float = field(
-        default=600, metadata={"help": "Seconds for which this peer's published metrics stay on the DHT."}
-    )
-    backup_every_epochs: int = field(
-        default=10,
-        metadata={
-            "help": "Back the training state up every so many epochs, in memory or to state_path, to restore should "
-            "parameters turn non-finite.",
-            "aliases": ["--backup_every_steps"],
-        },
-    )
-    state_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "File for that backup; a start loads it when it is newer than all checkpoints. Give one to lose "
-            "fewer epochs in a crash than save_steps, on a disk that writes it in seconds."
-        },
+    state_path: str | None = flag(
+        None,
+        "File for that backup; a start loads it when it is newer than all checkpoints. Give one to lose fewer epochs "
+        "in a crash than save_steps, on a disk that writes it in seconds.",
     )
 
     def __post_init__(self):
@@ -744,54 +566,37 @@ class TrainerArguments:
             raise UserError("--fp16 and --bf16 exclude each other: give one of them")
         if self.eval_steps is not None and not self.do_eval:
             raise UserError("--eval_steps needs --do_eval: add it")
-        if self.max_eval_samples is not None and self.max_eval_samples < 1:
-            raise UserError("--max_eval_samples must be at least 1")
-        if self.eval_steps is not None and self.eval_steps < 1:
-            raise UserError("--eval_steps must be at least 1")
         if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
             raise UserError("--num_train_epochs must be greater than 0")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
             raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
-        if self.num_devices is not None and self.num_devices < 1:
-            raise UserError("--num_devices must be at least 1")
         if self.per_device_train_batch_size != "auto":
             try:
                 self.per_device_train_batch_size = int(self.per_device_train_batch_size)
             except ValueError:
                 raise UserError("--per_device_train_batch_size must be a number, or auto") from None
-            if self.per_device_train_batch_size < 1:
-                raise UserError("--per_device_train_batch_size must be at least 1")
+            check_at_least(1, self, "per_device_train_batch_size")
         if self.max_steps is not None and self.max_steps < 0:
             raise UserError("--max_steps must not be negative: leave it away to end at --total_steps")
-        for name in (
-            "gradient_accumulation_steps",
-            "per_device_eval_batch_size",
-            "logging_steps",
-            "backup_every_epochs",
-            "save_steps",
-            "save_total_limit",
-        ):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 1")
+        check_at_least(1, self, "num_devices", "gradient_accumulation_steps", "per_device_eval_batch_size")
+        check_at_least(1, self, "max_eval_samples", "eval_steps", "logging_steps", "backup_every_epochs")
+        check_at_least(1, self, "save_steps", "save_total_limit")
 
 
 @dataclass
 class ReportArguments:
     """How a role that watches the whole swarm reports what it sees. Read by viewing/report.py."""
 
-    refresh_period: float = field(default=30, metadata={"help": "Seconds between two looks at the swarm's metrics."})
-    report_to: Literal["trackio", "wandb", "none"] = field(
-        default="trackio",
-        metadata={"help": "Dashboard: trackio is local and needs no account; wandb needs --wandb_project."},
+    refresh_period: float = flag(30, "Seconds between two looks at the swarm's metrics.")
+    report_to: Literal["trackio", "wandb", "none"] = flag(
+        "trackio", "Dashboard: trackio is local and needs no account; wandb needs --wandb_project."
     )
-    wandb_project: str | None = field(
-        default=None,
-        metadata={"help": "Report to this project on Weights & Biases. WANDB_MODE and WANDB_DISABLED are respected."},
+    wandb_project: str | None = flag(
+        None, "Report to this project on Weights & Biases. WANDB_MODE and WANDB_DISABLED are respected."
     )
-    logging_dir: str | None = field(default=None, metadata={"help": LOGGING_DIR_HELP})
-    output_dir: str = field(
-        default="outputs/monitor",
-        metadata={"help": "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."},
+    logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
+    output_dir: str = flag(
+        "outputs/monitor", "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
     )
 
     def __post_init__(self):
@@ -807,19 +612,15 @@ class ReportArguments:
 class MonitorArguments(ReportArguments):
     """The monitor's own work. Read by run_training_monitor.py."""
 
-    watch: bool = field(
-        default=False,
-        metadata={
-            "help": "Be no monitor, but show the swarm of --initial_peers live in this terminal. Joins as a reader "
-            "alone, and writes nothing."
-        },
+    watch: bool = flag(
+        False,
+        "Be no monitor, but show the swarm of --initial_peers live in this terminal. Joins as a reader alone, and "
+        "writes nothing.",
     )
-    plot: str | None = field(
-        default=None,
-        metadata={
-            "help": "Be no monitor, but draw the loss over epochs, samples and hours into this PNG file, from what a "
-            "monitor has written to --output_dir."
-        },
+    plot: str | None = flag(
+        None,
+        "Be no monitor, but draw the loss over epochs, samples and hours into this PNG file, from what a monitor has "
+        "written to --output_dir.",
     )
 
     def __post_init__(self):
@@ -834,17 +635,13 @@ class MonitorArguments(ReportArguments):
 class AuxPeerArguments(ReportArguments):
     """The auxiliary peer's own work. Read by run_aux_peer.py."""
 
-    output_dir: str = field(
-        default="outputs/aux_peer",
-        metadata={"help": "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."},
+    output_dir: str = flag(
+        "outputs/aux_peer", "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
     )
-    assist_in_averaging: bool = field(
-        default=False,
-        metadata={"help": "Average for the others, clients above all. Needs the trainers' model and averaging flags."},
+    assist_in_averaging: bool = flag(
+        False, "Average for the others, clients above all. Needs the trainers' model and averaging flags."
     )
-    assist_refresh: float = field(
-        default=1.0, metadata={"help": "With --assist_in_averaging: seconds between two looks at the epoch's progress."}
-    )
+    assist_refresh: float = flag(1.0, "With --assist_in_averaging: seconds between two looks at the epoch's progress.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -856,60 +653,45 @@ class AuxPeerArguments(ReportArguments):
 class ArchiveArguments:
     """Which states of the swarm are kept and published. Read by viewing/archive.py, for monitor and auxiliary peers."""
 
-    store_checkpoints: bool = field(
-        default=False,
-        metadata={"help": "Save the swarm's state. Needs the trainers' model, optimizer and averaging flags."},
+    store_checkpoints: bool = flag(
+        False, "Save the swarm's state. Needs the trainers' model, optimizer and averaging flags."
     )
-    save_checkpoint_step_interval: int = field(
-        default=5,
-        metadata={
-            "help": "With --store_checkpoints: save a state every so many epochs; raise it where an epoch takes "
-            "seconds, as each download costs a trainer the upload of the whole state.",
-            "aliases": ["--save_checkpoint_epoch_interval"],
-        },
+    save_checkpoint_step_interval: int = flag(
+        5,
+        "With --store_checkpoints: save a state every so many epochs; raise it where an epoch takes seconds, as each "
+        "download costs a trainer the upload of the whole state.",
+        aliases=["--save_checkpoint_epoch_interval"],
     )
-    save_total_limit: int = field(
-        default=2,
-        metadata={
-            "help": "With --store_checkpoints: keep so many newest checkpoints; each is three times as large as the "
-            "weights, with lamb_8bit half of that."
-        },
+    save_total_limit: int = flag(
+        2,
+        "With --store_checkpoints: keep so many newest checkpoints; each is three times as large as the weights, with "
+        "lamb_8bit half of that.",
     )
-    keep_one_in: int = field(
-        default=0,
-        metadata={
-            "help": "With --store_checkpoints: besides the newest ones, keep one in every so many checkpoints for "
-            "ever, e.g. 100; 0: none. Raise it where the disk is small."
-        },
+    keep_one_in: int = flag(
+        0,
+        "With --store_checkpoints: besides the newest ones, keep one in every so many checkpoints for ever, e.g. 100; "
+        "0: none. Raise it where the disk is small.",
     )
-    local_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "With --store_checkpoints: folder for the checkpoints, of this peer alone; default: output_dir.",
-            "aliases": ["--repo_path"],
-        },
+    local_path: str | None = flag(
+        None,
+        "With --store_checkpoints: folder for the checkpoints, of this peer alone; default: output_dir.",
+        aliases=["--repo_path"],
     )
-    repo_url: str | None = field(
-        default=None,
-        metadata={
-            "help": "With --store_checkpoints: upload the newest checkpoint to this model repository of the Hugging "
-            "Face Hub: ORG/NAME, its address, or NAME of the organization in HF_ORGANIZATION_NAME. Made, and public, "
-            "if it does not exist. The token comes from HF_TOKEN or HF_USER_ACCESS_TOKEN, or from `hf auth login`."
-        },
+    repo_url: str | None = flag(
+        None,
+        "With --store_checkpoints: upload the newest checkpoint to this model repository of the Hugging Face Hub: "
+        "ORG/NAME, its address, or NAME of the organization in HF_ORGANIZATION_NAME. Made, and public, if it does not "
+        "exist. The token comes from HF_TOKEN or HF_USER_ACCESS_TOKEN, or from `hf auth login`.",
     )
-    upload_interval: float | None = field(
-        default=None,
-        metadata={
-            "help": "With --repo_url: seconds between two uploads; default: 43200, twice a day. What the Hub keeps of "
-            "each upload counts towards the quota: lower it for short runs alone."
-        },
+    upload_interval: float | None = flag(
+        None,
+        "With --repo_url: seconds between two uploads; default: 43200, twice a day. What the Hub keeps of each upload "
+        "counts towards the quota: lower it for short runs alone.",
     )
 
     def __post_init__(self):
-        if self.save_checkpoint_step_interval < 1 or self.save_total_limit < 1:
-            raise UserError("--save_checkpoint_step_interval and --save_total_limit must be at least 1")
-        if self.keep_one_in < 0:
-            raise UserError("--keep_one_in must be at least 0 (none)")
+        check_at_least(1, self, "save_checkpoint_step_interval", "save_total_limit")
+        check_at_least(0, self, "keep_one_in")
         for flag in ("local_path", "repo_url"):
             if getattr(self, flag) is not None and not self.store_checkpoints:
                 raise UserError(f"--{flag} needs --store_checkpoints: add it")
@@ -926,68 +708,50 @@ class ArchiveArguments:
 class FinetuneArguments:
     """Tuning a trained model for a task. Read by finetune_mlm.py; names and defaults are RuLeanALBERT's."""
 
-    task: str | None = field(
-        default=None,
-        metadata={
-            "help": "Task of RussianSuperGLUE (rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; lidirus has "
-            "predict_on_lidirus.py), or rucola.",
-            "aliases": ["-t"],
-        },
+    task: str | None = flag(
+        None,
+        "Task of RussianSuperGLUE (rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; lidirus has "
+        "predict_on_lidirus.py), or rucola.",
+        aliases=["-t"],
     )
-    task_file: str | None = field(
-        default=None,
-        metadata={
-            "help": "A task of your own instead: a JSON file that names CSV, TSV or JSON-lines files and their "
-            'columns, e.g. {"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; '
-            "experiment/tasks.py lists all fields."
-        },
+    task_file: str | None = flag(
+        None,
+        "A task of your own instead: a JSON file that names CSV, TSV or JSON-lines files and their columns, e.g. "
+        '{"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; experiment/tasks.py lists all '
+        "fields.",
     )
-    checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "The model: a folder that a trainer, monitor or auxiliary peer has saved, or a state.pth with "
-            "config.json and tokenizer/ beside it.",
-            "aliases": ["-c"],
-        },
+    checkpoint: str | None = flag(
+        None,
+        "The model: a folder that a trainer, monitor or auxiliary peer has saved, or a state.pth with config.json and "
+        "tokenizer/ beside it.",
+        aliases=["-c"],
     )
-    model_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Another model instead: ruroberta-large, any id on the Hugging Face Hub, or a folder.",
-            "aliases": ["-m"],
-        },
+    model_name: str | None = flag(
+        None, "Another model instead: ruroberta-large, any id on the Hugging Face Hub, or a folder.", aliases=["-m"]
     )
-    data_dir: str = field(
-        default=".",
-        metadata={
-            "help": "Folder with the benchmark's files: TERRa/train.jsonl, RuCoLA/in_domain_train.csv, ... What is not "
-            "there is loaded from the Hub, except for RuCoLA.",
-            "aliases": ["-d"],
-        },
+    data_dir: str = flag(
+        ".",
+        "Folder with the benchmark's files: TERRa/train.jsonl, RuCoLA/in_domain_train.csv, ... What is not there is "
+        "loaded from the Hub, except for RuCoLA.",
+        aliases=["-d"],
     )
-    output_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder for results.json, predictions and model; default: outputs/finetune/TASK."},
+    output_dir: str | None = flag(
+        None, "Folder for results.json, predictions and model; default: outputs/finetune/TASK."
     )
-    num_seeds: int = field(default=1, metadata={"help": "Train so many times, with the seeds 0, 1, ..."})
-    num_train_epochs: int = field(default=40, metadata={"help": "Passes over the training data; the best one counts."})
-    batch_size: int = field(default=32, metadata={"help": "Samples per forward pass. As many as memory holds."})
-    grad_acc_steps: int = field(
-        default=1,
-        metadata={"help": "Batches, not epochs, per optimizer step; batch_size x grad_acc_steps samples are one."},
+    num_seeds: int = flag(1, "Train so many times, with the seeds 0, 1, ...")
+    num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
+    batch_size: int = flag(32, "Samples per forward pass. As many as memory holds.")
+    grad_acc_steps: int = flag(
+        1, "Batches, not epochs, per optimizer step; batch_size x grad_acc_steps samples are one."
     )
-    learning_rate: float = field(default=1e-5, metadata={"help": "Peak; raise it for models much smaller than BERT."})
-    warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps in which the learning rate rises."})
-    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's, on all but biases and norms."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Clip the gradient's norm to this."})
-    dropout: float = field(default=0.1, metadata={"help": "Wherever the model has some; LeanALBERT: before the head."})
-    max_length: int = field(default=512, metadata={"help": "Tokens of a text or pair, at most; longer ones are cut."})
-    fp16: bool = field(
-        default=False, metadata={"help": "Mixed precision with float16 and loss scaling; needs a CUDA GPU."}
-    )
-    bf16: bool = field(
-        default=False, metadata={"help": "Mixed precision with bfloat16; needs a GPU or CPU that supports it."}
-    )
+    learning_rate: float = flag(1e-5, "Peak; raise it for models much smaller than BERT.")
+    warmup_ratio: float = flag(0.1, "Share of the steps in which the learning rate rises.")
+    weight_decay: float = flag(0.01, "AdamW's, on all but biases and norms.")
+    max_grad_norm: float = flag(1.0, "Clip the gradient's norm to this.")
+    dropout: float = flag(0.1, "Wherever the model has some; LeanALBERT: before the head.")
+    max_length: int = flag(512, "Tokens of a text or pair, at most; longer ones are cut.")
+    fp16: bool = flag(False, "Mixed precision with float16 and loss scaling; needs a CUDA GPU.")
+    bf16: bool = flag(False, "Mixed precision with bfloat16; needs a GPU or CPU that supports it.")
 
     def __post_init__(self):
         if (self.task is None) == (self.task_file is None):
@@ -996,9 +760,7 @@ class FinetuneArguments:
             raise UserError("give --checkpoint FOLDER or --model-name NAME, one of them")
         if self.fp16 and self.bf16:
             raise UserError("--fp16 and --bf16 exclude each other: give one of them")
-        for name in ("num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 1")
+        check_at_least(1, self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps")
         if self.max_length < 8:
             raise UserError("--max_length must be at least 8: two texts and three special tokens")
         for name in ("warmup_ratio", "dropout"):
@@ -1010,123 +772,83 @@ class FinetuneArguments:
 class PredictArguments:
     """Predictions of a tuned model. Read by predict_on_lidirus.py; names are RuLeanALBERT's."""
 
-    model: str = field(
-        metadata={"help": "The --output_dir of a run of finetune_mlm.py on TERRa.", "aliases": ["-m"]},
+    model: str = flag(MISSING, "The --output_dir of a run of finetune_mlm.py on TERRa.", aliases=["-m"])
+    arch: str = flag(
+        "lean_albert",
+        "lean_albert: the tokenizer that the run has saved with its model, whatever it is; else the id or folder of "
+        "another copy of it.",
+        aliases=["-a"],
     )
-    arch: str = field(
-        default="lean_albert",
-        metadata={
-            "help": "lean_albert: the tokenizer that the run has saved with its model, whatever it is; else the id or "
-            "folder of another copy of it.",
-            "aliases": ["-a"],
-        },
+    data_dir: str = flag(
+        ".", "Folder that LiDiRus/LiDiRus.jsonl is in; if it is not there, it is loaded from the Hub.", aliases=["-d"]
     )
-    data_dir: str = field(
-        default=".",
-        metadata={
-            "help": "Folder that LiDiRus/LiDiRus.jsonl is in; if it is not there, it is loaded from the Hub.",
-            "aliases": ["-d"],
-        },
-    )
-    batch_size: int = field(default=32, metadata={"help": "Samples per forward pass."})
-    max_length: int = field(default=512, metadata={"help": "Tokens of a pair, at most; longer ones are cut."})
+    batch_size: int = flag(32, "Samples per forward pass.")
+    max_length: int = flag(512, "Tokens of a pair, at most; longer ones are cut.")
 
     def __post_init__(self):
-        if self.batch_size < 1 or self.max_length < 8:
-            raise UserError("--batch_size must be at least 1, --max_length at least 8")
+        check_at_least(1, self, "batch_size")
+        check_at_least(8, self, "max_length")
 
 
 @dataclass
 class TokenizeArguments:
     """From text to a tokenized dataset. Read by tokenize_wikitext103.py."""
 
-    objective: OBJECTIVES = field(
-        default="mlm_sop",
-        metadata={
-            "help": "What the dataset is for: mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and its like "
-            "can take them too); mlm: full blocks of text, for BERT, RoBERTa and their like; clm: the same without "
-            "special tokens but an end token behind each document, for GPT-2, Llama and their like."
-        },
+    objective: OBJECTIVES = flag(
+        "mlm_sop",
+        "What the dataset is for: mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and its like can take "
+        "them too); mlm: full blocks of text, for BERT, RoBERTa and their like; clm: the same without special tokens "
+        "but an end token behind each document, for GPT-2, Llama and their like.",
     )
-    corpus: Literal["wikitext103", "sample"] = field(
-        default="wikitext103",
-        metadata={"help": "WikiText-103 from the Hugging Face Hub, or the sample that this repository carries."},
+    corpus: Literal["wikitext103", "sample"] = flag(
+        "wikitext103", "WikiText-103 from the Hugging Face Hub, or the sample that this repository carries."
     )
-    text_files: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Your own text instead of a corpus: plain, .jsonl, .csv or .tsv files, also .gz or .xz. UTF-8. A "
-            "document is a JSON line, a row, or a file (an article of a file in WikiText format)."
-        },
+    text_files: list[str] = flag(
+        [],
+        "Your own text instead of a corpus: plain, .jsonl, .csv or .tsv files, also .gz or .xz. UTF-8. A document is a "
+        "JSON line, a row, or a file (an article of a file in WikiText format).",
     )
-    text_column: str = field(default="text", metadata={"help": "Field of a JSON line or a row that holds the text."})
-    tokenizer: str = field(
-        default="albert/albert-large-v2",
-        metadata={"help": "Tokenizer to use: a name on the Hugging Face Hub or a folder."},
+    text_column: str = flag("text", "Field of a JSON line or a row that holds the text.")
+    tokenizer: str = flag("albert/albert-large-v2", "Tokenizer to use: a name on the Hugging Face Hub or a folder.")
+    train_tokenizer: bool = flag(
+        False,
+        "Train a tokenizer on the text instead: ALBERT's kind (Unigram), with --objective clm GPT-2's (BPE of bytes).",
     )
-    train_tokenizer: bool = field(
-        default=False,
-        metadata={
-            "help": "Train a tokenizer on the text instead: ALBERT's kind (Unigram), with --objective clm GPT-2's "
-            "(BPE of bytes)."
-        },
+    vocab_size: int = flag(30_000, "With --train_tokenizer: pieces in the vocabulary, at most.")
+    cased: bool = flag(False, "With --train_tokenizer: tell capital letters from small, as that for clm always does.")
+    keep_accents: bool = flag(
+        False, "With --train_tokenizer: keep marks on letters; Russian needs them. For clm always kept."
     )
-    vocab_size: int = field(
-        default=30_000, metadata={"help": "With --train_tokenizer: pieces in the vocabulary, at most."}
+    language: str = flag("english", "Language of the text, for finding the ends of its sentences.")
+    sentence_splitter: Literal["auto", "punkt", "razdel"] = flag("auto", SENTENCE_SPLITTER_HELP)
+    seq_length: int = flag(512, "Tokens of an instance, at most.")
+    validation_fraction: float = flag(
+        0.05, "Share of documents held out for validation (WikiText-103 brings its own validation split)."
     )
-    cased: bool = field(
-        default=False,
-        metadata={"help": "With --train_tokenizer: tell capital letters from small, as that for clm always does."},
+    seed: int = flag(42, "Seed of the split, the cuts and the swaps.")
+    num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.")
+    cache_dir: str = flag("data/cache", "Folder for downloads from the hub.")
+    dataset_path: str = flag("data/albert_tokenized_wikitext", "Folder to write the dataset to; must not exist yet.")
+    tokenizer_path: str = flag("data/tokenizer", "Folder to write the tokenizer to; must not exist yet.")
+    archive: str | None = flag(
+        None,
+        "File to pack dataset and tokenizer into, for hosting: NAME.tar.gz or NAME.tar. Prints its sha256. Where both "
+        "folders exist already they are packed as they are.",
     )
-    keep_accents: bool = field(
-        default=False,
-        metadata={"help": "With --train_tokenizer: keep marks on letters; Russian needs them. For clm always kept."},
-    )
-    language: str = field(
-        default="english", metadata={"help": "Language of the text, for finding the ends of its sentences."}
-    )
-    sentence_splitter: Literal["auto", "punkt", "razdel"] = field(
-        default="auto", metadata={"help": SENTENCE_SPLITTER_HELP}
-    )
-    seq_length: int = field(default=512, metadata={"help": "Tokens of an instance, at most."})
-    validation_fraction: float = field(
-        default=0.05,
-        metadata={"help": "Share of documents held out for validation (WikiText-103 brings its own validation split)."},
-    )
-    seed: int = field(default=42, metadata={"help": "Seed of the split, the cuts and the swaps."})
-    num_proc: int = field(default=1, metadata={"help": "Processes to tokenize with; the result does not depend on it."})
-    cache_dir: str = field(default="data/cache", metadata={"help": "Folder for downloads from the hub."})
-    dataset_path: str = field(
-        default="data/albert_tokenized_wikitext",
-        metadata={"help": "Folder to write the dataset to; must not exist yet."},
-    )
-    tokenizer_path: str = field(
-        default="data/tokenizer", metadata={"help": "Folder to write the tokenizer to; must not exist yet."}
-    )
-    archive: str | None = field(
-        default=None,
-        metadata={
-            "help": "File to pack dataset and tokenizer into, for hosting: NAME.tar.gz or NAME.tar. Prints its sha256. "
-            "Where both folders exist already they are packed as they are."
-        },
-    )
-    archive_shards: int = field(
-        default=1,
-        metadata={
-            "help": "With --archive NAME.tar.gz: divide large data into so many archives NAME-00000-of-0000N.tar.gz, "
-            "which trainers fetch one after the other while they train, and NAME.json, the index to give them."
-        },
+    archive_shards: int = flag(
+        1,
+        "With --archive NAME.tar.gz: divide large data into so many archives NAME-00000-of-0000N.tar.gz, which "
+        "trainers fetch one after the other while they train, and NAME.json, the index to give them.",
     )
 
     def __post_init__(self):
         if self.seq_length < 8:
             raise UserError("--seq_length must be at least 8: a pair of sentences and three special tokens")
-        if self.num_proc < 1:
-            raise UserError("--num_proc must be at least 1")
+        check_at_least(1, self, "num_proc")
         if not 0 < self.validation_fraction < 1:
             raise UserError("--validation_fraction must lie between 0 and 1")
-        if self.train_tokenizer and self.vocab_size < 100:
-            raise UserError("--vocab_size must be at least 100")
+        if self.train_tokenizer:
+            check_at_least(100, self, "vocab_size")
         if self.archive and not re.fullmatch(r"[^/.][^/.]*\.(tar|tar\.gz|tgz)", self.archive.rsplit("/", 1)[-1]):
             raise UserError(f"--archive {self.archive} is no name such as wikitext.tar.gz, without another dot")
         if self.archive_shards < 1 or (self.archive_shards > 1 and not self.archive):
@@ -1187,12 +909,9 @@ def parse_arguments(*groups: type, description: str | None = None) -> tuple:
 
     :raises UserError: a flag is unknown, abbreviated, malformed or contradicts another one
     """
-    from transformers import HfArgumentParser  # here: it takes most of a second, in which Ctrl-C should be quiet
+    from transformers import HfArgumentParser  # here, see `flag`
 
     parser = HfArgumentParser(groups, description=description, allow_abbrev=False)
-    for field_ in (field_ for group in groups for field_ in fields(group)):
-        if aliases := field_.metadata.get("aliases"):
-            parser._option_string_actions[f"--{field_.name}"].help += f" Also known as {', '.join(aliases)}."
 
     def refuse(message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists every flag)")

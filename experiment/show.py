@@ -15,9 +15,17 @@ import sys
 import textwrap
 from collections import Counter
 
+from arguments import DataArguments, ModelArguments, parse_arguments
+from support.console import edge
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge():
+        groups = parse_arguments(
+            ModelArguments, DataArguments, description="Print batches as text, as a model will see them."
+        )
+
 import numpy as np
 
-from arguments import DataArguments, ModelArguments, parse_arguments
 from experiment.data import (
     check_data_arguments,
     load_data,
@@ -25,7 +33,6 @@ from experiment.data import (
     sequence_length_at,
 )
 from experiment.model import find_objective
-from support.console import edge
 from text.collators import IGNORED_LABEL, number_words
 from text.tokenizers import find_word_beginnings
 
@@ -100,10 +107,7 @@ class BatchStatistics:
         return text.strip()
 
 
-def main() -> None:
-    model_args, args = parse_arguments(
-        ModelArguments, DataArguments, description="Print batches as text, as a model will see them."
-    )
+def main(model_args: ModelArguments, args: DataArguments) -> None:
     objective = find_objective(model_args)
     tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)
@@ -137,4 +141,4 @@ def main() -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     with edge():
-        main()
+        main(*groups)

@@ -25,14 +25,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import hivemind
-import psutil
-import torch
-from hivemind.dht.node import DHTNode
-from hivemind.optim.progress_tracker import LocalTrainingProgress
-from hivemind.proto.dht_pb2 import PingRequest
-from hivemind.utils import get_dht_time
-
 from arguments import (
     AveragingArguments,
     DataArguments,
@@ -42,6 +34,22 @@ from arguments import (
     TrainerArguments,
     parse_arguments,
 )
+from support.console import UserError, edge, setup_logging, show_bytes
+
+GROUPS = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge():
+        groups = parse_arguments(*GROUPS, description=__doc__)
+
+import hivemind
+import psutil
+import torch
+from hivemind.dht.node import DHTNode
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.proto.dht_pb2 import PingRequest
+from hivemind.utils import get_dht_time
+
 from experiment.data import (
     check_data_arguments,
     choose_tokenizer,
@@ -67,7 +75,6 @@ from machine.devices import (
     stop_when_out_of_memory,
     time_pass,
 )
-from support.console import UserError, setup_logging, show_bytes
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
 from swarm.contract import fetch_contracts, find_differences
 from swarm.dht import raise_file_limit
@@ -506,10 +513,12 @@ def warn_of_speed(
     warn(check_epoch_time(epoch_seconds, peers, matchmaking_time))
 
 
-def main() -> None:
-    """Measure the batch size that suits this machine."""
-    groups = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
-    _, model_args, _, averaging, data_args, args = parse_arguments(*groups, description=__doc__)
+def main(*groups) -> None:
+    """Measure the batch size that suits this machine.
+
+    :param groups: instances of GROUPS
+    """
+    _, model_args, _, averaging, data_args, args = groups
     setup_logging("preflight")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
     model = make_trained_model(model_args, args, tokenizer)
@@ -524,4 +533,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with clean_end():
-        main()
+        main(*groups)

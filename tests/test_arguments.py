@@ -61,6 +61,8 @@ def test_steps_count_epochs_and_say_so():
         (["--run_id", "a", "--fp16", "--bf16"], ["--fp16", "--bf16"]),
         (["--run_id", "a", "--min_learning_rate", "1"], ["--min_learning_rate 1", "--learning_rate 0.00176"]),
         (["--run_id", "a", "--min_8bit_size", "0"], ["--min_8bit_size"]),
+        (["--run_id", "a", "--target_group_size", "1"], ["--target_group_size", "at least 2"]),
+        (["--run_id", "a", "--do_eval", "--eval_steps", "0"], ["--eval_steps", "at least 1"]),
         # gradients that are accumulated where the batch's own are could not be dropped, kept, or put aside
         (["--run_id", "a", "--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
         (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
@@ -98,13 +100,15 @@ def test_a_wrong_flag_is_one_line(flags, words, monkeypatch):
     assert all(word in line for word in words), line
 
 
-@pytest.mark.parametrize("script", ["run_trainer.py", "run_training_monitor.py", "run_aux_peer.py", "finetune_mlm.py"])
-def test_a_typo_is_answered_before_the_slow_imports(script):
-    command = [sys.executable, "-X", "importtime", script, "--nonsense"]
+@pytest.mark.parametrize(
+    "module", [module for module, path in MODULES.items() if "= parse_arguments(" in path.read_text()]
+)
+def test_a_typo_is_answered_before_the_slow_imports(module):
+    command = [sys.executable, "-X", "importtime", "-m", module, "--nonsense"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     *imported, line = run.stderr.splitlines()
-    assert run.returncode == 2 and line.startswith(f"{script}: error: ") and "--" in line
-    assert not {"torch", "hivemind"} & {line.split("|")[-1].strip() for line in imported}
+    assert run.returncode == 2 and line.startswith(f"{MODULES[module].name}: error: ") and "--" in line
+    assert not {"torch", "hivemind", "datasets"} & {line.split("|")[-1].strip() for line in imported}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,6 @@ import threading
 import time
 from pathlib import Path
 
-import hivemind
-import torch
-
 from arguments import (
     ArchiveArguments,
     AveragingArguments,
@@ -26,6 +23,16 @@ from arguments import (
     SwarmArguments,
     parse_arguments,
 )
+from support.console import UserError, edge, setup_logging
+from support.files import lock_folder
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge():
+        groups = parse_arguments(ArchiveArguments, description=__doc__.splitlines()[0])
+
+import hivemind
+import torch
+
 from experiment.model import USES_OF, make_model
 from experiment.optimizer import describe_contract, make_optimizer
 from machine.checkpoint import (
@@ -37,8 +44,6 @@ from machine.checkpoint import (
     save_model,
     set_aside,
 )
-from support.console import UserError, edge, setup_logging
-from support.files import lock_folder
 from swarm.contract import compare_with_run
 from swarm.optimizer import Optimizer
 from text.tokenizers import tokenizer_fingerprint
@@ -314,10 +319,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     )
 
 
-def main() -> None:
+def main(args: ArchiveArguments) -> None:
     """Upload the newest checkpoint of --local_path now."""
     setup_logging("archive")
-    [args] = parse_arguments(ArchiveArguments, description=__doc__.splitlines()[0])
     if not args.repo_url or not args.local_path:
         raise UserError("give --local_path FOLDER and --repo_url ORG/NAME: what to upload, and where to")
     if find_token() is None:
@@ -341,4 +345,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     with edge():
-        main()
+        main(*groups)
