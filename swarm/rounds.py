@@ -550,8 +550,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         runner = await asyncio.shield(self._running_groups[group_info.group_id])
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}
-        # a line that drops to a tenth has seconds of data in its queues
-        quiet_for, patience = max(FIRST_LOOK, LINE.round_seconds / 8), max(LINE.patience, LINE.round_seconds / 8)
+        quiet_for = max(FIRST_LOOK, LINE.round_seconds / 8)
         while True:
             await asyncio.sleep(LOOK_PERIOD)
             if runner.has_slowed():  # all are sooner done with another plan
@@ -562,6 +561,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             quiet = [p for p in runner.list_awaited() if runner.heard[p] < quiet_since and p not in clients]
             if not quiet:
                 continue
+            # a line that drops to a tenth has seconds of data in its queues
+            patience = max(LINE.patience, LINE.round_seconds / 8)
             question = partial(find_answering_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=patience)
             answering = await self.dht.run_coroutine(question, return_future=True)
             for peer in quiet:
