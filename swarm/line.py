@@ -37,7 +37,7 @@ ROUND_PAUSE = 0.5  # seconds after a round's last message in which it counts as 
 LOOK_PERIOD, IDLE_PERIOD = 0.5, 5.0  # seconds between two looks at the line, with traffic and without
 LOOKED_AT = 3  # peers asked at each look; the nearest answer counts, as the others' own lines may be full
 # Seconds of waiting. Messages come in bursts, at both ends: only what never goes away is a queue.
-LONG_QUEUE, SHORT_QUEUE = 0.08, 0.04
+STUCK, LONG_QUEUE, SHORT_QUEUE = 0.25, 0.08, 0.04
 # Of the rate, at one look. To exceed the line costs more than to stay below it: with 5 % too much, a round took 22 s
 # that took 16 s just below, as TCP loses packets and its sockets hold the queue. So after a queue the rate grows slowly
 # at first: by so much more at each look than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
@@ -206,7 +206,7 @@ class Line:
         the modem short by the rate (as LEDBAT does, RFC 6817)."""
         shortest: dict[PeerID, float] = {}
         sent, looked, is_told, wait = self._sent.value, time.monotonic(), False, 0.0
-        calm_sent, calm_at = sent, looked  # when there was no queue
+        calm_sent, calm_at, most = sent, looked, 0.0  # when there was no queue, and the most that was sent since
         while True:
             await asyncio.sleep(LOOK_PERIOD)
             node.protocol.wait_timeout = max(3.0, 2 * self.patience)
@@ -227,13 +227,14 @@ class Line:
                     waits.append(seconds - shortest[peer])
             if has_traffic:
                 last_wait, wait = wait, min(waits, default=LOOK_PERIOD)
-                if waits or share < MUCH:
+                most = max(most, share)
+                if wait < STUCK or most < MUCH:
                     self.adjust(wait, last_wait, share)
                 else:
                     await self.drain(node, peers, calm_sent, calm_at)
                     sent, looked, wait = self._sent.value, time.monotonic(), 0.0
             if not has_traffic or wait < SHORT_QUEUE:
-                calm_sent, calm_at = sent, looked
+                calm_sent, calm_at, most = sent, looked, 0.0
             if self._is_given.value and not is_told and self._rate.value < 0.7 * self._limit.value:
                 is_told = True
                 logger.warning(
@@ -264,7 +265,7 @@ class Line:
         self._rate.value = min(max(rate, LOWEST_RATE), self._limit.value)
 
     async def drain(self, node: DHTNode, peers: Iterable[PeerID], sent: int, since: float) -> None:
-        """The line has become much slower, and all that was handed over stands in front of it: send nothing until
+        """The line is much slower than the rate, and what was handed over stands in front of it: send nothing until
         answers have come through, and go on as fast as the line has carried that.
 
         :param sent: bytes handed over when there was no queue yet
