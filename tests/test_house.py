@@ -30,3 +30,10 @@ def test_imports_run_one_way():
         for other in {name.split(".")[0] for name in imported} - {room}:
             assert FLOORS.get(other, len(ORDER)) < FLOORS.get(room, len(ORDER) + 1), f"{module} imports {other}"
     graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the circle
+
+
+def test_functions_can_be_read():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno - node.lineno < 90, f"{path.name}: {node.name} is too long"
