@@ -904,6 +904,10 @@ def make_repo_id(text: str) -> str:
     return repo_id
 
 
+#: of run_trainer.py, in the order in which its functions take them
+TRAINER_ARGS = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
+
+
 def parse_arguments(*groups: type, description: str | None = None) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 

@@ -1,7 +1,7 @@
-"""CollaborativeCallback: what happens around each step of a trainer: take over the state, report, save, restore.
+"""CollaborativeCallback: what happens around a trainer's steps: take over the state, report, evaluate, save, restore.
 
-run_trainer.py calls it; read there when. It must not cost the loop: losses are summed on the device and read once per
-epoch, records go to the DHT in the background.
+run_trainer.py calls it: at the start, after each step, and at the end. It must not cost the loop: losses are summed on
+the device and read once per epoch, records go to the DHT in the background.
 """
 
 import contextlib
@@ -11,7 +11,8 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,8 @@ from hivemind.utils import get_dht_time
 from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
-from arguments import SwarmArguments, TrainerArguments
+from experiment.data import make_eval_batches
+from experiment.model import evaluate
 from machine.checkpoint import (
     CheckpointError,
     apply_state,
@@ -29,16 +31,21 @@ from machine.checkpoint import (
     load_state,
     load_state_file,
     save_checkpoint,
+    save_model,
     save_state_file,
 )
-from machine.devices import is_out_of_memory
+from machine.devices import all_finite, is_out_of_memory
 from machine.preflight import warn_of_speed
+from support.console import UserError
 from support.files import append_line, write_file
+from swarm.addresses import select_for_others
 from swarm.contract import publish_contract
+from swarm.joining import warn_of_local_addresses
 from swarm.line import LINE
 from swarm.optimizer import Optimizer
+from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
-from text.batches import StreamedBatches
+from swarm.status import StatusServer
 from utils import (
     RECENT_EPOCHS,
     Evaluation,
@@ -51,7 +58,7 @@ from utils import (
     show_progress,
     show_samples,
 )
-from viewing.dashboards import report_to_dashboard
+from viewing.dashboards import finish_dashboard, report_to_dashboard, start_trainer_dashboard
 
 logger = logging.getLogger("trainer")
 
@@ -59,30 +66,38 @@ logger = logging.getLogger("trainer")
 class CollaborativeCallback:
     """The state that lives across a trainer's steps: sums since the last epoch, the backup, the progress bar.
 
-    :param arguments: of the whole command line, by name: checkpoints note them
+    :param groups: the arguments of the whole command line, as in TRAINER_ARGS: checkpoints note them
+    :param dataset, corpus: of data.load_data
+    :param autocast: the precision in which to evaluate
     :param num_devices: those of this machine that share each step
+    :param page: shows this trainer's progress, once there is some
     """
 
     def __init__(
         self,
         dht: DHT,
         optimizer: Optimizer,
-        swarm: SwarmArguments,
-        args: TrainerArguments,
+        groups: tuple,
         public_key: bytes,
         contract: RunContract,
         *,
         model: torch.nn.Module,
         tokenizer,
+        dataset: dict,
+        corpus: dict,
+        autocast: AbstractContextManager,
         scaler: torch.amp.GradScaler | None,
-        arguments: dict,
         num_devices: int = 1,
+        page: StatusServer | None = None,
     ):
-        self.dht, self.optimizer, self.swarm, self.args = dht, optimizer, swarm, args
-        self.public_key, self.contract = public_key, contract
-        self.model, self.tokenizer, self.scaler, self.arguments = model, tokenizer, scaler, arguments
-        self.batches_per_step = args.gradient_accumulation_steps * num_devices
-        self.batch_size = args.per_device_train_batch_size * self.batches_per_step
+        self.dht, self.optimizer, self.public_key, self.contract = dht, optimizer, public_key, contract
+        self.swarm, _, optimizer_args, _, self.data_args, self.args = groups
+        self.arguments = {name: value for group in groups for name, value in asdict(group).items()}
+        self.model, self.tokenizer, self.dataset, self.corpus = model, tokenizer, dataset, corpus
+        self.autocast, self.scaler, self.page = autocast, scaler, page
+        self.batches_per_step = self.args.gradient_accumulation_steps * num_devices
+        #: samples of a step of this peer
+        self.batch_size = self.args.per_device_train_batch_size * self.batches_per_step
         self.next_contract_time = 0.0
         self.loss_sum: torch.Tensor | float = 0.0
         self.mini_steps = self.skipped_steps = 0
@@ -98,26 +113,23 @@ class CollaborativeCallback:
         # in memory unless --state_path holds it
         self.backup: dict | None = None
         self.saved_epoch = 0
-        self.history = Path(args.output_dir) / "history.jsonl"
+        self.history = Path(self.args.output_dir) / "history.jsonl"
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_bar_time = 0.0
-        #: when it is to be known where to read on
-        self.stream: StreamedBatches | None = None
-        #: devices.Feed, which knows how long the device has waited for data, and for how many epochs that was too long
-        self.feed = None
-        self.wait_share, self.hungry_epochs = 0.0, 0
+        #: for how long the device has waited for data in this epoch, and for how many epochs that was too long
+        self.waited, self.wait_share, self.hungry_epochs = 0.0, 0.0, 0
         #: wandb, when this trainer reports its own curves
         self.dashboard = None
-        #: measures loss and accuracy of the model as it is, see utils.Evaluation, where --do_eval asks for it
-        self.evaluate: Callable[[], dict] | None = None
+        self.start_loss: float | None = None
         self.evaluation: dict | None = None
         #: versions of the parameters that were evaluated
         self.evaluated: list[int] = []
-        self.final_epoch = arguments.get("total_steps") if args.max_steps is None else args.max_steps
+        self.final_epoch = optimizer_args.total_steps if self.args.max_steps is None else self.args.max_steps
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
         #: that this trainer is to compute, earlier starts included, where --num_train_epochs says so
-        self.most_samples = math.inf
+        passes = self.args.num_train_epochs
+        self.most_samples = passes * len(dataset["train"]) if passes else math.inf
         self.samples_before, self.train_start = 0, time.monotonic()
 
     def resume(self, path: Path | None) -> None:
@@ -140,8 +152,28 @@ class CollaborativeCallback:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         write_file(self.history, lambda file: file.write(text.encode()))
 
-    def on_train_begin(self) -> None:
-        """Take over the swarm's state, when there is a swarm that is further than this peer."""
+    def on_train_begin(self, saved_state: Path | None) -> None:
+        """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
+        over the swarm's state, when there is a swarm that is further than this peer."""
+        try:
+            self.resume(saved_state)
+        except CheckpointError as e:
+            raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts anew") from e
+        prefix, is_resumed = self.swarm.experiment_prefix, saved_state is not None
+        self.dashboard = start_trainer_dashboard(self.args, prefix, self.arguments, is_resumed)
+        logger.info(
+            f"run {prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
+            f"peer {self.dht.peer_id}{' in client mode' if self.dht.client_mode else ''}"
+        )
+        if not self.dht.client_mode:
+            maddr = select_for_others(self.dht.get_visible_maddrs())[0]
+            logger.info(f"others may join through --initial_peers {maddr}")
+        warn_of_local_addresses(self.dht, self.swarm)
+        if self.page:
+            self.page.serve(self.dht, self.read_progress)
+        if self.args.do_eval and self.measure():
+            self.start_loss = self.evaluation["loss"]
+            logger.info(f"unigram entropy {self.corpus['unigram_entropy']:.3f} nats")
         progress, others = self.optimizer.tracker.global_progress, len(self.optimizer.tracker.present)
         if others and progress.epoch > self.optimizer.local_epoch:
             logger.info(f"taking over the state of epoch {progress.epoch}, {others} other peers are there")
@@ -149,26 +181,34 @@ class CollaborativeCallback:
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
         self.last_step_end = self.train_start = time.monotonic()
-        self.on_step_end()
+        self.look_at_clock()
+        if self.optimizer.local_epoch >= self.final_epoch:
+            logger.info(
+                f"epoch {self.final_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts anew"
+            )
 
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Note the mean loss of one step (a scalar on the device) without waiting for it."""
-        self.loss_sum = self.loss_sum + loss * self.batches_per_step
-        self.mini_steps += self.batches_per_step
+    def on_step_end(self, loss: torch.Tensor, is_finite: bool, waited: float) -> None:
+        """After each step of this peer.
 
-    def skip_step(self) -> None:
-        """Count a step whose loss or gradients were not finite."""
-        self.skipped_steps += 1
-        logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")
-
-    def on_step_end(self, samples: int = 0) -> None:
-        """After each step of this peer: most times only a look at the clock.
-
-        :param samples: those whose gradients were given to the optimizer
+        :param loss: the mean over the step's batches, a scalar on the device, which is not waited for
+        :param is_finite: whether loss and gradients were; if not, nothing was given to the optimizer
+        :param waited: seconds for which the device has waited for data
         """
+        if is_finite:
+            self.loss_sum = self.loss_sum + loss * self.batches_per_step
+            self.mini_steps += self.batches_per_step
+            self.computed_samples += self.batch_size
+        else:
+            self.skipped_steps += 1
+            logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")
+        self.waited += waited
         now = time.monotonic()
-        self.computed_samples += samples
         self.longest_step, self.last_step_end = max(self.longest_step, now - self.last_step_end), now
+        self.look_at_clock()
+
+    def look_at_clock(self) -> None:
+        """What is due now: most times nothing."""
+        now = time.monotonic()
         if now >= self.next_contract_time:
             expiration = self.optimizer.tracker.metadata_expiration
             self.next_contract_time = now + expiration / 3
@@ -182,6 +222,14 @@ class CollaborativeCallback:
         if now >= self.next_bar_time:
             self.next_bar_time = now + 0.5
             self.bar.set_description_str(self.describe_progress())
+        has_read_all = self.samples_before + self.computed_samples >= self.most_samples
+        if has_read_all and self.optimizer.local_epoch < self.final_epoch:
+            passes, size = self.args.num_train_epochs, len(self.dataset["train"])
+            logger.info(f"{passes:g} passes over {size:,} samples are done: ending")
+            # a last time while the swarm still hears it: the data end between epochs
+            if self.args.eval_steps and self.metrics and self.measure():
+                self.publish()
+            STOP_REQUESTED.set()
 
     def on_epoch_end(self, now: float) -> None:
         """The swarm has stepped: report, and look after the parameters."""
@@ -190,7 +238,7 @@ class CollaborativeCallback:
         optimizer, epoch = self.optimizer, self.optimizer.local_epoch
         self.epochs += 1
         self.recent_seconds.append((now - self.epoch_start) / max(1, epoch - self.last_epoch))
-        self.look_at_feed(now - self.epoch_start)
+        self.check_data_wait(now - self.epoch_start)
         self.averaged_epochs += optimizer.averaged_with > 1
         # the only place where the loop waits for the device on behalf of reports
         loss_sum = float(self.loss_sum)
@@ -259,7 +307,6 @@ class CollaborativeCallback:
             self.back_up()
         if epoch // self.args.save_steps != self.last_epoch // self.args.save_steps:
             self.save()
-        save_stream(self.stream, self.args.output_dir, 0)
         self.last_epoch, self.epoch_start = epoch, now
 
     def publish(self) -> None:
@@ -284,6 +331,14 @@ class CollaborativeCallback:
         steps = self.args.eval_steps
         return steps is not None and (epoch // steps != self.last_epoch // steps or epoch >= self.final_epoch)
 
+    def compute_evaluation(self) -> dict:
+        """Loss and accuracy on the validation split, and of how many samples."""
+        options = dict(batch_size=self.args.per_device_eval_batch_size, max_samples=self.args.max_eval_samples)
+        batches = make_eval_batches(self.dataset["validation"], self.tokenizer, self.data_args, **options)
+        with self.autocast:
+            result = evaluate(self.model, batches, self.model.device)
+        return {"samples": sum(len(batch["input_ids"]) for batch in batches), **result}
+
     def measure(self) -> bool:
         """Evaluate the model as it is, unless these weights have been; False where nothing came of it that could be
         reported."""
@@ -293,7 +348,7 @@ class CollaborativeCallback:
         start, self.evaluated = time.monotonic(), versions
         try:
             with self.optimizer.tracker.step_aside():
-                measured = self.evaluate()
+                measured = {"epoch": self.optimizer.local_epoch, **self.compute_evaluation()}
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e):
                 raise
@@ -322,19 +377,10 @@ class CollaborativeCallback:
                 )
         return True
 
-    def has_read_all(self) -> bool:
-        """Whether this trainer has computed all samples of its --num_train_epochs."""
-        return self.samples_before + self.computed_samples >= self.most_samples
-
-    def evaluate_for_others(self) -> None:
-        """With --eval_steps, a last time, while the swarm still hears it: where the data end between epochs."""
-        if self.args.eval_steps and self.metrics and self.measure():
-            self.publish()
-
     def measure_progress(self) -> dict:
         """How far the swarm has come, and when this trainer ends: see utils.measure_progress."""
         # not the tracker's, which is less --batch_size_lead
-        target_batch_size = self.arguments.get("target_batch_size")
+        target_batch_size = self.arguments["target_batch_size"]
         progress = measure_progress(
             self.optimizer.local_epoch, self.final_epoch, target_batch_size, list(self.recent_seconds)
         )
@@ -346,11 +392,9 @@ class CollaborativeCallback:
                 progress |= {"seconds_left": left, "own_samples": computed, "most_samples": int(self.most_samples)}
         return progress
 
-    def look_at_feed(self, seconds: float) -> None:
+    def check_data_wait(self, seconds: float) -> None:
         """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
-        if self.feed is None:
-            return
-        self.wait_share = min(1.0, self.feed.take_waited() / max(seconds, 1e-9))
+        self.wait_share, self.waited = min(1.0, self.waited / max(seconds, 1e-9)), 0.0
         # not the first epoch, in which the data's workers start
         self.hungry_epochs = self.hungry_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
         if self.hungry_epochs == 3:
@@ -399,11 +443,9 @@ class CollaborativeCallback:
         moments = [value for param in params for value in local.state[param].values() if torch.is_tensor(value)]
         return params + moments
 
-    @torch.no_grad()
     def parameters_are_finite(self) -> bool:
         # the codes of 8-bit moments are whole numbers; it is their scales that may not be finite
-        tensors = [tensor for tensor in self.state_tensors() if tensor.is_floating_point()]
-        return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
+        return all_finite(tensor for tensor in self.state_tensors() if tensor.is_floating_point())
 
     def collect_state(self) -> dict:
         """This trainer's whole state, see machine/checkpoint.py."""
@@ -445,25 +487,47 @@ class CollaborativeCallback:
 
     def on_train_end(self) -> None:
         """Save, and withdraw the contract: a swarm that has ended must not bind the next one of the same name."""
+        # rounds that run in the background still change the parameters
+        self.optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
         self.bar.close()
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
             self.save()
-        save_stream(self.stream, self.args.output_dir, 0)
         expiration = self.optimizer.tracker.metadata_expiration
         publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, None, expiration)
+        finish_dashboard(self.dashboard)
 
-
-def find_stream(output_dir: str, rank: int) -> Path:
-    """The file that says how far this rank has read."""
-    return Path(output_dir) / (f"stream_{rank}.json" if rank else "stream.json")
-
-
-def save_stream(stream: StreamedBatches | None, output_dir: str, rank: int) -> None:
-    """Note behind which batch a restart reads on, at each epoch: these samples have gone to the swarm, whichever
-    checkpoint the restart finds."""
-    if stream and (state := stream.state()):
-        text = json.dumps(state) + "\n"
-        write_file(find_stream(output_dir, rank), lambda file: file.write(text.encode()))
+    def save_results(self, with_evaluation: bool) -> None:
+        """The model and summary.json, when the swarm is left, which would wait for an evaluation."""
+        optimizer, output_dir = self.optimizer, Path(self.args.output_dir)
+        summary = {"unigram_entropy": self.corpus["unigram_entropy"], "peer_id": str(self.dht.peer_id)}
+        if self.start_loss is not None:
+            summary["start_loss"] = self.start_loss
+        summary |= {
+            "epoch": optimizer.local_epoch,
+            "samples": optimizer.total_samples,
+            "epochs_here": self.epochs,
+            "epochs_averaged": self.averaged_epochs,
+            "failed_rounds": optimizer.failed_rounds,
+            "skipped_steps": self.skipped_steps,
+            "computed_samples": self.samples_before + self.computed_samples,
+        }
+        if self.data_args.streaming:
+            summary["sources"] = self.dataset["train"].count_records()
+            for name, read in summary["sources"].items():
+                logger.info(f"source {name}: {read['documents']:,} documents read, {read['broken']:,} broken records")
+        is_saved = save_model(self.model, self.tokenizer, output_dir / "model", extra={"epoch": optimizer.local_epoch})
+        if self.args.do_eval and with_evaluation and self.measure():
+            final, entropy = self.evaluation, self.corpus["unigram_entropy"]
+            summary |= {"final_loss": final["loss"], "final_perplexity": perplexity(final["loss"])}
+            summary["final_accuracy"] = final["accuracy"]
+            logger.info(f"validation loss {final['loss']:.3f}, unigram entropy {entropy:.3f} nats")
+        text = json.dumps(summary, indent=2) + "\n"
+        write_file(output_dir / "summary.json", lambda file: file.write(text.encode()))
+        logger.info(
+            f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples, averaged with others in "
+            f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "
+            + (f"in {output_dir}" if is_saved else "NOT SAVED, see the warning above")
+        )
 
 
 def read_history(path: Path) -> list[dict]:

@@ -56,7 +56,7 @@ from experiment.tasks import (
 )
 from machine.checkpoint import save_model
 from models.lean_albert import load_ruleanalbert
-from support.files import lock_folder, write_file
+from support.files import lock_folder, make_folder, write_file
 
 logger = logging.getLogger("finetune")
 
@@ -473,10 +473,7 @@ def main(args: FinetuneArguments) -> None:
     check_tokenizer(pretrained, is_own=args.checkpoint is not None)
     # what is wrong with the model is said before anything is written
     max_length = choose_length(make_task_model(pretrained, task, args.dropout), args.max_length)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--output_dir: {folder} cannot be written ({e.strerror}): choose another folder") from e
+    make_folder("--output_dir", folder)
     lock_folder("--output_dir", folder)
     seeds = load_results(args, folder)
 

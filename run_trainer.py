@@ -18,28 +18,13 @@ and a restart goes on behind the last batch of the last whole epoch. With severa
 and all of them together are one peer (see machine/ranks.py).
 """
 
-import json
 import logging
-import os
 import platform
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 
-from arguments import (
-    AveragingArguments,
-    DataArguments,
-    ModelArguments,
-    OptimizerArguments,
-    SwarmArguments,
-    TrainerArguments,
-    parse_arguments,
-)
-from support.console import UserError, edge, log_to_folder, setup_logging
-
-GROUPS = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
+from arguments import TRAINER_ARGS as GROUPS
+from arguments import parse_arguments
+from support.console import UserError, edge, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -49,361 +34,168 @@ import hivemind
 import torch
 import transformers
 
-from callback import CollaborativeCallback, find_stream, save_stream
-from experiment.data import (
-    check_data_arguments,
-    data_seed,
-    load_data,
-    load_stream_state,
-    make_eval_batches,
-    make_train_batches,
-    sequence_length_at,
-)
-from experiment.model import compute_losses, evaluate, find_longest_sequence, make_trained_model, move_batch
+from callback import CollaborativeCallback
+from experiment.data import check_data_arguments, data_seed, load_data
+from experiment.model import compute_losses, find_longest_sequence, make_trained_model, move_batch
 from experiment.optimizer import describe_contract, make_optimizer
-from machine.checkpoint import CheckpointError, choose_state, save_model
-from machine.devices import (
-    Feed,
-    compile_model,
-    explain_out_of_memory,
-    find_batch_size,
-    is_out_of_memory,
-    make_trial_batch,
-    place_model,
-    set_batch_size,
-    stop_when_out_of_memory,
-)
+from machine.checkpoint import choose_state, claim_folders
+from machine.devices import all_finite, make_trial_batch, place_model, stop_when_out_of_memory, tune_to_device
+from machine.feed import make_feed
 from machine.preflight import run_preflight, warn_at_start
 from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
-from support.files import lock_folder, write_file
-from swarm.addresses import select_for_others
 from swarm.contract import join_run
-from swarm.joining import make_dht, warn_of_local_addresses
+from swarm.joining import make_dht
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
 from swarm.status import StatusServer
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
-from utils import keep_signing_key, perplexity
-from viewing.dashboards import finish_dashboard, require_wandb, start_trainer_dashboard
+from viewing.dashboards import require_wandb
 
 logger = logging.getLogger("trainer")
 
 
 def main(*groups) -> None:
     """:param groups: instances of GROUPS"""
-    args = groups[-1]
-    setup_logging("trainer")
-    if args.logging_dir:
-        log_to_folder("trainer", args.logging_dir)
+    *_, data_args, args = groups
+    setup_logging("trainer", args.logging_dir)
     require_wandb(args)
-    if args.preflight:  # of those that torchrun starts, one will do
-        raise SystemExit(run_preflight(*groups) if os.environ.get("RANK", "0") == "0" else 0)
-    ranks = start_ranks(args)
-    try:
-        if ranks.number == 0:
-            train(ranks, *groups)
-        else:
-            compute_for_rank_0(ranks, *groups)
-    except RankLost as e:
-        if not STOP_REQUESTED.is_set():
-            logger.error(f"{e}; ending")
-            raise SystemExit(1) from e
-    finally:
-        ranks.remove_files()
+    if args.num_train_epochs and data_args.streaming:
+        raise UserError(
+            "--num_train_epochs: --streaming reads text without end, in no passes: give --max_steps instead"
+        )
+    if args.preflight:
+        raise SystemExit(run_preflight(*groups))
+    with start_ranks(args) as ranks:
+        train(ranks, *groups)
 
 
-def train(
-    ranks: Ranks,
-    swarm: SwarmArguments,
-    model_args: ModelArguments,
-    optimizer_args: OptimizerArguments,
-    averaging_args: AveragingArguments,
-    data_args: DataArguments,
-    args: TrainerArguments,
-) -> None:
-    """The trainer's life from its first look at the data to the saved model. Of several ranks, that of rank 0."""
-    device = ranks.device
-    max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
+def train(ranks: Ranks, *groups) -> None:
+    """A trainer's life from its first look at the data to the saved model. With several devices each has a process, its
+    rank, that lives this life; rank 0 alone speaks to the swarm and to the user."""
+    swarm, model_args, optimizer_args, averaging_args, data_args, args = groups
+    is_main, device = ranks.number == 0, ranks.device
     logger.info(
         f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"python {platform.python_version()}, {device}{f' and {ranks.count - 1} more' if ranks.count > 1 else ''}"
     )
 
-    if args.num_train_epochs and data_args.streaming:
-        raise UserError(
-            "--num_train_epochs: --streaming reads text without end, in no passes: give --max_steps instead"
-        )
-    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
-    model = make_trained_model(model_args, args, tokenizer)
-    check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-    for flag, folder in (("--output_dir", args.output_dir), ("--state_path", os.path.dirname(args.state_path or ""))):
-        try:
-            os.makedirs(folder or ".", exist_ok=True)
-        except OSError as e:
-            raise UserError(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder") from e
-    lock_folder("--output_dir", args.output_dir)
-    keep_signing_key(Path(args.output_dir) / "signing_key")
-    saved_state = choose_state(args, model, swarm.experiment_prefix)
-    stream_state = None
-    if data_args.streaming and args.resume_from_checkpoint != "none":
-        stream_state = load_stream_state(find_stream(args.output_dir, 0))
+    # data and model
+    with ranks.main_first():  # what is wrong with them or with flags, rank 0 says for all
+        tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
+        model = make_trained_model(model_args, args, tokenizer)
+        if is_main:
+            check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
+            claim_folders(args)
+            saved_state = choose_state(args, model, swarm.experiment_prefix)
+            warn_at_start(model, args)
 
-    warn_at_start(model, args)
-    ranks.announce("is well")
-    ranks.wait_for("is ready", ranks.others)
-    page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
-    # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
-    dht, public_key = make_dht(swarm)
-    if isinstance(dataset["train"], ShardedSplit):
-        # now: the order comes from the peer's id, and a peer that has joined should not keep others waiting
-        dataset["train"].begin(data_seed(str(dht.peer_id), model_args.seed))
-    contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
-    contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
-    averaging_args = measure_bandwidth(dht, averaging_args)
-    optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
-    stop = handle_stop_signals()
+    # swarm and optimizer
+    optimizer = callback = None
+    if is_main:
+        page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
+        # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
+        dht, public_key = make_dht(swarm)
+        if isinstance(dataset["train"], ShardedSplit):
+            # now: the order comes from the peer's id, and a peer that has joined should not keep others waiting
+            dataset["train"].begin(data_seed(str(dht.peer_id), model_args.seed))
+        contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
+        contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
+        averaging_args = measure_bandwidth(dht, averaging_args)
+        optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
+    handle_stop_signals()
     ranks.connect()
+    ranks.require_same(tokenizer.name_or_path, tokenizer_fingerprint(tokenizer))
+    reader = ranks.share(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)
+
+    # device
+    seed = data_seed(reader, model_args.seed)
+    make_trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, seed)
     with stop_when_out_of_memory(args, device, model):
         autocast, scaler = place_model(model, device, args)
-    optimizer.accumulate_on(device)
-    seed = data_seed(str(dht.peer_id), model_args.seed)
-    if args.torch_compile or args.per_device_train_batch_size == "auto":
-        trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed)
-    if args.torch_compile:
+        if is_main:
+            optimizer.accumulate_on(device)
+        target_batch_size = averaging_args.target_batch_size if is_main else None
+        args = tune_to_device(model, make_trial, args, device, autocast, target_batch_size, ranks.count)
+    args = ranks.share(args)  # with the batch size that suits rank 0
+
+    # the loop
+    if is_main:
+        callback = CollaborativeCallback(
+            dht,
+            optimizer,
+            (swarm, model_args, optimizer_args, averaging_args, data_args, args),
+            public_key,
+            contract,
+            model=model,
+            tokenizer=tokenizer,
+            dataset=dataset,
+            corpus=corpus,
+            autocast=autocast,
+            scaler=scaler,
+            num_devices=ranks.count,
+            page=page,
+        )
+        callback.on_train_begin(saved_state)
+    epoch = ranks.follow(model, optimizer.local_epoch if is_main else 0, scaler)
+    seed = data_seed(reader, model_args.seed, epoch)
+    feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
+    max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
+    failure = None
+    try:
         with stop_when_out_of_memory(args, device, model):
-            compile_model(model, trial, device, autocast)
-    if args.per_device_train_batch_size == "auto":
-        largest_step = averaging_args.target_batch_size // (8 * ranks.count)
-        args = set_batch_size(args, find_batch_size(model, trial, device, autocast, largest_step, ranks.count))
-    batch_size_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks.count
-    groups = (swarm, model_args, optimizer_args, averaging_args, data_args, args)
-    arguments = {name: value for group in groups for name, value in asdict(group).items()}
-    callback = CollaborativeCallback(
-        dht,
-        optimizer,
-        swarm,
-        args,
-        public_key,
-        contract,
-        model=model,
-        tokenizer=tokenizer,
-        scaler=scaler,
-        arguments=arguments,
-        num_devices=ranks.count,
-    )
-    try:
-        callback.resume(saved_state)
-    except CheckpointError as e:
-        raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts anew") from e
-    callback.dashboard = start_trainer_dashboard(args, swarm.experiment_prefix, arguments, saved_state is not None)
-    logger.info(
-        f"run {swarm.experiment_prefix} until epoch {max_epoch}, {model.num_parameters():,} parameters, "
-        f"peer {dht.peer_id}{' in client mode' if dht.client_mode else ''}"
-    )
-    if not dht.client_mode:
-        logger.info(f"others may join through --initial_peers {select_for_others(dht.get_visible_maddrs())[0]}")
-    warn_of_local_addresses(dht, swarm)
-    if page:
-        page.serve(dht, callback.read_progress)
+            run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch, max_epoch)
+    except (RankLost, UserError) as e:
+        if not is_main:
+            raise
+        ranks.kill_others()
+        if not STOP_REQUESTED.is_set():
+            failure = e
+            logger.error(f"{e}; the state is saved: the same command goes on from there")
+    feed.save_position()
+    if is_main:
+        callback.on_train_end()
+        ranks.end()
+        shut_down(dht, optimizer)
+        callback.save_results(with_evaluation=not failure)
+    if failure:
+        raise SystemExit(2 if isinstance(failure, UserError) else 1)
 
-    def measure() -> dict:
-        """Loss and accuracy on the validation split, see utils.Evaluation."""
-        options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
-        batches = make_eval_batches(dataset["validation"], tokenizer, data_args, **options)
-        with autocast:
-            result = evaluate(model, batches, device)
-        samples = sum(len(batch["input_ids"]) for batch in batches)
-        return {"epoch": optimizer.local_epoch, "samples": samples, **result}
 
-    summary = {"unigram_entropy": corpus["unigram_entropy"], "peer_id": str(dht.peer_id)}
-    if args.do_eval:
-        callback.evaluate = measure
-        if callback.measure():
-            summary["start_loss"] = callback.evaluation["loss"]
-            logger.info(f"unigram entropy {corpus['unigram_entropy']:.3f} nats")
+def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch: int, max_epoch: int) -> None:
+    """The loop: each rank computes gradients of data of its own, rank 0 goes on with their mean.
 
-    callback.on_train_begin()
-    if optimizer.local_epoch >= max_epoch:
-        logger.info(f"epoch {max_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts anew")
-    batches = make_train_batches(
-        dataset["train"],
-        tokenizer,
-        data_args,
-        batch_size=args.per_device_train_batch_size,
-        seed=data_seed(str(dht.peer_id), model_args.seed, optimizer.local_epoch),
-        num_workers=args.dataloader_num_workers,
-        stop=stop,
-        state=stream_state,
-    )
-    callback.stream = batches if data_args.streaming else None
-    batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
-    callback.feed = feed = Feed(batches, device)
-    sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    ranks.share((str(dht.peer_id), optimizer.local_epoch, sizes, tokenizer_fingerprint(tokenizer)))
-    ranks.follow(model, optimizer.local_epoch, scaler)
-
-    if args.num_train_epochs:
-        callback.most_samples = args.num_train_epochs * len(dataset["train"])
-    failure, exit_code = None, 0
-    try:
-        while optimizer.local_epoch < max_epoch:
-            if callback.has_read_all():
-                logger.info(f"{args.num_train_epochs:g} passes over {len(dataset['train']):,} samples are done: ending")
-                callback.evaluate_for_others()
-                stop.set()
-            loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
-            if not ranks.agree(loss is not None):
-                # who stops all of them tells one after the other
-                if loss is not None and not stop.wait(1.0):
-                    failure, exit_code = "another rank of this machine was stopped; the state is saved", 1
-                break
-            ranks.average([*list_gradients(model), loss])
+    :param optimizer: of rank 0; None on the others, as the callback is
+    """
+    while epoch < max_epoch:
+        feed.begin_epoch(epoch)
+        loss = accumulate_gradients(model, feed, args, ranks.device, autocast, scaler)
+        if not ranks.agree(loss is not None):
+            # who stops all of them tells one after the other
+            if ranks.number == 0 and loss is not None and not STOP_REQUESTED.wait(1.0):
+                raise RankLost("another rank of this machine was stopped")
+            break
+        ranks.average([*list_gradients(model), loss])
+        if ranks.number == 0:
             scaler.unscale_(optimizer)
             # the one point of a step where the host waits for the device: what is not finite must not be contributed
             is_finite = all_finite([*list_gradients(model), loss])
             if is_finite:
-                callback.add_loss(loss)
-                optimizer.step(batch_size=batch_size_per_step)
-            else:
-                callback.skip_step()
+                optimizer.step(batch_size=callback.batch_size)
             scaler.update()
             optimizer.zero_grad()
-            callback.on_step_end(samples=batch_size_per_step * is_finite)
-            ranks.follow(model, optimizer.local_epoch, scaler)
-            batches.set_sequence_length(sequence_length_at(optimizer.local_epoch, data_args))
-    except RankLost as e:
-        ranks.kill_others()
-        if not stop.is_set():
-            failure, exit_code = f"{e}; the state is saved", 1
-    except (RuntimeError, MemoryError) as e:
-        if not is_out_of_memory(e):
-            raise
-        ranks.kill_others()
-        cure = explain_out_of_memory(args, device, model)
-        failure, exit_code = f"{cure}. The state is saved: the same command goes on from there", 2
-    if failure:
-        logger.error(failure)
-
-    # rounds that run in the background still change the parameters
-    optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
-    callback.on_train_end()
-    finish_dashboard(callback.dashboard)
-    summary |= {
-        "epoch": optimizer.local_epoch,
-        "samples": optimizer.total_samples,
-        "epochs_here": callback.epochs,
-        "epochs_averaged": callback.averaged_epochs,
-        "failed_rounds": optimizer.failed_rounds,
-        "skipped_steps": callback.skipped_steps,
-        "computed_samples": callback.samples_before + callback.computed_samples,
-    }
-    if data_args.streaming:
-        summary["sources"] = dataset["train"].count_records()
-        for name, counts in summary["sources"].items():
-            logger.info(f"source {name}: {counts['documents']:,} documents read, {counts['broken']:,} broken records")
-    ranks.end()
-    shut_down(dht, optimizer)
-    saved = save_model(model, tokenizer, os.path.join(args.output_dir, "model"), extra={"epoch": optimizer.local_epoch})
-    if args.do_eval and not failure and callback.measure():
-        final = callback.evaluation
-        summary |= {"final_loss": final["loss"], "final_perplexity": perplexity(final["loss"])}
-        summary["final_accuracy"] = final["accuracy"]
-        logger.info(f"validation loss {final['loss']:.3f}, unigram entropy {corpus['unigram_entropy']:.3f} nats")
-    summary_text = json.dumps(summary, indent=2) + "\n"
-    write_file(os.path.join(args.output_dir, "summary.json"), lambda file: file.write(summary_text.encode()))
-    logger.info(
-        f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples, averaged with others in "
-        f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "
-        + (f"in {args.output_dir}" if saved else "NOT SAVED, see the warning above")
-    )
-    if exit_code:
-        raise SystemExit(exit_code)
-
-
-def compute_for_rank_0(
-    ranks: Ranks,
-    swarm: SwarmArguments,
-    model_args: ModelArguments,
-    optimizer_args: OptimizerArguments,
-    averaging_args: AveragingArguments,
-    data_args: DataArguments,
-    args: TrainerArguments,
-) -> None:
-    """The life of another rank: gradients of its own data for rank 0, which speaks to the swarm and to the user."""
-    setup_logging(f"trainer rank {ranks.number}")
-    if args.logging_dir:
-        log_to_folder(f"trainer rank {ranks.number}", args.logging_dir)
-    logging.getLogger().setLevel(logging.WARNING)
-    device = ranks.device
-    max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
-    # what is wrong with data or flags, rank 0 has said
-    ranks.wait_for("is well", [0])
-    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
-    model = make_trained_model(model_args, args, tokenizer)
-    stream_state = None
-    if data_args.streaming and args.resume_from_checkpoint != "none":
-        stream_state = load_stream_state(find_stream(args.output_dir, ranks.number))
-    ranks.announce("is ready")
-    ranks.connect()
-    stop = handle_stop_signals()
-    with stop_when_out_of_memory(args, device, model):
-        autocast, scaler = place_model(model, device, args)
-        if args.torch_compile:  # while rank 0 does
-            trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-            compile_model(model, trial, device, autocast)
-    peer_id, epoch, sizes, fingerprint = ranks.share()
-    if fingerprint != tokenizer_fingerprint(tokenizer):
-        raise UserError(
-            f"{tokenizer.name_or_path} has changed while the ranks of this machine started: start them again"
-        )
-    args = set_batch_size(args, sizes)
-    seed = data_seed(f"{peer_id} rank {ranks.number}", model_args.seed, epoch)
-    batches = make_train_batches(
-        dataset["train"],
-        tokenizer,
-        data_args,
-        batch_size=args.per_device_train_batch_size,
-        seed=seed,
-        num_workers=args.dataloader_num_workers,
-        stop=stop,
-        state=stream_state,
-    )
-    stream = batches if data_args.streaming else None
-    feed = Feed(batches, device)
-    epoch = ranks.follow(model, epoch, scaler)
-    batches.set_sequence_length(sequence_length_at(epoch, data_args))
-    try:
-        while epoch < max_epoch:
-            loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
-            if not ranks.agree(loss is not None):
-                break
-            ranks.average([*list_gradients(model), loss])
+            callback.on_step_end(loss, is_finite, feed.take_waited())
+            epoch = optimizer.local_epoch
+        else:
             model.zero_grad()
-            last_epoch, epoch = epoch, ranks.follow(model, epoch, scaler)
-            if epoch != last_epoch:
-                save_stream(stream, args.output_dir, ranks.number)
-            batches.set_sequence_length(sequence_length_at(epoch, data_args))
-    except (RuntimeError, MemoryError) as e:
-        if not is_out_of_memory(e):
-            raise
-        logger.error(explain_out_of_memory(args, device, model))
-        raise SystemExit(2) from e
+        epoch = ranks.follow(model, epoch, scaler)
 
 
-def accumulate_gradients(
-    model: torch.nn.Module,
-    feed: Iterator[dict[str, torch.Tensor]],
-    args: TrainerArguments,
-    device: torch.device,
-    autocast: AbstractContextManager,
-    scaler: torch.amp.GradScaler,
-    stop: threading.Event,
-) -> torch.Tensor | None:
+def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:
     """One step's forward and backward passes; their mean loss on the device, or None when it is time to stop."""
     mean_loss = torch.zeros((), device=device)
     for _ in range(args.gradient_accumulation_steps):
-        batch = None if stop.is_set() else next(feed, None)
+        batch = next(feed, None)
         if batch is None:
             return None
         with autocast:
@@ -412,11 +204,6 @@ def accumulate_gradients(
         scaler.scale(loss).backward()
         mean_loss += loss.detach()
     return mean_loss
-
-
-def all_finite(tensors: list[torch.Tensor]) -> bool:
-    """Whether these are finite numbers throughout; waits for the device."""
-    return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
 
 
 if __name__ == "__main__":

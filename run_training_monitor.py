@@ -34,7 +34,7 @@ from arguments import (
     SwarmArguments,
     parse_arguments,
 )
-from support.console import UserError, edge, log_to_folder, setup_logging
+from support.console import UserError, edge, setup_logging
 
 GROUPS = (
     SwarmArguments,
@@ -92,12 +92,10 @@ def plot(file: str, output_dir: str, prefix: str) -> None:
 
 def main(*groups) -> None:
     """:param groups: instances of GROUPS"""
-    setup_logging("monitor")
     swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
+    setup_logging("monitor", args.logging_dir)
     if swarm.client_mode:
         raise UserError("--client_mode is for trainers: a monitor is there for others to reach it")
-    if args.logging_dir:
-        log_to_folder("monitor", args.logging_dir)
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return

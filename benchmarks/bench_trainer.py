@@ -154,7 +154,7 @@ def run_plain(args: argparse.Namespace) -> None:
     import torch
 
     from experiment.model import compute_losses, move_batch
-    from machine.devices import Feed
+    from machine.feed import Feed
 
     model, device, autocast, optimizer, batches = prepare(args)
     feed, meter = Feed(batches, device), Meter(args)
@@ -215,7 +215,7 @@ def run_transformers(args: argparse.Namespace) -> None:
     import transformers
 
     from experiment.model import compute_losses, move_batch
-    from machine.devices import Feed
+    from machine.feed import Feed
 
     model, device, _, optimizer, batches = prepare(args)
     feed, meter = Feed(batches, device), Meter(args)

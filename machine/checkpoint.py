@@ -17,6 +17,7 @@ state_dict), local_epoch; and, where a trainer wrote it: total_samples, counters
 import contextlib
 import json
 import logging
+import os
 import pickle
 import platform
 import random
@@ -36,7 +37,8 @@ from transformers.utils.logging import disable_progress_bar
 from arguments import TrainerArguments
 from experiment.model import describe_architecture
 from support.console import UserError
-from support.files import describe_file, flush_to_disk, warn_of_full_disk, write_file
+from support.files import describe_file, flush_to_disk, lock_folder, make_folder, warn_of_full_disk, write_file
+from utils import keep_signing_key
 
 logger = logging.getLogger("checkpoint")
 
@@ -196,6 +198,15 @@ def load_state(path: Path) -> dict:
     """The training state in a checkpoint's folder or a state file, with its path; raises CheckpointError."""
     state = load_checkpoint(path) if path.is_dir() else load_state_file(path)
     return {**state, "path": path}
+
+
+def claim_folders(args: TrainerArguments) -> None:
+    """Make --output_dir and the folder of --state_path, keep other peers out of the former, and sign with the key that
+    is kept there."""
+    make_folder("--output_dir", args.output_dir)
+    make_folder("--state_path", os.path.dirname(args.state_path or ""))
+    lock_folder("--output_dir", args.output_dir)
+    keep_signing_key(Path(args.output_dir) / "signing_key")
 
 
 def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""What a trainer computes on and how: device, precision, compiler, the batch size that fits, and the feed of batches.
+"""What a trainer computes on and how: device, precision, compiler, and the batch size that fits.
 
 Devices are chosen without a CUDA context: hivemind forks its helpers first (see run_trainer.py). To see what is chosen:
 
@@ -11,7 +11,7 @@ import dataclasses
 import importlib.util
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import psutil
@@ -90,6 +90,12 @@ def place_model(
     return autocast, torch.amp.GradScaler(device.type, enabled=args.fp16)
 
 
+@torch.no_grad()
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether these are finite numbers throughout; waits for the device."""
+    return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +125,7 @@ def explain_out_of_memory(args: TrainerArguments, device: torch.device, model: P
 
 @contextlib.contextmanager
 def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model: PreTrainedModel) -> Iterator[None]:
-    """Before training: a UserError with that line."""
+    """Instead of torch's error: a UserError with that line."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:
@@ -227,12 +233,6 @@ def find_batch_size(
     return best, max(1, min(round(1 / best_seconds), largest_step // best))
 
 
-def set_batch_size(args: TrainerArguments, sizes: tuple[int, int]) -> TrainerArguments:
-    """The same arguments with what find_batch_size has found."""
-    logger.info("--per_device_train_batch_size {} --gradient_accumulation_steps {} suit this device".format(*sizes))
-    return dataclasses.replace(args, per_device_train_batch_size=sizes[0], gradient_accumulation_steps=sizes[1])
-
-
 # --- the compiler -----------------------------------------------------------------------------------------------------
 
 
@@ -270,30 +270,31 @@ def compile_model(
     logger.info(f"compiled the model in {time.monotonic() - start:.0f} s")
 
 
-# --- feeding the device -----------------------------------------------------------------------------------------------
+# --- both, for who starts to train, and for the preflight -------------------------------------------------------------
 
 
-class Feed:
-    """Batches in turn, in pinned memory where a GPU can then copy them without being waited for; notes for how long the
-    device's process had to wait for them."""
+def tune_to_device(
+    model: torch.nn.Module,
+    make_trial: Callable[[], dict[str, torch.Tensor]],
+    args: TrainerArguments,
+    device: torch.device,
+    autocast: AbstractContextManager,
+    target_batch_size: int | None,
+    num_devices: int,
+) -> TrainerArguments:
+    """Do what --torch_compile and --per_device_train_batch_size auto ask for, of the model on its device.
 
-    def __init__(self, batches: Iterable[dict[str, torch.Tensor]], device: torch.device):
-        self.batches, self.is_pinned = iter(batches), device.type == "cuda"
-        #: seconds since the last `take_waited`
-        self.waited = 0.0
-
-    def __iter__(self) -> "Feed":
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        start = time.monotonic()
-        try:
-            batch = next(self.batches)
-        finally:
-            self.waited += time.monotonic() - start
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.is_pinned else batch
-
-    def take_waited(self) -> float:
-        """Seconds of waiting since the last call."""
-        waited, self.waited = self.waited, 0.0
-        return waited
+    :param make_trial: make_trial_batch with its arguments, called where that batch is needed
+    :param target_batch_size: of the swarm: a step of this peer is an eighth of it at most. None: another rank chooses
+    :returns: the arguments, with the batch size that was found
+    """
+    is_auto = args.per_device_train_batch_size == "auto" and target_batch_size is not None
+    batch = make_trial() if args.torch_compile or is_auto else None
+    if args.torch_compile:
+        compile_model(model, batch, device, autocast)
+    if is_auto:
+        largest_step = target_batch_size // (8 * num_devices)
+        size, count = find_batch_size(model, batch, device, autocast, largest_step, num_devices)
+        logger.info(f"--per_device_train_batch_size {size} --gradient_accumulation_steps {count} suit this device")
+        args = dataclasses.replace(args, per_device_train_batch_size=size, gradient_accumulation_steps=count)
+    return args

@@ -12,6 +12,7 @@ with a trainer's flags; the last line that it prints is the flags to add to them
 """
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -20,23 +21,20 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+from arguments import TRAINER_ARGS as GROUPS
 from arguments import (
     AveragingArguments,
     DataArguments,
     ModelArguments,
-    OptimizerArguments,
     SwarmArguments,
     TrainerArguments,
     parse_arguments,
 )
 from support.console import UserError, edge, setup_logging, show_bytes
-
-GROUPS = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -68,12 +66,11 @@ from experiment.model import (
 from experiment.optimizer import describe_contract
 from machine.devices import (
     choose_devices,
-    find_batch_size,
     make_trial_batch,
     place_model,
-    set_batch_size,
     stop_when_out_of_memory,
     time_pass,
+    tune_to_device,
 )
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
 from swarm.contract import fetch_contracts, find_differences
@@ -99,7 +96,7 @@ GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1}
 MEASURED_SECONDS = 20.0
 
 
-@dataclass
+@dataclasses.dataclass
 class Check:
     """One line of the table."""
 
@@ -262,33 +259,22 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
     return Check("bandwidth", level, finding, cure)
 
 
-def measure_step(
-    model: torch.nn.Module,
-    dataset,
-    tokenizer,
-    model_args: ModelArguments,
-    data_args: DataArguments,
-    args: TrainerArguments,
-    device: torch.device,
-    autocast: contextlib.AbstractContextManager,
+def measure_passes(
+    model: torch.nn.Module, batches: Iterable, device: torch.device, autocast: contextlib.AbstractContextManager
 ) -> float:
-    """Seconds of one step of this peer: forward and backward passes of real batches, without averaging; with the
-    longest sequences where these grow."""
-    batch_size = args.per_device_train_batch_size
-    batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=batch_size, seed=model_args.seed)
+    """Seconds of the forward and backward pass of one of these batches."""
     times = []
     began = time.monotonic()
     # the first is slower, and the last of a long series changes nothing
     for batch in itertools.islice(batches, 12):
         start = time.monotonic()
-        with stop_when_out_of_memory(args, device, model):
-            time_pass(model, move_batch(batch, device), autocast)
+        time_pass(model, move_batch(batch, device), autocast)
         model.zero_grad()
         times.append(time.monotonic() - start)
         if time.monotonic() - began > MEASURED_SECONDS:
             break
     times = times[1:] or times
-    return sum(times) / len(times) * args.gradient_accumulation_steps
+    return sum(times) / len(times)
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
@@ -302,21 +288,36 @@ def attempt(what: str, action: Callable) -> tuple[object, Check | None]:
         return None, Check(what, "fatal", str(e))
 
 
-def check_all(
-    swarm: SwarmArguments,
-    model_args: ModelArguments,
-    optimizer_args: OptimizerArguments,
-    averaging: AveragingArguments,
-    data_args: DataArguments,
-    args: TrainerArguments,
-) -> Iterator[Check]:
-    """Every check, in the order in which they make sense; a later one is left out when an earlier one forbids it."""
+def check_all(*groups) -> Iterator[Check]:
+    """Every check, in the order in which they make sense; a later one is left out when an earlier one forbids it.
+
+    :param groups: instances of GROUPS
+    """
+    swarm, model_args, optimizer_args, averaging, data_args, args = groups
     yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
     yield check_file_limit()
     devices, failure = attempt("device", lambda: choose_devices(args))
     yield failure or Check("device", "ok", ", ".join(map(str, devices)))
-    model = dataset = None
-    tokenizer = found = None
+    tokenizer, dataset, corpus, model = yield from check_data_and_model(model_args, data_args, args)
+    if model:
+        parameters = model.num_parameters()
+        yield check_memory(parameters)
+        if check := check_shared_memory(parameters):
+            yield check
+        yield check_disk(args.output_dir, parameters, args.save_total_limit)
+    contract = None
+    if model and dataset:
+        contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
+    reports, averaging = yield from check_others(swarm, averaging, contract)
+    if contract and devices:
+        make_trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
+        make_batches = partial(make_train_batches, dataset["train"], tokenizer, data_args, seed=model_args.seed)
+        yield from check_speed(model, make_trial, make_batches, averaging, args, devices, reports)
+
+
+def check_data_and_model(model_args: ModelArguments, data_args: DataArguments, args: TrainerArguments) -> Iterator:
+    """Checks, and in the end (tokenizer, splits, corpus, model), each None where it could not be had."""
+    model = dataset = tokenizer = found = corpus = None
     objective, failure = attempt("model", lambda: find_objective(model_args))
     if not failure and (not data_args.streaming or args.do_eval):
         found, failure = attempt("dataset", lambda: find_data(model_args, data_args, objective))
@@ -326,94 +327,100 @@ def check_all(
         tokenizer_path = choose_tokenizer(found, model_args) if found else model_args.tokenizer_path
         tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path, objective))
         yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
-    if tokenizer:
-        if found:
-            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, objective))
-            if loaded:
-                dataset, corpus = loaded
-                count = len(dataset["validation" if data_args.streaming else "train"])
-                yield Check(
-                    "dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {objective}"
-                )
-            else:
-                yield failure
-        if data_args.streaming:
-            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args, objective))
-            yield failure or check_stream(train, tokenizer, data_args, args)
-            corpus = {"seq_length": data_args.max_sequence_length, "objective": objective}
-            dataset = train and {"train": train}
-        model, failure = attempt("model", lambda: make_trained_model(model_args, args, tokenizer))
-        yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {describe_architecture(model)}")
-        if model and dataset:
-            positions = find_longest_sequence(model)
-            _, failure = attempt("batches", lambda: check_data_arguments(data_args, tokenizer, corpus, positions))
-            if failure:
-                yield failure
-                dataset = None
-    if model:
-        parameters = model.num_parameters()
-        yield check_memory(parameters)
-        if check := check_shared_memory(parameters):
-            yield check
-        yield check_disk(args.output_dir, parameters, args.save_total_limit)
+    if tokenizer is None:
+        return None, None, None, None
+    if found:
+        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, objective))
+        if loaded:
+            dataset, corpus = loaded
+            count = len(dataset["validation" if data_args.streaming else "train"])
+            yield Check("dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {objective}")
+        else:
+            yield failure
+    if data_args.streaming:
+        train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args, objective))
+        yield failure or check_stream(train, tokenizer, data_args, args)
+        corpus = {"seq_length": data_args.max_sequence_length, "objective": objective}
+        dataset = train and {"train": train}
+    model, failure = attempt("model", lambda: make_trained_model(model_args, args, tokenizer))
+    yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {describe_architecture(model)}")
+    if model and dataset:
+        positions = find_longest_sequence(model)
+        _, failure = attempt("batches", lambda: check_data_arguments(data_args, tokenizer, corpus, positions))
+        if failure:
+            yield failure
+            dataset = None
+    return tokenizer, dataset, corpus, model
 
-    reports: list[LocalTrainingProgress] = []
+
+def check_others(swarm: SwarmArguments, averaging: AveragingArguments, contract: dict[str, str] | None) -> Iterator:
+    """Checks of the way to the swarm and of the swarm, and in the end (its trainers' reports, the averaging arguments
+    with the bandwidth that was measured)."""
     resolved, failure = attempt("addresses", lambda: check_addresses(swarm))
     if failure:
         yield failure
-    else:
-        reasons = explain_unreachable(resolved.initial_peers) if not resolved.use_ipfs else {}
-        for maddr, reason in reasons.items():
-            # one that answers is enough
-            level = "ok" if not reason else "fatal" if all(reasons.values()) else "warning"
-            yield Check("peer", level, f"{maddr}: {reason or 'answers, and is who it should be'}")
-        if not resolved.initial_peers:
-            yield Check("peer", "ok", "no --initial_peers: a swarm of its own")
-        if not reasons or not all(reasons.values()):
-            calm_log()
-            validators, _ = make_validators(swarm.experiment_prefix)
-            start = partial(start_dht, resolved, validators, client_mode=resolved.client_mode)
-            dht, failure = attempt("joining", start)
-            if failure:
-                failure.what = "clock" if "clock" in failure.finding else failure.what
-                yield failure
-            else:
-                averaging = measure_bandwidth(dht, averaging)
-                yield from check_swarm(dht, resolved)
-                reports = list(fetch_progress(dht, swarm.experiment_prefix).values())
-                if model and dataset:
-                    contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
-                    yield check_contract(dht, swarm.experiment_prefix, contract)
-                dht.shutdown()
+        return [], averaging
+    reasons = explain_unreachable(resolved.initial_peers) if not resolved.use_ipfs else {}
+    for maddr, reason in reasons.items():
+        # one that answers is enough
+        level = "ok" if not reason else "fatal" if all(reasons.values()) else "warning"
+        yield Check("peer", level, f"{maddr}: {reason or 'answers, and is who it should be'}")
+    if not resolved.initial_peers:
+        yield Check("peer", "ok", "no --initial_peers: a swarm of its own")
+    if reasons and all(reasons.values()):
+        return [], averaging
+    calm_log()
+    validators, _ = make_validators(swarm.experiment_prefix)
+    dht, failure = attempt("joining", lambda: start_dht(resolved, validators, client_mode=resolved.client_mode))
+    if failure:
+        failure.what = "clock" if "clock" in failure.finding else failure.what
+        yield failure
+        return [], averaging
+    averaging = measure_bandwidth(dht, averaging)
+    yield from check_swarm(dht, resolved)
+    reports = list(fetch_progress(dht, swarm.experiment_prefix).values())
+    if contract:
+        yield check_contract(dht, swarm.experiment_prefix, contract)
+    dht.shutdown()
+    return reports, averaging
 
-    if model and dataset and devices:
-        placed, failure = attempt("device", lambda: place_model(model, devices[0], args))
-        if failure:
-            yield failure
-            return
-        autocast, _ = placed
-        if args.per_device_train_batch_size == "auto":
-            largest_step = averaging.target_batch_size // (8 * len(devices))
-            trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-            find = partial(find_batch_size, model, trial, devices[0], autocast, largest_step, len(devices))
-            sizes, failure = attempt("batch size", find)
-            if failure:
-                yield failure
-                return
-            args = set_batch_size(args, sizes)
-        options = (model, dataset, tokenizer, model_args, data_args, args, devices[0], autocast)
-        seconds, failure = attempt("step time", lambda: measure_step(*options))
-        if failure:
-            yield failure
-            return
-        peers = len(reports) + 1
-        batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * len(devices)
-        yield check_step_time(seconds, batch_size)
-        speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
-        epoch_seconds = averaging.target_batch_size / speed
-        yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time or LINE.matchmaking_time)
-        if averaging.bandwidth is not None:  # no peer, no measure
-            yield check_bandwidth(parameters, peers, averaging)
+
+def check_speed(
+    model: torch.nn.Module,
+    make_trial: Callable,
+    make_batches: Callable,
+    averaging: AveragingArguments,
+    args: TrainerArguments,
+    devices: list[torch.device],
+    reports: list[LocalTrainingProgress],
+) -> Iterator[Check]:
+    """What steps, epochs and rounds will take; with the longest sequences where these grow.
+
+    :param make_trial, make_batches: make_trial_batch and make_train_batches, but for the batch size
+    :param reports: of the swarm's trainers
+    """
+    device, count = devices[0], len(devices)
+
+    def measure() -> tuple[int, float]:
+        with stop_when_out_of_memory(args, device, model):
+            autocast, _ = place_model(model, device, args)
+            tuned = tune_to_device(model, make_trial, args, device, autocast, averaging.target_batch_size, count)
+            size, batches = tuned.per_device_train_batch_size, tuned.gradient_accumulation_steps
+            seconds = measure_passes(model, make_batches(batch_size=size), device, autocast)
+        return size * batches * count, seconds * batches
+
+    measured, failure = attempt("step time", measure)
+    if failure:
+        yield failure
+        return
+    batch_size, seconds = measured
+    yield check_step_time(seconds, batch_size)
+    peers = len(reports) + 1
+    speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
+    epoch_seconds = averaging.target_batch_size / speed
+    yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time or LINE.matchmaking_time)
+    if averaging.bandwidth is not None:  # no peer, no measure
+        yield check_bandwidth(model.num_parameters(), peers, averaging)
 
 
 def check_stream(train, tokenizer, data_args: DataArguments, args: TrainerArguments) -> Check:
@@ -462,6 +469,8 @@ def run_preflight(*groups) -> int:
     :param groups: the arguments of `check_all`
     :returns: the exit code, 0 when nothing is fatal, else 2
     """
+    if os.environ.get("RANK", "0") != "0":  # of those that torchrun starts, one will do
+        return 0
     print(f"preflight of run {groups[0].experiment_prefix}\n", flush=True)
     checks = []
     for check in check_all(*groups):
@@ -519,15 +528,16 @@ def main(*groups) -> None:
     :param groups: instances of GROUPS
     """
     _, model_args, _, averaging, data_args, args = groups
+    args = dataclasses.replace(args, per_device_train_batch_size="auto")
     setup_logging("preflight")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
     model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
     devices = choose_devices(args)
     autocast, _ = place_model(model, devices[0], args)
-    trial = make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-    largest_step = averaging.target_batch_size // (8 * len(devices))
-    sizes = find_batch_size(model, trial, devices[0], autocast, largest_step, len(devices))
+    make_trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
+    args = tune_to_device(model, make_trial, args, devices[0], autocast, averaging.target_batch_size, len(devices))
+    sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
 
 

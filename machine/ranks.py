@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from arguments import TrainerArguments
 from machine.devices import choose_devices, is_out_of_memory
-from support.console import UserError, first_line
+from support.console import UserError, first_line, setup_logging
 from swarm.processes import STOP_REQUESTED
 
 logger = logging.getLogger("trainer")
@@ -75,6 +75,9 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
         store = dist.FileStore(path, count)
     else:
         store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+    if number > 0:  # rank 0 speaks for all, unless something is wrong
+        setup_logging(f"trainer rank {number}", args.logging_dir)
+        logging.getLogger().setLevel(logging.WARNING)
     return Ranks(number, devices[:count], store)
 
 
@@ -101,7 +104,7 @@ def start_others(devices: list[torch.device]) -> "Ranks":
 class Ranks:
     """One process's part among those of a machine that make up one peer. With a single one nothing here does anything.
 
-    Waits for the others raise RankLost when one of them has ended.
+    Waits for the others raise RankLost when one of them has ended. With `with`, that is one line, and exit code 1.
     """
 
     def __init__(
@@ -118,7 +121,27 @@ class Ranks:
         self.group: dist.ProcessGroup | None = None
         self.sent_versions: list[int] = []
 
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, _, error: BaseException | None, __) -> bool:
+        self.remove_files()
+        if isinstance(error, RankLost) and not STOP_REQUESTED.is_set():
+            logger.error(f"{error}; ending")
+            raise SystemExit(1) from error
+        return isinstance(error, RankLost)
+
     # -- before the connection: through the store, in Python, so that Ctrl-C is heard
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Rank 0 does this before the others do, and waits until they have done it too."""
+        if self.number > 0:
+            self.wait_for("is well", [0])
+        yield
+        self.announce("is ready" if self.number > 0 else "is well")
+        if self.number == 0:
+            self.wait_for("is ready", self.others)
 
     def announce(self, what: str) -> None:
         """Tell the others that this rank has come so far."""
@@ -196,6 +219,11 @@ class Ranks:
             with self.explain():
                 dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def require_same(self, what: str, value: object) -> None:
+        """A UserError where this rank has found another value than rank 0."""
+        if self.share(value) != value:
+            raise UserError(f"{what} has changed while the ranks of this machine started: start them again")
 
     def agree(self, goes_on: bool) -> bool:
         """Whether all ranks go on."""

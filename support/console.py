@@ -83,10 +83,12 @@ def is_ours(record: logging.LogRecord) -> bool:
     return path.is_relative_to(Path(__file__).absolute().parent.parent) and "site-packages" not in path.parts
 
 
-def setup_logging(role_name: str) -> None:
+def setup_logging(role_name: str, folder: str | None = None) -> None:
     """Send all log lines to standard error as `HH:MM:SS role message`: ours from INFO, libraries' from WARNING.
 
     HIVEMIND_LOGLEVEL, when set, decides for hivemind's. Call it before any process is forked, so that all agree.
+
+    :param folder: --logging_dir, see `log_to_folder`
     """
     from hivemind.utils.logging import use_hivemind_log_handler
 
@@ -97,6 +99,8 @@ def setup_logging(role_name: str) -> None:
     for old_handler in list(root.handlers):
         root.removeHandler(old_handler)
     add_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_colored=sys.stderr.isatty()))
+    if folder:
+        log_to_folder(role_name, folder)
 
 
 def add_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> None:

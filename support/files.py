@@ -20,6 +20,14 @@ UNWRITABLE: set[Path] = set()
 OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
+def make_folder(flag: str, folder: str | Path) -> None:
+    """With its parents, unless it is there; a UserError where it cannot be made."""
+    try:
+        os.makedirs(folder or ".", exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder") from e
+
+
 def lock_folder(flag: str, folder: str | Path) -> None:
     """Keep others out of a folder until this process ends; a UserError when another one is in there.
 

@@ -58,7 +58,7 @@ with run_trainer.clean_end():
 # Three steps of SGD on the same 12 batches, by two ranks, and then by rank 0 alone. In each of the first ones rank 0
 # takes a nap, as in a long round, and the other one waits for it.
 STEPS = """
-import contextlib, copy, os, sys, threading, time
+import contextlib, copy, os, sys, time
 import torch
 from arguments import ModelArguments, TrainerArguments
 from experiment.data import *
@@ -84,12 +84,12 @@ feed = iter(batches[ranks.number :: ranks.count])
 ranks.connect()
 scaler = torch.amp.GradScaler("cpu", enabled=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-device, autocast, stop = torch.device("cpu"), contextlib.nullcontext(), threading.Event()
+device, autocast = torch.device("cpu"), contextlib.nullcontext()
 args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
 told = ranks.share({"told": 5} if ranks.number == 0 else None)
 epoch, losses, waited, used = ranks.follow(model, 0, scaler), [], 0.0, 0.0
 while epoch < 3:
-    loss = accumulate_gradients(model, feed, args, device, autocast, scaler, stop)
+    loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
     assert ranks.agree(True)
     ranks.average([*list_gradients(model), loss])
     losses.append(loss.item())
@@ -107,7 +107,7 @@ if ranks.number == 0:
     feed, args = iter(batches), TrainerArguments(device="cpu", gradient_accumulation_steps=4)
     optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
     for _ in range(3):
-        losses.append(accumulate_gradients(reference, feed, args, device, autocast, scaler, stop).item())
+        losses.append(accumulate_gradients(reference, feed, args, device, autocast, scaler).item())
         optimizer.step()
         optimizer.zero_grad()
     torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, os.path.join(observed, "alone.pt"))

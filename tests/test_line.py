@@ -17,7 +17,8 @@ from processes import ROOT, make_prefix, wait_until
 from test_faults import Swarm
 
 from swarm.line import LONGEST_PATIENCE, PAYLOAD_SHARE, Line
-from swarm.rounds import PromptMatchmaking, plan_round
+from swarm.matchmaking import PromptMatchmaking
+from swarm.rounds import plan_round
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75

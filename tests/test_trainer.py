@@ -64,7 +64,7 @@ with run_trainer.clean_end():
 
 # A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer's parameters break and are mended.
 ROLES = """
-import json, os, sys, time
+import contextlib, json, os, sys, time
 import torch
 from arguments import *
 from swarm.processes import clean_end, shut_down
@@ -93,14 +93,22 @@ with clean_end():
         facts[role] = {"names": names, "shapes": shapes, "matrices": at}
         optimizers.append(optimizer)
 
-    contract = RunContract(joined=0.0, contract={})
+    class Callback(CollaborativeCallback):
+        def compute_evaluation(self):
+            return torch.empty(2**60, dtype=torch.uint8)
+
+    def make_callback(**more):
+        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100)
+        arguments = TrainerArguments(output_dir=sys.argv[2], **sizes, **more)
+        return Callback(
+            dht, optimizer, (swarm, ModelArguments(), options, averaging, DataArguments(), arguments), public_key,
+            RunContract(joined=0.0, contract={}), model=model, tokenizer=None, dataset={"train": range(100)}, corpus={},
+            autocast=contextlib.nullcontext(), scaler=None,
+        )
+
     restored = {}
     for state_path in (None, os.path.join(sys.argv[2], "state.pt")):
-        arguments = TrainerArguments(output_dir=sys.argv[2], state_path=state_path)
-        callback = CollaborativeCallback(
-            dht, optimizer, swarm, arguments, public_key, contract,
-            model=model, tokenizer=None, scaler=None, arguments={"target_batch_size": 64, "total_steps": 100},
-        )
+        callback = make_callback(state_path=state_path)
         with torch.no_grad():
             for tensor in callback.state_tensors():
                 tensor.random_(256) if tensor.dtype == torch.uint8 else tensor.uniform_()
@@ -126,14 +134,14 @@ with clean_end():
         }
         optimizer.state_averager.local_epoch = 0
     facts["restored"] = restored
-    # 25 of 100 samples in 50 s; and 100 epochs of 30 s
-    callback.most_samples, callback.computed_samples, callback.train_start = 100, 25, time.monotonic() - 50
-    callback.recent_seconds.clear()
-    callback.recent_seconds.append(30.0)
-    facts["progress"] = [callback.measure_progress()]
-    callback.most_samples = 10_000
-    facts["progress"].append(callback.measure_progress())
-    callback.evaluate = lambda: torch.empty(2**60, dtype=torch.uint8)
+    # 25 of 100 samples, or of 10,000, in 50 s; and 100 epochs of 30 s
+    facts["progress"] = []
+    for passes in (1.0, 100.0):
+        callback = make_callback(num_train_epochs=passes)
+        callback.on_step_end(torch.tensor(1.0), is_finite=True, waited=0.0)
+        callback.train_start = time.monotonic() - 50
+        callback.recent_seconds.append(30.0)
+        facts["progress"].append(callback.measure_progress())
     facts["measured"] = [callback.measure(), callback.measure(), callback.evaluation]
     print(json.dumps(facts), flush=True)
     shut_down(dht, optimizer)

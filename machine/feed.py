@@ -1,0 +1,86 @@
+"""The feed of a trainer: its batches on their way to the device, how long that waits for them, how far it has read."""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from arguments import DataArguments, TrainerArguments
+from experiment.data import load_stream_state, make_train_batches, sequence_length_at
+from support.files import write_file
+from swarm.processes import STOP_REQUESTED
+
+
+class Feed:
+    """Batches in turn until it is time to stop, in pinned memory where a GPU can then copy them without being waited
+    for; notes for how long the device's process had to wait for them.
+
+    :param args: say how sequences grow, for `begin_epoch`
+    :param position: the file in which to note how far a stream has been read
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[dict[str, torch.Tensor]],
+        device: torch.device,
+        args: DataArguments | None = None,
+        position: Path | None = None,
+    ):
+        self.source, self.batches, self.is_pinned = batches, iter(batches), device.type == "cuda"
+        self.args, self.position = args, position
+        self.epoch: int | None = None
+        #: seconds since the last `take_waited`
+        self.waited = 0.0
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if STOP_REQUESTED.is_set():
+            raise StopIteration
+        start = time.monotonic()
+        try:
+            batch = next(self.batches)
+        finally:
+            self.waited += time.monotonic() - start
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.is_pinned else batch
+
+    def take_waited(self) -> float:
+        """Seconds of waiting since the last call."""
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Let sequences grow. What was read before has gone to the swarm, whichever checkpoint a restart finds: it
+        reads on from here."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.source.set_sequence_length(sequence_length_at(epoch, self.args))
+            self.save_position()
+
+    def save_position(self) -> None:
+        """Note behind which batch of a stream a restart reads on."""
+        if self.position and (state := self.source.state()):
+            text = json.dumps(state) + "\n"
+            write_file(self.position, lambda file: file.write(text.encode()))
+
+
+def make_feed(
+    split, tokenizer, data_args: DataArguments, args: TrainerArguments, *, seed: int, rank: int, device: torch.device
+) -> Feed:
+    """Batches of the train split for this rank; of a stream, behind those that an earlier start has read."""
+    name = f"stream_{rank}.json" if rank else "stream.json"
+    position = Path(args.output_dir) / name if data_args.streaming else None
+    batches = make_train_batches(
+        split,
+        tokenizer,
+        data_args,
+        batch_size=args.per_device_train_batch_size,
+        seed=seed,
+        num_workers=args.dataloader_num_workers,
+        stop=STOP_REQUESTED,
+        state=load_stream_state(position) if position and args.resume_from_checkpoint != "none" else None,
+    )
+    return Feed(batches, device, data_args, position)

@@ -1,0 +1,110 @@
+"""Who forms a group: all that are there, as soon as they have come; and what a peer says of itself when it joins."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.proto import averaging_pb2
+from hivemind.utils.serializer import MSGPackSerializer
+
+from swarm.line import LINE, from_line
+
+logger = logging.getLogger("swarm")
+
+
+def read_gathered(data: bytes) -> tuple[AveragingMode, object, float | None]:
+    """Whether a peer of a group averages, is a client, or is auxiliary; what it has gathered; its Mbit/s, if known.
+
+    :raises ValueError: it is nothing that an averager would say
+    """
+    try:
+        bandwidth, mode, gathered = MSGPackSerializer.loads(data)
+        if bandwidth is not None and not 0 <= bandwidth < math.inf:
+            raise ValueError(f"a bandwidth of {bandwidth}")
+        return AveragingMode(mode), MSGPackSerializer.loads(gathered), bandwidth
+    except Exception as e:  # hostile bytes: the decoder raises whatever it likes
+        raise ValueError(f"what a peer tells its group cannot be read ({e!r})") from e
+
+
+class PromptMatchmaking(Matchmaking):
+    """Starts a group as soon as the epoch has ended here and every peer that is known to be there has come.
+
+    hivemind waits for a full group or until matchmaking_time has passed: a swarm smaller than target_group_size waits
+    it out in each round (note 11), and one that was just large enough does so once a peer has died (note 22).
+
+    And a group is full of trainers: hivemind counts auxiliary peers too, so that trainers average with nobody else.
+    """
+
+    #: ids (bytes) of the other peers that should come; set by VerifiedAverager
+    expected: frozenset[bytes] = frozenset()
+    #: how many of these and this peer have to come, once a group is looked for in earnest
+    at_least = 1
+
+    # where all answers are slow, hivemind's fixed time would pass everybody over
+    request_timeout = from_line("request_timeout")
+
+    async def look_for_group(self, step):
+        self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = LINE.matchmaking_time
+        return await super().look_for_group(step)
+
+    @property
+    def target_group_size(self) -> int | None:
+        size = self.__dict__["target_group_size"]
+        if size is None or self.step_control is None:
+            return size
+        of_group = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]
+        return size + sum(read_gathered(data)[0] == AveragingMode.AUX for data in of_group)
+
+    async def rpc_join_group(self, request, context):
+        try:
+            read_gathered(request.gather)
+        except ValueError as e:  # the whole group would fail
+            logger.debug(f"refused {context.remote_id}: {e}")
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        arrival = time.monotonic()
+        async with self.lock_request_join_group:
+            # held while this peer asks another one in turn; who has waited so long here may have given up, and to count
+            # it would make everybody wait for its data in vain
+            is_stale = time.monotonic() - arrival > self.request_timeout / 2
+        if is_stale:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.CANCELLED)
+            return
+        async with contextlib.aclosing(super().rpc_join_group(request, context)) as messages:
+            async for message in messages:
+                if message.code == averaging_pb2.ACCEPTED:
+                    # the parent holds the lock that starting needs, until this message is under way
+                    self.starting = asyncio.create_task(self.start_when_complete())
+                yield message
+
+    async def start_when_complete(self) -> None:
+        async with self.lock_request_join_group:
+            if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
+                return
+            if not self.step_control.triggered:
+                return  # a group is looked for in advance; who comes in the meantime shall be in it
+            if self.is_complete():
+                await self.leader_assemble_group()
+
+    def is_complete(self) -> bool:
+        """Whether nobody else is worth a wait."""
+        is_enough = 1 < self.at_least <= len(self.list_here() & self.wanted)
+        return bool(self.expected) and (is_enough or self.expected <= self.list_here())
+
+    def list_here(self) -> set[bytes]:
+        return {peer_id.to_bytes() for peer_id in (self.peer_id, *self.current_followers)}
+
+    @property
+    def wanted(self) -> set[bytes]:
+        return self.expected | {self.peer_id.to_bytes()}
+
+    @property
+    def min_group_size(self) -> int:
+        """More than there are while too few of the expected peers have come, so that hivemind goes on looking."""
+        if len(self.list_here() & self.wanted) < self.at_least:
+            return len(self.current_followers) + 2
+        return self.__dict__["min_group_size"]
