@@ -50,16 +50,8 @@ import torch
 import transformers
 
 from callback import CollaborativeCallback, find_stream, save_stream
-from experiment.data import (
-    check_data_arguments,
-    data_seed,
-    load_data,
-    load_stream_state,
-    make_eval_batches,
-    make_train_batches,
-    sequence_length_at,
-)
-from experiment.model import compute_losses, evaluate, find_longest_sequence, make_trained_model, move_batch
+from experiment.data import load_data, make_eval_batches, make_train_batches
+from experiment.objectives import compute_losses, evaluate, move_batch
 from experiment.optimizer import describe_contract, make_optimizer
 from machine.checkpoint import CheckpointError, choose_state, save_model
 from machine.devices import (
@@ -75,6 +67,8 @@ from machine.devices import (
 )
 from machine.preflight import run_preflight, warn_at_start
 from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
+from machine.trial import make_trained_model
+from models.build import find_longest_sequence
 from support.files import lock_folder, write_file
 from swarm.addresses import select_for_others
 from swarm.contract import join_run
@@ -82,6 +76,7 @@ from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
 from swarm.status import StatusServer
+from text.batches import check_data_arguments, data_seed, load_stream_state, sequence_length_at
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 from utils import keep_signing_key, perplexity

@@ -43,20 +43,14 @@ from arguments import (
     parse_arguments,
 )
 from experiment.data import (
-    check_data_arguments,
     choose_tokenizer,
     find_data,
     load_data,
     make_streamed_split,
     make_train_batches,
 )
-from experiment.model import (
-    describe_architecture,
-    find_longest_sequence,
-    find_objective,
-    make_trained_model,
-    move_batch,
-)
+from experiment.model import find_objective
+from experiment.objectives import move_batch
 from experiment.optimizer import describe_contract
 from machine.devices import (
     choose_devices,
@@ -67,6 +61,8 @@ from machine.devices import (
     stop_when_out_of_memory,
     time_pass,
 )
+from machine.trial import make_trained_model
+from models.build import describe_architecture, find_longest_sequence
 from support.console import UserError, setup_logging, show_bytes
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
 from swarm.contract import fetch_contracts, find_differences
@@ -75,6 +71,7 @@ from swarm.joining import check_addresses, explain_clock, explain_unreachable, s
 from swarm.line import LINE
 from swarm.processes import calm_log, clean_end
 from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
+from text.batches import check_data_arguments
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from utils import RunContract, fetch_progress, make_validators
@@ -310,30 +307,30 @@ def check_all(
     yield failure or Check("device", "ok", ", ".join(map(str, devices)))
     model = dataset = None
     tokenizer = found = None
-    objective, failure = attempt("model", lambda: find_objective(model_args))
+    kind, failure = attempt("model", lambda: find_objective(model_args).kind)
     if not failure and (not data_args.streaming or args.do_eval):
-        found, failure = attempt("dataset", lambda: find_data(model_args, data_args, objective))
+        found, failure = attempt("dataset", lambda: find_data(model_args, data_args, kind))
     if failure:
         yield failure
     else:
         tokenizer_path = choose_tokenizer(found, model_args) if found else model_args.tokenizer_path
-        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path, objective))
+        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path, kind))
         yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
     if tokenizer:
         if found:
-            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, objective))
+            loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, kind))
             if loaded:
                 dataset, corpus = loaded
                 count = len(dataset["validation" if data_args.streaming else "train"])
                 yield Check(
-                    "dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {objective}"
+                    "dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {kind.name}"
                 )
             else:
                 yield failure
         if data_args.streaming:
-            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args, objective))
+            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args, kind))
             yield failure or check_stream(train, tokenizer, data_args, args)
-            corpus = {"seq_length": data_args.max_sequence_length, "objective": objective}
+            corpus = {"seq_length": data_args.max_sequence_length, "objective": kind.name}
             dataset = train and {"train": train}
         model, failure = attempt("model", lambda: make_trained_model(model_args, args, tokenizer))
         yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {describe_architecture(model)}")

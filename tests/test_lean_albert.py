@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 from arguments import ModelArguments, TrainerArguments
-from experiment.model import make_model, make_trained_model, move_batch
+from experiment.model import make_model
+from experiment.objectives import move_batch
 from experiment.optimizer import make_param_groups
+from machine.trial import make_trained_model
 from models import lean_albert
 from models.lean_albert import (
     LeanAlbertConfig,

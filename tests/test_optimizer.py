@@ -9,14 +9,15 @@ from transformers import AlbertConfig
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from experiment.model import make_model
+from experiment.objectives import OBJECTIVES
 from experiment.optimizer import (
-    COMPRESSIONS,
     describe_contract,
     learning_rate_factor,
     make_local_optimizer,
     make_param_groups,
     make_scheduler,
 )
+from models.state_codecs import COMPRESSIONS
 from swarm.contract import find_differences
 from utils import RunContract
 
@@ -139,7 +140,7 @@ def test_parameter_order_is_part_of_the_contract():
     class Model(nn.Module):
         def __init__(self, names):
             super().__init__()
-            self.config, self.objective, self.initial_weights = AlbertConfig(), "mlm_sop", "random"
+            self.config, self.objective, self.initial_weights = AlbertConfig(), OBJECTIVES["mlm_sop"], "random"
             for name in names:
                 setattr(self, name, nn.Linear(3, 3))
 

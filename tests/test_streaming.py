@@ -25,7 +25,7 @@ from support.console import UserError
 from text import streams
 from text.batches import StreamedBatches
 from text.documents import split_sentences
-from text.stored import COLUMNS
+from text.instances import BLOCKS, PAIRS, TEXT
 from text.streams import Broken, DocumentStream, Position, Source, read_sources
 from text.tokenizers import load_tokenizer
 
@@ -347,14 +347,14 @@ def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
         assert length - 10 < max(longest) <= length, (length, longest)
 
 
-@pytest.mark.parametrize("objective", ["mlm", "clm"])
-def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
+@pytest.mark.parametrize("kind", [BLOCKS, TEXT])
+def test_full_blocks_are_streamed_too(tiny_data, austen, kind):
     """The same for any number of workers; and of a document's text nothing is lost."""
-    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"], objective)
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"], kind)
 
     def take(num_workers: int) -> list[dict]:
         dataset = data.make_training_dataset(
-            tokenizer, sources=austen, max_sequence_length=32, shuffle_buffer=64, objective=objective
+            tokenizer, sources=austen, max_sequence_length=32, shuffle_buffer=64, kind=kind
         )
         options = dict(batch_size=16, seed=1, num_workers=num_workers)
         return list(itertools.islice(data.make_train_batches(dataset, tokenizer, DataArguments(), **options), 40))
@@ -363,15 +363,15 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
     for one, other in zip(batches, take(2), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     names = {"input_ids", "attention_mask", "labels"}
-    assert set(batches[0]) == (names | {"token_type_ids"} if objective == "mlm" else names)
+    assert set(batches[0]) == (names | {"token_type_ids"} if kind.is_masked else names)
     lengths = torch.cat([batch["attention_mask"].sum(1) for batch in batches])
     assert lengths.max() == 32 and (lengths == 32).float().mean() > 0.9
 
     chunk = [(0, 0, "A first text of it.\n\nWith two parts."), (1, 0, "Another text. " * 20)]
     [source, *_] = streams.read_sources(austen)
-    _, columns, lengths = streams.ChunkTokenizer([source], tokenizer, 0, objective)[32, chunk]
+    _, columns, lengths = streams.ChunkTokenizer([source], tokenizer, 0, kind)[32, chunk]
     ids = columns["input_ids"]
-    if objective == "mlm":
+    if kind.is_masked:
         edges = np.concatenate([lengths.cumsum() - lengths, lengths.cumsum() - 1])
         ids = np.delete(ids, edges)
     expected = sum((tokenizer(text, add_special_tokens=False)["input_ids"] + [3] for *_, text in chunk), [])
@@ -381,7 +381,7 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
 def test_training_dataset_in_a_plain_loader(tokenizer, austen):
     dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=64, shuffle_buffer=50)
     row = next(iter(dataset))
-    assert set(row) == set(COLUMNS)
+    assert set(row) == set(PAIRS.columns)
     assert len(row["input_ids"]) == len(row["token_type_ids"]) == len(row["special_tokens_mask"]) <= 64
     loader = torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=keep_rows)
     rows = Counter(row for batch in itertools.islice(loader, 50) for row in batch if len(row) > 40)

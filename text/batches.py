@@ -1,20 +1,67 @@
 """Endless batches of similar length: of a stored split, of its shards, or of a stream of text."""
 
+import hashlib
+import json
 import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from arguments import DataArguments
-from text.collators import make_collator, to_tensors
+from support.console import UserError
+from text.collators import DataCollator, DataCollatorForWholeWordMask, to_tensors
+from text.instances import KINDS, PAIRS
 from text.shards import ShardedSplit
 from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
+
+#: (columns of the instances, what the width of batches is a multiple of) -> collator
+CollatorMaker = Callable[[list[str], int], DataCollator]
+
+
+def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
+    """Seed of one peer's data order, 63 bits: the same in every process, unlike hash().
+
+    :param epoch: where the peer begins: one that goes on from a checkpoint does not read the first batches once more
+    """
+    start = f":{epoch}" if epoch else ""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}{start}".encode()).digest()[:8], "big") >> 1
+
+
+def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions: float) -> None:
+    """A UserError where instances are longer than the model takes, or cannot be masked as asked for; a line in the log
+    where --max_sequence_length asks for longer ones than there are.
+
+    :param positions: max_position_embeddings of the model
+    """
+    if KINDS[corpus.get("objective", PAIRS.name)].is_masked:
+        DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
+    stored, most = corpus["seq_length"], args.max_sequence_length
+    if min(stored, most or stored) > positions:
+        source = "--streaming" if args.streaming else args.train_file or args.dataset_name or args.dataset_path
+        raise UserError(
+            f"{source} gives instances of {stored} tokens, the model takes {positions}: add --max_sequence_length "
+            f"{positions}"
+        )
+    if most and most > stored:
+        logger.warning(f"no instance has the {most} tokens of --max_sequence_length: the longest ones have {stored}")
+
+
+def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
+    """Tokens of an instance, at most, at this epoch of the swarm; the same on every peer. None: as in the dataset.
+
+    Linear from initial_sequence_length to max_sequence_length, rounded down to what tensor cores like.
+    """
+    if args.initial_sequence_length is None or epoch >= args.sequence_length_warmup_steps:
+        return args.max_sequence_length
+    grown = (args.max_sequence_length - args.initial_sequence_length) * epoch // args.sequence_length_warmup_steps
+    multiple = args.pad_to_multiple_of or 8
+    return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // multiple * multiple)
 
 
 def choose_multiple(args: DataArguments, longest: int) -> int:
@@ -56,7 +103,7 @@ class MaskedBatches:
     """Random access to batches of a split: (row numbers, seed of the masks, sequence length or None) -> batch. State:
     the open Arrow table."""
 
-    def __init__(self, dataset, tokenizer, args: DataArguments):
+    def __init__(self, dataset, make_collator: CollatorMaker, args: DataArguments):
         import pyarrow.compute
 
         self.columns = dataset.column_names
@@ -68,7 +115,7 @@ class MaskedBatches:
         multiple = choose_multiple(args, self.longest)
         # batches are grouped by these: more rows to choose from for a batch, and no more padding
         self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
-        self.collator = make_collator(self.columns, tokenizer, args, multiple)
+        self.collator = make_collator(self.columns, multiple)
 
     def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Columns of the rows, joined end to end as int64, and the rows' lengths."""
@@ -85,6 +132,29 @@ class MaskedBatches:
         longest = min(sequence_length or self.longest, self.longest)
         flat, lengths = self.read_rows(rows, longest)
         return self.collator.collate(flat, lengths, np.random.default_rng(mask_seed), longest)
+
+
+def list_batches(batches: MaskedBatches, batch_size: int, max_samples: int | None = None) -> list[dict]:
+    """All batches of a split, or those of max_samples random rows of it, in order of length.
+
+    Rows and masks are the same at each call and on each peer, whatever the batch size: losses can be compared.
+    """
+    generator = np.random.default_rng(0)
+    rows = generator.permutation(len(batches.lengths))[:max_samples]
+    rows = rows[np.argsort(batches.lengths[rows], kind="stable")]
+    flat, lengths = batches.read_rows(rows, batches.longest)
+    flat = batches.collator.add_labels(flat, lengths, generator)
+    ends = np.cumsum(lengths)
+    result = []
+    for start in range(0, len(rows), batch_size):
+        stop = min(start + batch_size, len(rows))
+        tokens = slice(ends[start] - lengths[start], ends[stop - 1])
+        part = {
+            name: values[slice(start, stop) if name == "sentence_order_label" else tokens]
+            for name, values in flat.items()
+        }
+        result.append(to_tensors(batches.collator.pad(part, lengths[start:stop], batches.longest)))
+    return result
 
 
 class LengthGroupedOrder:
@@ -115,8 +185,8 @@ class ShardedBatches:
     """MaskedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
     open; each process opens it for itself."""
 
-    def __init__(self, split: ShardedSplit, tokenizer, args: DataArguments):
-        self.split, self.options = split, (tokenizer, args)
+    def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments):
+        self.split, self.options = split, (make_collator, args)
         self.folder: Path | None = None
 
     def open(self, folder: Path) -> MaskedBatches:
@@ -261,7 +331,7 @@ class StreamedBatches:
                 begins.append(begin)
                 yield self.sequence_length, chunk
 
-        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed, dataset.objective)
+        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed, dataset.kind)
         chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
 
         def gather(pool: dict, count: int) -> bool:
@@ -304,3 +374,17 @@ class StreamedBatches:
         order = generator.permutation(len(lengths))[: len(lengths) // self.batch_size * self.batch_size]
         order = order[np.argsort(lengths[order] // 8, kind="stable")]
         return generator.permutation(order.reshape(-1, self.batch_size))
+
+
+def load_stream_state(path: Path) -> dict | None:
+    """What the callback has written: see StreamedBatches. None where there is nothing, or nothing to be read."""
+    if not path.exists():
+        return None
+    try:
+        state = json.loads(path.read_text())
+        count, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
+        logger.info(f"{path}: going on behind document {count:,}")
+        return state
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        logger.warning(f"{path} is damaged ({type(e).__name__}): the text is read from a new beginning")
+        return None

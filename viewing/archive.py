@@ -26,7 +26,7 @@ from arguments import (
     SwarmArguments,
     parse_arguments,
 )
-from experiment.model import USES_OF, make_model
+from experiment.model import make_model
 from experiment.optimizer import describe_contract, make_optimizer
 from machine.checkpoint import (
     collect_state,
@@ -273,7 +273,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     :param has_curve: whether learning_curve.png lies beside it
     """
     settings, metrics = stamp["settings"], stamp["swarm"]
-    what, task, example = USES_OF[model.objective]
+    objective = model.objective
     trust = ", trust_remote_code=True" * hasattr(model.config, "auto_map")
     heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
     samples = stamp["epoch"] * settings["target_batch_size"]
@@ -285,7 +285,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     precision = {"none": "32 bits", "float16": "16 bits", "8bit": "8 bits"}[settings["compression"]]
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
-        "training loss": f"{metrics['loss']:.4f} nats, {what}, at epoch {metrics['epoch']:,}",
+        "training loss": f"{metrics['loss']:.4f} nats, {objective.description}, at epoch {metrics['epoch']:,}",
         "samples": f"{samples:,} (epochs x batch size)",
         "peers": f"{metrics['alive_peers']} at this epoch, {max(entry['alive_peers'] for entry in history)} at most",
         "watched for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
@@ -307,9 +307,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         where=where,
         # the folder brings the model's code where transformers has none
         trust=trust,
-        task=task,
-        example=example,
-        heads=heads * (model.objective == "mlm_sop"),
+        task=objective.pipeline,
+        example=objective.example,
+        heads=heads * objective.kind.has_pairs,
         curve="![learning curve](learning_curve.png)\n\n" * has_curve,
     )
 
