@@ -55,7 +55,7 @@ from experiment.tasks import (
 )
 from machine.checkpoint import save_model
 from models.build import find_longest_sequence
-from models.lean_albert import load_ruleanalbert
+from models.ruleanalbert import load_ruleanalbert
 from support.files import lock_folder, write_file
 
 logger = logging.getLogger("finetune")

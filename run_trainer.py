@@ -51,16 +51,18 @@ import transformers
 
 from callback import CollaborativeCallback, find_stream, save_stream
 from experiment.data import load_data, make_eval_batches, make_train_batches
-from experiment.objectives import compute_losses, evaluate, move_batch
+from experiment.objectives import compute_losses
 from experiment.optimizer import describe_contract, make_optimizer
 from machine.checkpoint import CheckpointError, choose_state, save_model
 from machine.devices import (
     Feed,
     compile_model,
+    evaluate,
     explain_out_of_memory,
     find_batch_size,
     is_out_of_memory,
     make_trial_batch,
+    move_batch,
     place_model,
     set_batch_size,
     stop_when_out_of_memory,

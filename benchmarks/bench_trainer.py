@@ -153,8 +153,8 @@ def prepare(args: argparse.Namespace) -> tuple:
 def run_plain(args: argparse.Namespace) -> None:
     import torch
 
-    from experiment.objectives import compute_losses, move_batch
-    from machine.devices import Feed
+    from experiment.objectives import compute_losses
+    from machine.devices import Feed, move_batch
 
     model, device, autocast, optimizer, batches = prepare(args)
     feed, meter = Feed(batches, device), Meter(args)
@@ -214,8 +214,8 @@ def run_transformers(args: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    from experiment.objectives import compute_losses, move_batch
-    from machine.devices import Feed
+    from experiment.objectives import compute_losses
+    from machine.devices import Feed, move_batch
 
     model, device, _, optimizer, batches = prepare(args)
     feed, meter = Feed(batches, device), Meter(args)

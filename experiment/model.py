@@ -50,7 +50,10 @@ class AlbertForPreTraining(transformers.AlbertForPreTraining):
 
 #: by objective and model_type, instead of transformers' own. Those for mlm_sop take a whole batch, and return loss (to
 #: train on), mlm_loss, sop_loss, and prediction_logits [labels, vocabulary]; those for mlm and clm return logits
-OWN_MODELS = {("mlm_sop", "albert"): AlbertForPreTraining, ("mlm_sop", "lean_albert"): LeanAlbertForPreTraining}
+OWN_MODELS = {
+    ("mlm_sop", "albert"): AlbertForPreTraining,
+    ("mlm_sop", "lean_albert"): LeanAlbertForPreTraining,
+}
 
 
 def find_class(objective: Objective, config: PreTrainedConfig) -> type | None:

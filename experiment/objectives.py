@@ -3,20 +3,32 @@
 python -c "from experiment.objectives import *; print(*OBJECTIVES.values(), sep='\\n')"
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from models.lean_albert import find_labelled_positions, widen
+from models.build import find_causal_class, find_masked_class
+from models.lean_albert import widen
 from text.instances import BLOCKS, PAIRS, TEXT, InstanceKind
 
 # ---------------------------------------------------------------- losses
+
+
+def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of one batch, scalars in nats: loss, to train on, and without gradient those that its objective names, which are
+    means over the labels or rows. In evaluation also `correct`: how many labels were predicted.
+
+    :param batch: as `move_batch` returns it
+    """
+    targets = batch["labels"].flatten()[batch["labelled_positions"]]
+    losses, logits = model.objective.losses_of(model, batch, targets)
+    if not model.training:
+        losses["correct"] = (logits.argmax(-1) == targets).sum()
+    return losses
 
 
 def take_own_losses(
@@ -64,17 +76,6 @@ def keep_wanted_positions(head: torch.nn.Module, inputs: tuple) -> tuple | None:
 # ---------------------------------------------------------------- objectives
 
 
-def find_masked_class(config: PreTrainedConfig) -> type | None:
-    return transformers.AutoModelForMaskedLM if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING else None
-
-
-def find_causal_class(config: PreTrainedConfig) -> type | None:
-    # where a type has both, is_decoder is what keeps a position from seeing those behind it
-    is_causal = not find_masked_class(config) or hasattr(config, "is_decoder")
-    has_class = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return transformers.AutoModelForCausalLM if has_class and is_causal else None
-
-
 @dataclass(frozen=True)
 class Objective:
     """What a model learns, of which instances, and how it is told."""
@@ -103,69 +104,37 @@ class Objective:
         return int(self.is_causal)
 
 
-FILL_MASK = "fill-mask", 'f"The captain was {predict.tokenizer.mask_token}."'
-GENERATE = "text-generation", '"The captain was", max_new_tokens=20, add_special_tokens=False'
-# the first one that the model's type has a class for is the default
+FILL_MASK = 'f"The captain was {predict.tokenizer.mask_token}."'
+#: the first one that the model's type has a class for is the default
 OBJECTIVES = {
-    objective.name: objective
-    for objective in (
-        Objective(
-            *("mlm_sop", PAIRS, lambda config: None, take_own_losses),
-            *("mlm_loss", "masked words and sentence order", *FILL_MASK),
-        ),
-        Objective("mlm", BLOCKS, find_masked_class, compute_token_loss, "mlm_loss", "masked words", *FILL_MASK),
-        Objective("clm", TEXT, find_causal_class, compute_token_loss, "lm_loss", "the next word", *GENERATE),
-    )
+    "mlm_sop": Objective(
+        name="mlm_sop",
+        kind=PAIRS,
+        find_class=lambda config: None,
+        losses_of=take_own_losses,
+        token_loss="mlm_loss",
+        description="masked words and sentence order",
+        pipeline="fill-mask",
+        example=FILL_MASK,
+    ),
+    "mlm": Objective(
+        name="mlm",
+        kind=BLOCKS,
+        find_class=find_masked_class,
+        losses_of=compute_token_loss,
+        token_loss="mlm_loss",
+        description="masked words",
+        pipeline="fill-mask",
+        example=FILL_MASK,
+    ),
+    "clm": Objective(
+        name="clm",
+        kind=TEXT,
+        find_class=find_causal_class,
+        losses_of=compute_token_loss,
+        token_loss="lm_loss",
+        description="the next word",
+        pipeline="text-generation",
+        example='"The captain was", max_new_tokens=20, add_special_tokens=False',
+    ),
 }
-
-
-# ---------------------------------------------------------------- what the loop calls
-
-
-def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of one batch, scalars in nats: loss, to train on, and without gradient those that its objective names, which are
-    means over the labels or rows. In evaluation also `correct`: how many labels were predicted.
-
-    :param batch: as `move_batch` returns it
-    """
-    targets = batch["labels"].flatten()[batch["labelled_positions"]]
-    losses, logits = model.objective.losses_of(model, batch, targets)
-    if not model.training:
-        losses["correct"] = (logits.argmax(-1) == targets).sum()
-    return losses
-
-
-def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The model's inputs on the device. What would make a GPU wait for the host is found out here, on the host: where
-    the labels are; and whether there is no padding, so that attention needs no mask and takes its fastest way."""
-    positions = find_labelled_positions(batch["labels"])
-    if device.type == "cuda":  # as devices.Feed does with the rest: from other memory the host waits for the copy
-        positions = positions.pin_memory()
-    batch = dict(batch, labelled_positions=positions)
-    if batch["attention_mask"].all():
-        del batch["attention_mask"]
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-@torch.no_grad()
-def evaluate(
-    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
-) -> dict[str, float]:
-    """Means over all batches: loss, in nats per token to be predicted; accuracy, the share of these that was; and
-    sop_loss where the model has one, in nats per row. The device is waited for once."""
-    model.eval()
-    sums, labels, rows = Counter(), 0, 0
-    try:
-        for batch in batches:
-            batch = move_batch(batch, device)
-            losses = compute_losses(model, batch)
-            count, size = len(batch["labelled_positions"]), len(batch["input_ids"])
-            sums["loss"] += losses[model.objective.token_loss] * count
-            sums["correct"] += losses["correct"]
-            if "sop_loss" in losses:
-                sums["sop_loss"] += losses["sop_loss"] * size
-            labels, rows = labels + count, rows + size
-    finally:  # training goes on where memory was short here
-        model.train()
-    result = {"loss": float(sums["loss"]) / max(1, labels), "accuracy": float(sums["correct"]) / max(1, labels)}
-    return result | ({"sop_loss": float(sums["sop_loss"]) / max(1, rows)} if "sop_loss" in sums else {})

@@ -17,7 +17,6 @@ from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from models.build import describe_architecture, digest
-from models.lamb_8bit import Lamb8bit
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.optimizer import Optimizer, describe_averaging, initialize_optimizer_state_, make_swarm_optimizer
 from swarm.states import list_params
@@ -53,6 +52,8 @@ def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], t
         from torch_optimizer import Lamb
 
         return partial(Lamb, debias=True, **options), terms
+    from models.lamb_8bit import Lamb8bit
+
     terms += f", 8 bits from {args.min_8bit_size} numbers"
     return partial(Lamb8bit, min_8bit_size=args.min_8bit_size, **options), terms
 

@@ -50,12 +50,12 @@ from experiment.data import (
     make_train_batches,
 )
 from experiment.model import find_objective
-from experiment.objectives import move_batch
 from experiment.optimizer import describe_contract
 from machine.devices import (
     choose_devices,
     find_batch_size,
     make_trial_batch,
+    move_batch,
     place_model,
     set_batch_size,
     stop_when_out_of_memory,

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments, TrainerArguments
 from experiment.model import make_model
-from experiment.objectives import compute_losses, move_batch
+from experiment.objectives import compute_losses
+from machine.devices import move_batch
 from support.console import UserError, first_line
 from support.hub import calm_transformers
 from text.tokenizers import PROBE

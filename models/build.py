@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -42,6 +43,17 @@ def is_text_alone(config: PreTrainedConfig) -> bool:
         return not config.is_encoder_decoder and config.get_text_config() is config
     except ValueError:  # several parts of it read texts
         return False
+
+
+def find_masked_class(config: PreTrainedConfig) -> type | None:
+    return transformers.AutoModelForMaskedLM if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING else None
+
+
+def find_causal_class(config: PreTrainedConfig) -> type | None:
+    # where a type has both, is_decoder is what keeps a position from seeing those behind it
+    is_causal = not find_masked_class(config) or hasattr(config, "is_decoder")
+    has_class = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if has_class and is_causal else None
 
 
 def take_over_tokens(

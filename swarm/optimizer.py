@@ -349,6 +349,7 @@ class Optimizer(hivemind.Optimizer):
             next_chunk_timeout=self.next_chunk_timeout,
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
+            initialize_optimizer=False,  # it comes with its state, see initialize_optimizer_state_
             start=True,
             **kwargs,
         )

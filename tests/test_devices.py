@@ -18,9 +18,10 @@ from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from experiment.data import load_data
 from experiment.model import make_model
-from experiment.objectives import compute_losses, move_batch
+from experiment.objectives import compute_losses
 from experiment.optimizer import make_local_optimizer, make_param_groups
 from machine import devices
+from machine.devices import move_batch
 from machine.ranks import start_ranks
 from support.console import UserError
 

@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from experiment.data import make_eval_batches, make_train_batches
 from experiment.model import find_objective, make_model
-from experiment.objectives import compute_losses, evaluate, move_batch
+from experiment.objectives import compute_losses
 from experiment.optimizer import describe_contract, make_local_optimizer, make_param_groups
 from machine.checkpoint import find_checkpoints
+from machine.devices import evaluate, move_batch
 from machine.trial import make_trained_model
 from models.build import describe_architecture, find_longest_sequence
 from support.console import UserError

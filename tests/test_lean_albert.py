@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 from arguments import ModelArguments, TrainerArguments
 from experiment.model import make_model
-from experiment.objectives import move_batch
 from experiment.optimizer import make_param_groups
+from machine.devices import move_batch
 from machine.trial import make_trained_model
 from models import lean_albert
 from models.lean_albert import (
@@ -30,9 +30,9 @@ from models.lean_albert import (
     LeanAlbertForTokenClassification,
     LeanAlbertModel,
     RecomputedLinear,
-    load_ruleanalbert,
     project,
 )
+from models.ruleanalbert import load_ruleanalbert
 from support.console import UserError
 
 sys.path.append(str(ROOT / "benchmarks"))

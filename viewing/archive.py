@@ -27,7 +27,7 @@ from arguments import (
     parse_arguments,
 )
 from experiment.model import make_model
-from experiment.optimizer import describe_contract, make_optimizer
+from experiment.optimizer import choose_optimizer, describe_contract, make_optimizer
 from machine.checkpoint import (
     collect_state,
     find_checkpoints,
@@ -279,9 +279,8 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     samples = stamp["epoch"] * settings["target_batch_size"]
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
-    # which the stamps of earlier versions lack
-    floor = settings.get("min_learning_rate", 0.0)
-    clamp = f", clamp {settings['clamp_value']:g}" if settings["optim"] != "adamw" else ""
+    names = {field.name for field in dataclasses.fields(OptimizerArguments)}
+    options = OptimizerArguments(**{name: value for name, value in settings.items() if name in names})
     precision = {"none": "32 bits", "float16": "16 bits", "8bit": "8 bits"}[settings["compression"]]
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
@@ -291,11 +290,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         "watched for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
         "throughput": f"{speed:.1f} samples/s, the median epoch",
         "batch size": f"{settings['target_batch_size']:,} samples, gathered by all peers",
-        "optimizer": f"{settings['optim']}, beta {settings['adam_beta1']:g} {settings['adam_beta2']:g}, epsilon "
-        f"{settings['adam_epsilon']:g}, weight decay {settings['weight_decay']:g}, gradients clipped to "
-        f"{settings['max_grad_norm']:g}{clamp}",
-        "schedule": f"peak learning rate {settings['learning_rate']:g} after {settings['warmup_steps']:,} epochs of "
-        f"linear warm-up, linear decay to {floor:g} at epoch {settings['total_steps']:,}",
+        "optimizer": choose_optimizer(options)[1],
+        "schedule": f"peak learning rate {options.learning_rate:g} after {options.warmup_steps:,} epochs of "
+        f"linear warm-up, linear decay to {options.min_learning_rate:g} at epoch {options.total_steps:,}",
         "averaging": f"gradients in {precision}, parameters every {settings['average_state_every']} epochs",
     }
     return CARD.format(
