@@ -51,45 +51,20 @@ def load_documents(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]
     return source, splits
 
 
-def make_training_dataset(
-    tokenizer,
-    *,
-    sources: str | Path = "configs/sources.json",
-    max_sequence_length: int = 512,
-    seed: int = 0,
-    shuffle_buffer: int = 8192,
-    sentence_splitter: str = "auto",
-    kind: InstanceKind = PAIRS,
-):
-    """Endless instances of a mixture of sources (see text/streams.py), a torch IterableDataset of dictionaries:
-    input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and sentence_order_label (0 or 1); for
-    another kind its columns.
+def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = PAIRS) -> TrainingDataset:
+    """The train split of --streaming: endless instances of a mixture of sources (see text/streams.py), a torch
+    IterableDataset of dictionaries: input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and
+    sentence_order_label (0 or 1); for another kind its columns.
 
-    A source that gives nothing at its beginning is a UserError. Edit me: documents may be chosen or changed in
-    ChunkTokenizer.
-
-    :param max_sequence_length: in tokens, special ones included
-    :param seed: of the order, the mixture, the cuts and the swaps; make_train_batches gives it the peer's own
-    :param shuffle_buffer: instances that are shuffled together
-    :param sentence_splitter: auto, punkt or razdel, for sources that name none
+    A source that gives nothing at its beginning is a UserError. Documents may be chosen or changed in ChunkTokenizer.
+    The order, the mixture, the cuts and the swaps follow from its attribute `seed`; make_train_batches gives it the
+    peer's own.
     """
-    found = read_sources(sources, sentence_splitter)
+    found = read_sources(args.sources, args.sentence_splitter)
     for source in found:
-        if problem := source.find_problem(seed):
-            raise UserError(f"--sources {sources}: {source.name} gives no text: {problem}")
-    return TrainingDataset(found, tokenizer, max_sequence_length, seed, shuffle_buffer, kind)
-
-
-def make_streamed_split(tokenizer, args: DataArguments, kind: InstanceKind):
-    """The train split of --streaming."""
-    return make_training_dataset(
-        tokenizer,
-        sources=args.sources,
-        max_sequence_length=args.max_sequence_length,
-        shuffle_buffer=args.shuffle_buffer,
-        sentence_splitter=args.sentence_splitter,
-        kind=kind,
-    )
+        if problem := source.find_problem(seed=0):
+            raise UserError(f"--sources {args.sources}: {source.name} gives no text: {problem}")
+    return TrainingDataset(found, tokenizer, args.max_sequence_length, 0, args.shuffle_buffer, kind)
 
 
 def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKind) -> Data:
@@ -119,7 +94,7 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
         tokenizer = load_tokenizer(choose_tokenizer(found, model_args), kind)
         splits, corpus = load_tokenized_dataset(found, tokenizer, kind)
     if args.streaming:
-        splits["train"] = make_streamed_split(tokenizer, args, kind)
+        splits["train"] = make_training_dataset(tokenizer, args, kind)
         corpus["seq_length"] = args.max_sequence_length
     return tokenizer, splits, corpus
 

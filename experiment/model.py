@@ -95,7 +95,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     names = ("input_ids", "token_type_ids", "attention_mask") if has_types else ("input_ids", "attention_mask")
     model.input_names = [name for name in names if name in accepted]
     if (head := model.get_output_embeddings()) is not None:
-        head.label_distance = objective.label_distance
+        head.label_distance = int(objective.is_causal)
         head.register_forward_pre_hook(keep_wanted_positions)
     if not isinstance(tokenizer, int):
         tokenizer.model_input_names = list(model.input_names)  # a folder that holds both must open in a pipeline

@@ -58,7 +58,7 @@ def compute_token_loss(
             head.labelled_positions = None
     logits = outputs.logits
     if logits.dim() == 3:
-        logits = logits.flatten(0, 1)[positions - objective.label_distance]
+        logits = logits.flatten(0, 1)[positions - int(objective.is_causal)]
     # sum / count: the mean over no label at all would be 0 / 0
     loss = cross_entropy(widen(logits), targets, reduction="sum") / max(1, len(targets))
     losses = {"loss": loss, objective.token_loss: loss.detach()}
@@ -95,13 +95,8 @@ class Objective:
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token is predicted from those before it alone."""
+        """Whether a token is predicted from those before it alone, by the logits one place before its label."""
         return not self.kind.is_masked
-
-    @property
-    def label_distance(self) -> int:
-        """From the place whose logits predict a label to that label's."""
-        return int(self.is_causal)
 
 
 FILL_MASK = 'f"The captain was {predict.tokenizer.mask_token}."'

@@ -46,8 +46,8 @@ from experiment.data import (
     choose_tokenizer,
     find_data,
     load_data,
-    make_streamed_split,
     make_train_batches,
+    make_training_dataset,
 )
 from experiment.model import find_objective
 from experiment.optimizer import describe_contract
@@ -328,7 +328,7 @@ def check_all(
             else:
                 yield failure
         if data_args.streaming:
-            train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args, kind))
+            train, failure = attempt("sources", lambda: make_training_dataset(tokenizer, data_args, kind))
             yield failure or check_stream(train, tokenizer, data_args, args)
             corpus = {"seq_length": data_args.max_sequence_length, "objective": kind.name}
             dataset = train and {"train": train}

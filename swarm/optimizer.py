@@ -578,34 +578,25 @@ def make_swarm_optimizer(dht: hivemind.DHT, prefix: str, averaging: AveragingArg
 
     :param options: of hivemind.Optimizer, which no flag of averaging sets
     """
-    averager_options = dict(
-        target_group_size=averaging.target_group_size,
-        min_vector_size=averaging.min_vector_size,
-    )
+
+    def select(*names: str) -> dict:
+        return {name: getattr(averaging, name) for name in names}
+
+    averager_options = select("target_group_size", "min_vector_size")
     return Optimizer(
         dht=dht,
         run_id=prefix,
         target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,
-        matchmaking_time=averaging.matchmaking_time,
-        request_timeout=averaging.request_timeout,
-        averaging_timeout=averaging.averaging_timeout,
-        next_chunk_timeout=averaging.next_chunk_timeout,
-        average_state_every=averaging.average_state_every,
         offload_optimizer=True,
-        delay_optimizer_step=averaging.delay_optimizer_step,
-        delay_grad_averaging=averaging.delay_grad_averaging,
         averager_opts=averager_options,
         # hivemind passes averager_opts to the state averager alone (note 39)
         grad_averager_factory=partial(GradientAverager, **averager_options),
-        tracker_opts=dict(
-            min_refresh_period=averaging.min_refresh_period,
-            max_refresh_period=averaging.max_refresh_period,
-            default_refresh_period=averaging.default_refresh_period,
-            expected_drift_peers=averaging.expected_drift_peers,
-            expected_drift_rate=averaging.expected_drift_rate,
-            metadata_expiration=averaging.metadata_expiration,
+        tracker_opts=select(
+            *("min_refresh_period", "max_refresh_period", "default_refresh_period"),
+            *("expected_drift_peers", "expected_drift_rate", "metadata_expiration"),
         ),
-        performance_ema_alpha=averaging.performance_ema_alpha,
+        **select("matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout"),
+        **select("average_state_every", "delay_optimizer_step", "delay_grad_averaging", "performance_ema_alpha"),
         **options,
     )
 

@@ -273,12 +273,14 @@ def austen(tmp_path, monkeypatch) -> Path:
     return write_sources(tmp_path / "sources.json", *entries)
 
 
+def open_stream(tokenizer, sources, kind=PAIRS, **options):
+    return data.make_training_dataset(tokenizer, DataArguments(streaming=True, sources=sources, **options), kind)
+
+
 def make_batches(tokenizer, sources, count, collator=None, **options):
     """(batches, state behind the last one)"""
     options = {"seed": 1, "num_workers": 0, "state": None, "length": 64, "buffer": 256} | options
-    dataset = data.make_training_dataset(
-        tokenizer, sources=sources, max_sequence_length=options["length"], shuffle_buffer=options["buffer"]
-    )
+    dataset = open_stream(tokenizer, sources, max_sequence_length=options["length"], shuffle_buffer=options["buffer"])
     chosen = {name: options[name] for name in ("num_workers", "state")} | {"batch_size": 16}
     if collator:
         dataset.seed = options["state"]["seed"] if options["state"] else options["seed"]
@@ -337,7 +339,7 @@ def test_tiny_sources_are_endless_and_shuffled_anew(tokenizer, tmp_path):
 
 
 def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
-    dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=128, shuffle_buffer=256)
+    dataset = open_stream(tokenizer, austen, max_sequence_length=128, shuffle_buffer=256)
     batches = StreamedBatches(dataset, keep_rows, batch_size=16, num_workers=2)
     batches.set_sequence_length(32)
     iterator = iter(batches)
@@ -353,9 +355,7 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, kind):
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"], kind)
 
     def take(num_workers: int) -> list[dict]:
-        dataset = data.make_training_dataset(
-            tokenizer, sources=austen, max_sequence_length=32, shuffle_buffer=64, kind=kind
-        )
+        dataset = open_stream(tokenizer, austen, kind, max_sequence_length=32, shuffle_buffer=64)
         options = dict(batch_size=16, seed=1, num_workers=num_workers)
         return list(itertools.islice(data.make_train_batches(dataset, tokenizer, DataArguments(), **options), 40))
 
@@ -379,7 +379,7 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, kind):
 
 
 def test_training_dataset_in_a_plain_loader(tokenizer, austen):
-    dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=64, shuffle_buffer=50)
+    dataset = open_stream(tokenizer, austen, max_sequence_length=64, shuffle_buffer=50)
     row = next(iter(dataset))
     assert set(row) == set(PAIRS.columns)
     assert len(row["input_ids"]) == len(row["token_type_ids"]) == len(row["special_tokens_mask"]) <= 64
@@ -452,7 +452,7 @@ def test_a_source_that_gives_nothing_is_one_line(entry, words, tmp_path, tokeniz
             entry = {**entry, "path": entry["path"].replace("{folder}", str(tmp_path)).replace("{url}", server.url)}
         (tmp_path / "sources.json").write_text(json.dumps([entry]))
         with pytest.raises(UserError) as error:
-            data.make_training_dataset(tokenizer, sources=tmp_path / "sources.json")
+            open_stream(tokenizer, tmp_path / "sources.json")
     [line] = str(error.value).splitlines()
     assert line.startswith(("--sources", "no language"))
     assert all(word in line for word in words), line
@@ -528,7 +528,9 @@ from text.tokenizers import load_tokenizer
 stop = threading.Event()
 signal.signal(signal.SIGINT, lambda *_: stop.set())
 tokenizer = load_tokenizer(sys.argv[1])
-dataset = data.make_training_dataset(tokenizer, sources=sys.argv[2], max_sequence_length=64)
+dataset = data.make_training_dataset(
+    tokenizer, DataArguments(streaming=True, sources=sys.argv[2], max_sequence_length=64)
+)
 print("ready", flush=True)
 options = dict(batch_size=8, seed=1, num_workers=2, stop=stop)
 for _ in data.make_train_batches(dataset, tokenizer, DataArguments(), **options):

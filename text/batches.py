@@ -157,10 +157,17 @@ def list_batches(batches: MaskedBatches, batch_size: int, max_samples: int | Non
     return result
 
 
+def group_by_length(lengths: np.ndarray, batch_size: int, generator: np.random.Generator) -> np.ndarray:
+    """Numbers [batches, batch_size] of rows: shuffled, grouped by length, and the groups shuffled again. Rows beyond a
+    multiple of batch_size sit out; fewer than one batch repeat."""
+    order = generator.permutation(len(lengths))
+    order = np.resize(order, max(len(order) // batch_size, 1) * batch_size)
+    order = order[np.argsort(lengths[order], kind="stable")]
+    return generator.permutation(order.reshape(-1, batch_size))
+
+
 class LengthGroupedOrder:
-    """Endless keys of MaskedBatches, but the sequence length, pass after pass: in each, rows are shuffled, grouped by
-    length, and the groups shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than
-    one batch repeats."""
+    """Endless keys of MaskedBatches, but the sequence length, pass after pass."""
 
     def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
         self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
@@ -169,16 +176,9 @@ class LengthGroupedOrder:
         generator = np.random.default_rng(self.seed)
         number = 0
         while True:
-            for rows in self.make_pass(generator):
+            for rows in group_by_length(self.padded_lengths, self.batch_size, generator):
                 yield rows, [self.seed, number]
                 number += 1
-
-    def make_pass(self, generator: np.random.Generator) -> np.ndarray:
-        """Row numbers [batches, batch_size] of one pass."""
-        order = generator.permutation(len(self.padded_lengths))
-        order = np.resize(order, max(len(order) // self.batch_size, 1) * self.batch_size)
-        order = order[np.argsort(self.padded_lengths[order], kind="stable")]
-        return generator.permutation(order.reshape(-1, self.batch_size))
 
 
 class ShardedBatches:
@@ -200,8 +200,7 @@ class ShardedBatches:
 
 
 class ShardedOrder:
-    """Endless keys of ShardedBatches, but the sequence length: a LengthGroupedOrder's pass over one shard, then the
-    next."""
+    """Endless keys of ShardedBatches, but the sequence length: a pass over one shard, then the next."""
 
     def __init__(self, batches: ShardedBatches, batch_size: int, seed: int, stop: threading.Event):
         self.batches, self.batch_size, self.seed, self.stop = batches, batch_size, seed, stop
@@ -209,8 +208,8 @@ class ShardedOrder:
     def __iter__(self) -> Iterator[tuple[Path, np.ndarray, list[int]]]:
         number = 0
         for visit, folder in enumerate(self.batches.split.visit(self.stop)):
-            order = LengthGroupedOrder(self.batches.open(folder).padded_lengths, self.batch_size, self.seed)
-            for rows in order.make_pass(np.random.default_rng([self.seed, visit])):
+            lengths, generator = self.batches.open(folder).padded_lengths, np.random.default_rng([self.seed, visit])
+            for rows in group_by_length(lengths, self.batch_size, generator):
                 yield folder, rows, [self.seed, number]
                 number += 1
 
@@ -371,9 +370,7 @@ class StreamedBatches:
         """Numbers [batches, batch_size] of the pool's instances."""
         lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
         generator = np.random.default_rng([self.dataset.seed, pool["begin"]["documents"]])
-        order = generator.permutation(len(lengths))[: len(lengths) // self.batch_size * self.batch_size]
-        order = order[np.argsort(lengths[order] // 8, kind="stable")]
-        return generator.permutation(order.reshape(-1, self.batch_size))
+        return group_by_length(lengths // 8, self.batch_size, generator)
 
 
 def load_stream_state(path: Path) -> dict | None:

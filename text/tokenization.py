@@ -160,12 +160,7 @@ def make_chunks(documents: list[list[str]]):
 
 
 def tokenize_for_trainer(
-    source: str,
-    splits: dict[str, list[list[str]]],
-    tokenizer,
-    kind: InstanceKind,
-    model_args: ModelArguments,
-    args: DataArguments,
+    source: str, splits: dict, tokenizer, kind: InstanceKind, model_args: ModelArguments, args: DataArguments
 ) -> Path:
     """Folder of the dataset made of these documents, in the cache: made at the first start, found there later on, by
     other trainers too. The same text and flags give the same rows on every peer.
