@@ -57,19 +57,17 @@ from machine.checkpoint import CheckpointError, choose_state, save_model
 from machine.devices import (
     Feed,
     compile_model,
-    evaluate,
     explain_out_of_memory,
     find_batch_size,
     is_out_of_memory,
     make_trial_batch,
-    move_batch,
     place_model,
     set_batch_size,
     stop_when_out_of_memory,
 )
 from machine.preflight import run_preflight, warn_at_start
 from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
-from machine.trial import make_trained_model
+from machine.training import evaluate, make_trained_model, move_batch
 from models.build import find_longest_sequence
 from support.files import lock_folder, write_file
 from swarm.addresses import select_for_others

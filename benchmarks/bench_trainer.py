@@ -134,7 +134,7 @@ def prepare(args: argparse.Namespace) -> tuple:
     from experiment.data import load_data, make_train_batches
     from experiment.optimizer import make_local_optimizer, make_param_groups
     from machine.devices import choose_devices, place_model
-    from machine.trial import make_trained_model
+    from machine.training import make_trained_model
 
     trainer_args = TrainerArguments(device=args.device, bf16=args.bf16)
     model_args = ModelArguments(args.config_path, tokenizer_path=args.tokenizer_path)
@@ -154,7 +154,8 @@ def run_plain(args: argparse.Namespace) -> None:
     import torch
 
     from experiment.objectives import compute_losses
-    from machine.devices import Feed, move_batch
+    from machine.devices import Feed
+    from machine.training import move_batch
 
     model, device, autocast, optimizer, batches = prepare(args)
     feed, meter = Feed(batches, device), Meter(args)
@@ -215,7 +216,8 @@ def run_transformers(args: argparse.Namespace) -> None:
     import transformers
 
     from experiment.objectives import compute_losses
-    from machine.devices import Feed, move_batch
+    from machine.devices import Feed
+    from machine.training import move_batch
 
     model, device, _, optimizer, batches = prepare(args)
     feed, meter = Feed(batches, device), Meter(args)

@@ -17,6 +17,8 @@ from text.instances import BLOCKS, PAIRS, TEXT, InstanceKind
 
 # ---------------------------------------------------------------- losses
 
+Losses = tuple[dict[str, Tensor], Tensor]  # by name, loss to train on among them; and logits [labels, vocabulary]
+
 
 def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of one batch, scalars in nats: loss, to train on, and without gradient those that its objective names, which are
@@ -31,17 +33,13 @@ def compute_losses(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str
     return losses
 
 
-def take_own_losses(
-    model: PreTrainedModel, batch: dict[str, Tensor], targets: Tensor
-) -> tuple[dict[str, Tensor], Tensor]:
+def take_own_losses(model: PreTrainedModel, batch: dict[str, Tensor], targets: Tensor) -> Losses:
     """Those that a model of ours computes by itself from a whole batch, see AlbertForPreTraining."""
     outputs = model(**batch)
     return {name: outputs[name] for name in ("loss", "mlm_loss", "sop_loss")}, outputs["prediction_logits"]
 
 
-def compute_token_loss(
-    model: PreTrainedModel, batch: dict[str, Tensor], targets: Tensor
-) -> tuple[dict[str, Tensor], Tensor]:
+def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets: Tensor) -> Losses:
     """Of any model that gives logits [batch, length, vocabulary]. They are computed only where there is a label, except
     by models whose last layer is none of the kind."""
     positions, objective = batch["labelled_positions"], model.objective
@@ -84,8 +82,8 @@ class Objective:
     kind: InstanceKind
     #: which of transformers' classes makes a model of a configuration; our own are in experiment/model.py
     find_class: Callable[[PreTrainedConfig], type | None]
-    #: (model, batch, labels without those to be ignored) -> (losses by name, logits [labels, vocabulary])
-    losses_of: Callable[[PreTrainedModel, dict[str, Tensor], Tensor], tuple[dict[str, Tensor], Tensor]]
+    #: of a model, a batch, and its labels without those to be ignored
+    losses_of: Callable[[PreTrainedModel, dict[str, Tensor], Tensor], Losses]
     #: of these losses the one that is the mean over the labels
     token_loss: str
     #: for a checkpoint's card: what the loss is of, the pipeline that the model opens in, and an example for it

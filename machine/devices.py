@@ -1,4 +1,4 @@
-"""What a trainer computes on and how: device, precision, compiler, the batch size that fits, the feed, evaluation.
+"""What a trainer computes on and how: device, precision, compiler, the batch size that fits, and the feed of batches.
 
 Devices are chosen without a CUDA context: hivemind forks its helpers first (see run_trainer.py). To see what is chosen:
 
@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 
@@ -22,8 +21,8 @@ from transformers import PreTrainedModel
 from arguments import DataArguments, TrainerArguments
 from experiment.data import make_train_batches
 from experiment.objectives import compute_losses
+from machine.training import move_batch
 from models.build import find_longest_sequence
-from models.lean_albert import find_labelled_positions
 from support.console import UserError
 
 logger = logging.getLogger("trainer")
@@ -276,18 +275,6 @@ def compile_model(
 # --- feeding the device -----------------------------------------------------------------------------------------------
 
 
-def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The model's inputs on the device. What would make a GPU wait for the host is found out here, on the host: where
-    the labels are; and whether there is no padding, so that attention needs no mask and takes its fastest way."""
-    positions = find_labelled_positions(batch["labels"])
-    if device.type == "cuda":  # as Feed does with the rest: from other memory the host waits for the copy
-        positions = positions.pin_memory()
-    batch = dict(batch, labelled_positions=positions)
-    if batch["attention_mask"].all():
-        del batch["attention_mask"]
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
 class Feed:
     """Batches in turn, in pinned memory where a GPU can then copy them without being waited for; notes for how long the
     device's process had to wait for them."""
@@ -312,30 +299,3 @@ class Feed:
         """Seconds of waiting since the last call."""
         waited, self.waited = self.waited, 0.0
         return waited
-
-
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def evaluate(
-    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
-) -> dict[str, float]:
-    """Means over all batches: loss, in nats per token to be predicted; accuracy, the share of these that was; and
-    sop_loss where the model has one, in nats per row. The device is waited for once."""
-    model.eval()
-    sums, labels, rows = Counter(), 0, 0
-    try:
-        for batch in batches:
-            batch = move_batch(batch, device)
-            losses = compute_losses(model, batch)
-            count, size = len(batch["labelled_positions"]), len(batch["input_ids"])
-            sums["loss"] += losses[model.objective.token_loss] * count
-            sums["correct"] += losses["correct"]
-            if "sop_loss" in losses:
-                sums["sop_loss"] += losses["sop_loss"] * size
-            labels, rows = labels + count, rows + size
-    finally:  # training goes on where memory was short here
-        model.train()
-    result = {"loss": float(sums["loss"]) / max(1, labels), "accuracy": float(sums["correct"]) / max(1, labels)}
-    return result | ({"sop_loss": float(sums["sop_loss"]) / max(1, rows)} if "sop_loss" in sums else {})

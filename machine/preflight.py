@@ -55,13 +55,12 @@ from machine.devices import (
     choose_devices,
     find_batch_size,
     make_trial_batch,
-    move_batch,
     place_model,
     set_batch_size,
     stop_when_out_of_memory,
     time_pass,
 )
-from machine.trial import make_trained_model
+from machine.training import make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
 from support.console import UserError, setup_logging, show_bytes
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others

@@ -13,7 +13,7 @@ from arguments import AveragingArguments, ModelArguments, OptimizerArguments, Sw
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import describe_contract, make_optimizer
-from machine.devices import move_batch
+from machine.training import move_batch
 from swarm.joining import make_dht
 from swarm.processes import clean_end, shut_down
 

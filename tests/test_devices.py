@@ -21,8 +21,8 @@ from experiment.model import make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_local_optimizer, make_param_groups
 from machine import devices
-from machine.devices import move_batch
 from machine.ranks import start_ranks
+from machine.training import move_batch
 from support.console import UserError
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from transformers import AutoModelForPreTraining
 from arguments import DataArguments, ModelArguments
 from experiment.data import make_eval_batches
 from experiment.model import make_model
-from machine.devices import evaluate
+from machine.training import evaluate
 from support.console import show_duration
 from swarm.progress import ProgressTracker
 from text.stored import load_tokenized_dataset

@@ -22,8 +22,7 @@ from experiment.model import find_objective, make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import describe_contract, make_local_optimizer, make_param_groups
 from machine.checkpoint import find_checkpoints
-from machine.devices import evaluate, move_batch
-from machine.trial import make_trained_model
+from machine.training import evaluate, make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
 from support.console import UserError
 from swarm.contract import find_differences

@@ -19,8 +19,7 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm
 from arguments import ModelArguments, TrainerArguments
 from experiment.model import make_model
 from experiment.optimizer import make_param_groups
-from machine.devices import move_batch
-from machine.trial import make_trained_model
+from machine.training import make_trained_model, move_batch
 from models import lean_albert
 from models.lean_albert import (
     LeanAlbertConfig,

@@ -214,56 +214,44 @@ class ShardedOrder:
                 number += 1
 
 
-class LengthedOrder:
-    """The keys of an order, each with the sequence length that holds when it is given. State: the keys whose batches
-    nobody has taken yet, and those to give once more."""
-
-    def __init__(self, order):
-        self.order, self.sequence_length = order, None
-        self.under_way, self.again = deque(), deque()
-
-    def __iter__(self) -> Iterator[tuple]:
-        keys = iter(self.order)
-        self.under_way, self.again = deque(), deque()
-        while (key := self.again.popleft() if self.again else next(keys, None)) is not None:
-            self.under_way.append(key)
-            yield *key, self.sequence_length
-
-    def recall(self) -> int:
-        """Give the keys under way once more, before all others; the number of their batches, which nobody wants now."""
-        count = len(self.under_way)
-        self.again.extendleft(reversed(self.under_way))
-        self.under_way.clear()
-        return count
-
-
 class BatchLoader:
-    """Batches as tensors, prepared by num_workers processes, or by this one."""
+    """Batches as tensors, prepared by num_workers processes, or by this one. State: the keys whose batches nobody has
+    taken yet, and those to give once more."""
 
     def __init__(self, batches, order, num_workers: int):
-        self.batches, self.order, self.num_workers = batches, LengthedOrder(order), num_workers
-        self.outdated = 0
+        self.batches, self.order, self.num_workers = batches, order, num_workers
+        self.sequence_length, self.outdated = None, 0
+        self.under_way, self.again = deque(), deque()
 
     def set_sequence_length(self, sequence_length: int | None) -> None:
         """From the next batch on, cut instances to so many tokens (None: to none).
 
         What workers have prepared is thrown away and made anew: the batches are the same with any number of workers.
         """
-        if sequence_length == self.order.sequence_length:
+        if sequence_length == self.sequence_length:
             return
         logger.info(
             f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
         )
-        self.order.sequence_length = sequence_length
-        self.outdated += self.order.recall()
+        self.sequence_length = sequence_length
+        self.outdated += len(self.under_way)
+        self.again.extendleft(reversed(self.under_way))
+        self.under_way.clear()
+
+    def give_keys(self) -> Iterator[tuple]:
+        """The order's keys, each with the sequence length that holds when it is given."""
+        keys = iter(self.order)
+        while (key := self.again.popleft() if self.again else next(keys, None)) is not None:
+            self.under_way.append(key)
+            yield *key, self.sequence_length
 
     def __iter__(self) -> Iterator[dict]:
-        self.outdated = 0
-        for batch in prepare_in_workers(self.batches, self.order, self.num_workers):
+        self.outdated, self.under_way, self.again = 0, deque(), deque()
+        for batch in prepare_in_workers(self.batches, self.give_keys(), self.num_workers):
             if self.outdated:
                 self.outdated -= 1
                 continue
-            self.order.under_way.popleft()
+            self.under_way.popleft()
             yield to_tensors(batch)
 
 

@@ -1,7 +1,9 @@
-"""The model as a trainer uses it, tried out before any other peer has seen this one."""
+"""A model in training: tried out before any other peer sees this one, fed with batches, and measured."""
 
 import logging
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 
 import torch
 import transformers
@@ -10,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from arguments import ModelArguments, TrainerArguments
 from experiment.model import make_model
 from experiment.objectives import compute_losses
-from machine.devices import move_batch
+from models.lean_albert import find_labelled_positions
 from support.console import UserError, first_line
 from support.hub import calm_transformers
 from text.tokenizers import PROBE
@@ -89,3 +91,39 @@ def try_out(model: PreTrainedModel, where: str = "") -> None:
             f"no gradient has reached {', '.join(unused[:2])}{more}: where none ever does, weight decay shrinks them"
         )
     model.train().zero_grad()
+
+
+def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The model's inputs on the device. What would make a GPU wait for the host is found out here, on the host: where
+    the labels are; and whether there is no padding, so that attention needs no mask and takes its fastest way."""
+    positions = find_labelled_positions(batch["labels"])
+    if device.type == "cuda":  # as Feed does with the rest: from other memory the host waits for the copy
+        positions = positions.pin_memory()
+    batch = dict(batch, labelled_positions=positions)
+    if batch["attention_mask"].all():
+        del batch["attention_mask"]
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+@torch.no_grad()
+def evaluate(
+    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
+) -> dict[str, float]:
+    """Means over all batches: loss, in nats per token to be predicted; accuracy, the share of these that was; and
+    sop_loss where the model has one, in nats per row. The device is waited for once."""
+    model.eval()
+    sums, labels, rows = Counter(), 0, 0
+    try:
+        for batch in batches:
+            batch = move_batch(batch, device)
+            losses = compute_losses(model, batch)
+            count, size = len(batch["labelled_positions"]), len(batch["input_ids"])
+            sums["loss"] += losses[model.objective.token_loss] * count
+            sums["correct"] += losses["correct"]
+            if "sop_loss" in losses:
+                sums["sop_loss"] += losses["sop_loss"] * size
+            labels, rows = labels + count, rows + size
+    finally:  # training goes on where memory was short here
+        model.train()
+    result = {"loss": float(sums["loss"]) / max(1, labels), "accuracy": float(sums["correct"]) / max(1, labels)}
+    return result | ({"sop_loss": float(sums["sop_loss"]) / max(1, rows)} if "sop_loss" in sums else {})
