@@ -23,7 +23,6 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from experiment.data import make_eval_batches
-from experiment.model import evaluate
 from machine.checkpoint import (
     CheckpointError,
     apply_state,
@@ -36,6 +35,7 @@ from machine.checkpoint import (
 )
 from machine.devices import all_finite, is_out_of_memory
 from machine.preflight import warn_of_speed
+from machine.training import evaluate
 from support.console import UserError
 from support.files import append_line, write_file
 from swarm.addresses import select_for_others

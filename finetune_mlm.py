@@ -41,7 +41,6 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from experiment.model import find_longest_sequence
 from experiment.optimizer import make_param_groups
 from experiment.tasks import (
     TASKS,
@@ -55,7 +54,8 @@ from experiment.tasks import (
     predict_majority,
 )
 from machine.checkpoint import save_model
-from models.lean_albert import load_ruleanalbert
+from models.build import find_longest_sequence
+from models.ruleanalbert import load_ruleanalbert
 from support.files import lock_folder, make_folder, write_file
 
 logger = logging.getLogger("finetune")

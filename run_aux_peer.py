@@ -70,7 +70,7 @@ def main(*groups) -> None:
         log_to_folder("aux peer", args.logging_dir)
     report = RunReport(args, swarm.experiment_prefix)
     needs_model = args.assist_in_averaging or archive_args.store_checkpoints
-    tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args)) if needs_model else None
+    tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind) if needs_model else None
     page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
     dht, _ = make_dht(swarm)
     if dht.client_mode:

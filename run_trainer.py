@@ -35,19 +35,22 @@ import torch
 import transformers
 
 from callback import CollaborativeCallback
-from experiment.data import check_data_arguments, data_seed, load_data
-from experiment.model import compute_losses, find_longest_sequence, make_trained_model, move_batch
+from experiment.data import load_data
+from experiment.objectives import compute_losses
 from experiment.optimizer import describe_contract, make_optimizer
 from machine.checkpoint import choose_state, claim_folders
 from machine.devices import all_finite, make_trial_batch, place_model, stop_when_out_of_memory, tune_to_device
 from machine.feed import make_feed
 from machine.preflight import run_preflight, warn_at_start
 from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
+from machine.training import make_trained_model, move_batch
+from models.build import find_longest_sequence
 from swarm.contract import join_run
 from swarm.joining import make_dht
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
 from swarm.status import StatusServer
+from text.batches import check_data_arguments, data_seed
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 from viewing.dashboards import require_wandb

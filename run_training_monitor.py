@@ -119,7 +119,7 @@ def main(*groups) -> None:
         from text.tokenizers import load_tokenizer
         from viewing.archive import CheckpointHandler, make_observer
 
-        tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args))
+        tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
         model, optimizer, contract = make_observer(dht, swarm, model_args, optimizer_args, averaging_args, tokenizer)
         archive = CheckpointHandler(
             archive_args,

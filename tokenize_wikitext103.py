@@ -33,6 +33,7 @@ from pathlib import Path
 from arguments import TokenizeArguments, parse_arguments
 from support.console import UserError, edge
 from support.files import unfinished_folder
+from support.hub import hub
 from text.documents import (
     load_sentence_splitter,
     read_documents,
@@ -40,8 +41,8 @@ from text.documents import (
     split_articles,
     split_chapters,
 )
-from text.fetch import hub
 from text.hosting import check_archive, make_archive
+from text.instances import KINDS, InstanceKind
 from text.tokenization import make_dataset, split_documents
 from text.tokenizers import check_tokenizer, load_tokenizer, train_byte_tokenizer, train_tokenizer
 
@@ -52,6 +53,7 @@ def main():
     (args,) = parse_arguments(TokenizeArguments, description="Turn text into a tokenized dataset.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave as on Ctrl-C: clean up first
     tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
+    kind = KINDS[args.objective]
     # a second dataset for the tokenizer of the first one: it stays where it is
     is_tokenizer_kept = not args.train_tokenizer and Path(args.tokenizer).resolve() == tokenizer_path.resolve()
     if args.archive:
@@ -67,17 +69,17 @@ def main():
         unfinished_dataset = stack.enter_context(unfinished_folder(dataset_path))
         unfinished_tokenizer = tokenizer_path
         if is_tokenizer_kept:
-            tokenizer = load_tokenizer(tokenizer_path, args.objective)
+            tokenizer = load_tokenizer(tokenizer_path, kind)
         else:
             unfinished_tokenizer = stack.enter_context(unfinished_folder(tokenizer_path))
             if args.train_tokenizer:
-                train = train_byte_tokenizer if args.objective == "clm" else train_tokenizer
+                train = train_tokenizer if kind.is_masked else train_byte_tokenizer
                 tokenizer = train(splits["train"], args)
             else:
-                tokenizer = find_tokenizer(args)
+                tokenizer = find_tokenizer(args, kind)
             tokenizer.save_pretrained(unfinished_tokenizer)
             # what the peers will load is what tokenizes
-            tokenizer = load_tokenizer(unfinished_tokenizer, args.objective)
+            tokenizer = load_tokenizer(unfinished_tokenizer, kind)
 
         corpus = make_dataset(source, splits, tokenizer, unfinished_tokenizer, unfinished_dataset, args)
         try:
@@ -131,14 +133,14 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
     return source, split_documents(documents, args)
 
 
-def find_tokenizer(args: TokenizeArguments):
+def find_tokenizer(args: TokenizeArguments, kind: InstanceKind):
     if Path(args.tokenizer).is_dir():
-        return load_tokenizer(args.tokenizer, args.objective)
+        return load_tokenizer(args.tokenizer, kind)
     with hub(f"the tokenizer {args.tokenizer}", "--train_tokenizer, or --tokenizer with a folder"):
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, cache_dir=args.cache_dir)
-    return check_tokenizer(tokenizer, args.tokenizer, args.objective)
+    return check_tokenizer(tokenizer, args.tokenizer, kind)
 
 
 if __name__ == "__main__":

@@ -132,9 +132,9 @@ def prepare(args: argparse.Namespace) -> tuple:
     """(model, its device, autocast, optimizer, endless batches): what run_trainer.py makes of the same flags."""
     from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
     from experiment.data import load_data, make_train_batches
-    from experiment.model import make_trained_model
     from experiment.optimizer import make_local_optimizer, make_param_groups
     from machine.devices import choose_devices, place_model
+    from machine.training import make_trained_model
 
     trainer_args = TrainerArguments(device=args.device, bf16=args.bf16)
     model_args = ModelArguments(args.config_path, tokenizer_path=args.tokenizer_path)
@@ -153,8 +153,9 @@ def prepare(args: argparse.Namespace) -> tuple:
 def run_plain(args: argparse.Namespace) -> None:
     import torch
 
-    from experiment.model import compute_losses, move_batch
+    from experiment.objectives import compute_losses
     from machine.feed import Feed
+    from machine.training import move_batch
 
     model, device, autocast, optimizer, batches = prepare(args)
     feed, meter = Feed(batches, device), Meter(args)
@@ -214,8 +215,9 @@ def run_transformers(args: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    from experiment.model import compute_losses, move_batch
+    from experiment.objectives import compute_losses
     from machine.feed import Feed
+    from machine.training import move_batch
 
     model, device, _, optimizer, batches = prepare(args)
     feed, meter = Feed(batches, device), Meter(args)

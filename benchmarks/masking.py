@@ -8,6 +8,7 @@ the medians. `as trained` is MaskedBatches, which reads the instances from an Ar
 """
 
 import argparse
+import functools
 import itertools
 import os
 import random
@@ -25,9 +26,10 @@ from datasets import Dataset
 from transformers import AlbertTokenizer
 
 from arguments import DataArguments
+from experiment.data import make_collator
 from text.batches import MaskedBatches
 from text.collators import DataCollatorForWholeWordMask, to_tensors
-from text.stored import COLUMNS
+from text.instances import PAIRS
 
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
 LENGTH, BATCH_SIZE, VOCABULARY = 512, 32, 30_000
@@ -37,10 +39,11 @@ def make_instances(count: int) -> list[dict]:
     ids = np.random.default_rng(0).integers(len(SPECIAL), VOCABULARY, (count, LENGTH))
     ids[:, 0], ids[:, LENGTH // 2], ids[:, -1] = 2, 3, 3
     types = (np.arange(LENGTH) > LENGTH // 2).astype(int).tolist()
-    return [
-        dict(zip(COLUMNS, (row.tolist(), types, (row < len(SPECIAL)).astype(int).tolist(), number % 2), strict=True))
-        for number, row in enumerate(ids)
-    ]
+    instances = []
+    for number, row in enumerate(ids):
+        values = row.tolist(), types, (row < len(SPECIAL)).astype(int).tolist(), number % 2
+        instances.append(dict(zip(PAIRS.columns, values, strict=True)))
+    return instances
 
 
 def mask_by_loop(instances: list[dict], tokenizer, mlm_probability: float = 0.15) -> dict[str, torch.Tensor]:
@@ -91,7 +94,8 @@ def main() -> None:
     tokenizer = AlbertTokenizer(vocab=[(token, 0.0) for token in SPECIAL] + [(piece, -5.0) for piece in pieces])
     instances = make_instances(args.samples)
     collator = DataCollatorForWholeWordMask(tokenizer, pad_to_multiple_of=8)
-    stored = MaskedBatches(Dataset.from_list(instances), tokenizer, DataArguments())
+    collate = functools.partial(make_collator, tokenizer=tokenizer, args=DataArguments())
+    stored = MaskedBatches(Dataset.from_list(instances), collate, DataArguments())
     batches = [range(start, min(start + BATCH_SIZE, args.samples)) for start in range(0, args.samples, BATCH_SIZE)]
     ways = {
         "plain loop": lambda rows: mask_by_loop([instances[row] for row in rows], tokenizer),

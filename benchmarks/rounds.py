@@ -119,7 +119,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     import torch
 
     from arguments import SwarmArguments
-    from experiment.optimizer import COMPRESSIONS
+    from models.state_codecs import COMPRESSIONS
     from support.console import setup_logging
     from swarm.joining import make_dht
     from swarm.line import LINE

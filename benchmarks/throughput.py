@@ -38,8 +38,9 @@ def run_plain_loop(args: argparse.Namespace) -> None:
 
     from arguments import DataArguments, ModelArguments, OptimizerArguments
     from experiment.data import make_train_batches
-    from experiment.model import make_model, move_batch
+    from experiment.model import make_model
     from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
+    from machine.training import move_batch
     from text.stored import load_tokenized_dataset
     from text.tokenizers import load_tokenizer
 

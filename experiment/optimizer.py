@@ -8,44 +8,18 @@ peers must agree on; it is published and compared when a peer joins.
         print(make_param_groups(make_model(ModelArguments('configs/demo.json'), 1000))[1]['names'])"
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from hivemind import DHT
-from hivemind.compression import (
-    Float16Compression,
-    NoCompression,
-    RoleAdaptiveCompression,
-    SizeAdaptiveCompression,
-    Uniform8BitQuantization,
-)
 from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from experiment.model import describe_architecture, digest
-from models.lamb_8bit import Lamb8bit
-from models.state_codecs import MatrixMoments8bit, Scaled16bit
-from swarm.optimizer import Optimizer, initialize_optimizer_state_
-from swarm.rounds import GradientAverager
-from swarm.states import StateAverager, list_params
-
-COMPRESSIONS = {
-    "none": NoCompression(),
-    "float16": Float16Compression(),
-    # 8 bits need a codebook per tensor, which small tensors are not worth: those of up to 2**16 numbers
-    "8bit": SizeAdaptiveCompression(
-        threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
-    ),
-}
-
-# how a state comes to a peer that joins, and a step to one that has missed it
-LOAD_STATE_COMPRESSIONS = {
-    "none": NoCompression(),
-    "float16": RoleAdaptiveCompression(parameter=Scaled16bit(), gradient=Scaled16bit()),
-    "8bit": RoleAdaptiveCompression(
-        parameter=Scaled16bit(), gradient=MatrixMoments8bit(), optimizer=MatrixMoments8bit()
-    ),
-}
+from models.build import describe_architecture, digest
+from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
+from swarm.optimizer import Optimizer, describe_averaging, initialize_optimizer_state_, make_swarm_optimizer
+from swarm.states import list_params
 
 
 def make_param_groups(model: nn.Module) -> list[dict]:
@@ -65,6 +39,45 @@ def make_param_groups(model: nn.Module) -> list[dict]:
     ]
 
 
+def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
+    """(what makes LAMB, 8-bit LAMB or AdamW of parameter groups, what all peers must agree on in it)."""
+    options = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    terms = f"{args.optim}, beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}, "
+    terms += f"decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
+    if args.optim == "adamw":
+        # one pass over memory: on a CPU, where the offloaded parameters are, it takes a fourth of the time
+        return partial(torch.optim.AdamW, fused=True, **options), terms
+    options["clamp_value"], terms = args.clamp_value, f"{terms}, clamp {args.clamp_value:g}"
+    if args.optim == "lamb":
+        from torch_optimizer import Lamb
+
+        return partial(Lamb, debias=True, **options), terms
+    from models.lamb_8bit import Lamb8bit
+
+    terms += f", 8 bits from {args.min_8bit_size} numbers"
+    return partial(Lamb8bit, min_8bit_size=args.min_8bit_size, **options), terms
+
+
+def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> torch.optim.Optimizer:
+    """The optimizer of these groups, which clips the (averaged) gradient before it steps and notes its norm.
+
+    :returns: its attribute `grad_norm` is the norm of the last gradient before clipping
+    """
+
+    def clip(optimizer: torch.optim.Optimizer, *_) -> None:
+        optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(list_params(optimizer), args.max_grad_norm).item()
+
+    make, _ = choose_optimizer(args)
+    decays = [args.weight_decay if group["decayed"] else 0.0 for group in param_groups]
+    optimizer = make(
+        [{"params": g["params"], "weight_decay": decay} for g, decay in zip(param_groups, decays, strict=True)]
+    )
+    initialize_optimizer_state_(optimizer)
+    optimizer.grad_norm = 0.0
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
 def learning_rate_factor(epoch: int, warmup_steps: int, total_steps: int, floor: float = 0.0) -> float:
     """Share of the peak learning rate that the step from this epoch to the next one uses: up to 1, then down to the
     floor, where it remains."""
@@ -78,33 +91,6 @@ def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -
     floor = args.min_learning_rate / args.learning_rate
     options = dict(warmup_steps=args.warmup_steps, total_steps=args.total_steps, floor=floor)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, **options))
-
-
-def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> torch.optim.Optimizer:
-    """LAMB, 8-bit LAMB or AdamW on these groups, which clips the (averaged) gradient before it steps and notes its
-    norm.
-
-    :returns: its attribute `grad_norm` is the norm of the last gradient before clipping
-    """
-    groups = [{"params": g["params"], "weight_decay": args.weight_decay if g["decayed"] else 0.0} for g in param_groups]
-    options = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    if args.optim == "lamb":
-        from torch_optimizer import Lamb
-
-        optimizer = Lamb(groups, clamp_value=args.clamp_value, debias=True, **options)
-    elif args.optim == "lamb_8bit":
-        optimizer = Lamb8bit(groups, clamp_value=args.clamp_value, min_8bit_size=args.min_8bit_size, **options)
-    else:
-        # one pass over memory: on a CPU, where the offloaded parameters are, it takes a fourth of the time
-        optimizer = torch.optim.AdamW(groups, fused=True, **options)
-
-    def clip(optimizer: torch.optim.Optimizer, *_) -> None:
-        optimizer.grad_norm = torch.nn.utils.clip_grad_norm_(list_params(optimizer), args.max_grad_norm).item()
-
-    initialize_optimizer_state_(optimizer)
-    optimizer.grad_norm = 0.0
-    optimizer.register_step_pre_hook(clip)
-    return optimizer
 
 
 def make_optimizer(
@@ -125,43 +111,18 @@ def make_optimizer(
     :param client_mode: accept no incoming connection
     :param auxiliary: a role that computes no gradients (the monitor)
     """
-    param_groups = make_param_groups(model)
-    averager_options = dict(
-        target_group_size=averaging.target_group_size,
-        min_vector_size=averaging.min_vector_size,
-    )
-    return Optimizer(
-        dht=dht,
-        run_id=swarm.experiment_prefix,
-        params=param_groups,
+    return make_swarm_optimizer(
+        dht,
+        swarm.experiment_prefix,
+        averaging,
+        params=make_param_groups(model),
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
-        target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,
-        matchmaking_time=averaging.matchmaking_time,
-        request_timeout=averaging.request_timeout,
-        averaging_timeout=averaging.averaging_timeout,
-        next_chunk_timeout=averaging.next_chunk_timeout,
-        average_state_every=averaging.average_state_every,
-        offload_optimizer=True,
-        delay_optimizer_step=averaging.delay_optimizer_step,
-        delay_grad_averaging=averaging.delay_grad_averaging,
-        client_mode=client_mode,
-        auxiliary=auxiliary,
         grad_compression=COMPRESSIONS[averaging.compression],
         state_averaging_compression=COMPRESSIONS[averaging.state_compression],
         load_state_compression=LOAD_STATE_COMPRESSIONS[averaging.load_state_compression],
-        averager_opts=averager_options,
-        # hivemind passes averager_opts to the state averager alone (note 39)
-        grad_averager_factory=partial(GradientAverager, **averager_options),
-        tracker_opts=dict(
-            min_refresh_period=averaging.min_refresh_period,
-            max_refresh_period=averaging.max_refresh_period,
-            default_refresh_period=averaging.default_refresh_period,
-            expected_drift_peers=averaging.expected_drift_peers,
-            expected_drift_rate=averaging.expected_drift_rate,
-            metadata_expiration=averaging.metadata_expiration,
-        ),
-        performance_ema_alpha=averaging.performance_ema_alpha,
+        client_mode=client_mode,
+        auxiliary=auxiliary,
     )
 
 
@@ -172,7 +133,6 @@ def describe_contract(
     decayed, undecayed = make_param_groups(model)
     names = decayed["names"] + undecayed["names"]
     shapes = [tuple(param.shape) for group in (decayed, undecayed) for param in group["params"]]
-    optimizer_options = f"beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}"
     return {
         "model": describe_architecture(model),
         "initial weights": model.initial_weights,
@@ -180,16 +140,8 @@ def describe_contract(
         "parameter order": f"{len(names)} tensors {digest(names)}",
         "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",
         "tokenizer": tokenizer_fingerprint[:12],
-        "optimizer": f"{args.optim}, {optimizer_options}, decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
-        + (f", clamp {args.clamp_value:g}" if args.optim != "adamw" else "")
-        + (f", 8 bits from {args.min_8bit_size} numbers" if args.optim == "lamb_8bit" else ""),
+        "optimizer": choose_optimizer(args)[1],
         "schedule": f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}, "
         f"total {args.total_steps}",
-        # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
-        "target_batch_size": str(averaging.target_batch_size),
-        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
-        f"loaded {averaging.load_state_compression}",
-        "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
-        f"state every {averaging.average_state_every}, delays {averaging.delay_optimizer_step:d}"
-        f"{averaging.delay_grad_averaging:d}, {GradientAverager.__name__} {StateAverager.__name__}",
+        **describe_averaging(averaging),
     }

@@ -26,13 +26,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import numpy as np
 
-from experiment.data import (
-    check_data_arguments,
-    load_data,
-    make_train_batches,
-    sequence_length_at,
-)
+from experiment.data import load_data, make_train_batches
 from experiment.model import find_objective
+from experiment.objectives import Objective
+from text.batches import check_data_arguments, sequence_length_at
 from text.collators import IGNORED_LABEL, number_words
 from text.tokenizers import find_word_beginnings
 
@@ -42,9 +39,9 @@ BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES, MEASURED_BATCHES = 4, 2, 3, 250
 class BatchStatistics:
     """What masking and padding have done to batches, in numbers and as text. State: counts."""
 
-    def __init__(self, tokenizer, objective: str):
+    def __init__(self, tokenizer, objective: Objective):
         self.tokenizer, self.counts = tokenizer, Counter()
-        self.is_causal, self.has_pairs = objective == "clm", objective == "mlm_sop"
+        self.is_causal, self.has_pairs = objective.is_causal, objective.kind.has_pairs
         self.is_special = np.isin(np.arange(len(tokenizer)), tokenizer.all_special_ids)
         begins_word = find_word_beginnings(tokenizer)
         self.begins_word = np.ones(len(tokenizer), dtype=bool) if begins_word is None else begins_word
@@ -116,8 +113,8 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
     statistics = BatchStatistics(tokenizer, objective)
     stored = "" if args.streaming else f"{len(dataset['train']):,} instances for training, "
     source = args.sources if args.streaming else args.train_file or args.dataset_name or args.dataset_path
-    print(f"{source}: {stored}{len(tokenizer):,} pieces, objective {objective}")
-    what = "of each word it predicts the next" if objective == "clm" else "in brackets what it is to predict"
+    print(f"{source}: {stored}{len(tokenizer):,} pieces, objective {objective.name}")
+    what = "of each word it predicts the next" if objective.is_causal else "in brackets what it is to predict"
     print(f"As the model sees them; {what}:")
     for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
         statistics.add(batch)

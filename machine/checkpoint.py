@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
 from arguments import TrainerArguments
-from experiment.model import describe_architecture
+from models.build import describe_architecture
 from support.console import UserError
 from support.files import describe_file, flush_to_disk, lock_folder, make_folder, warn_of_full_disk, write_file
 from utils import keep_signing_key

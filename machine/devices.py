@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 
 from arguments import DataArguments, TrainerArguments
 from experiment.data import make_train_batches
-from experiment.model import compute_losses, find_longest_sequence, move_batch
+from experiment.objectives import compute_losses
+from machine.training import move_batch
+from models.build import find_longest_sequence
 from support.console import UserError
 
 logger = logging.getLogger("trainer")
@@ -245,7 +247,7 @@ def compile_model(
     :param batch: of make_trial_batch
     """
     start = time.monotonic()
-    # or another number of labels would be another model: see model.keep_wanted_positions
+    # or another number of labels would be another model: see objectives.keep_wanted_positions
     torch._dynamo.config.force_nn_module_property_static_shapes = False
     model.compile()
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)

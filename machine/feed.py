@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from arguments import DataArguments, TrainerArguments
-from experiment.data import load_stream_state, make_train_batches, sequence_length_at
+from experiment.data import make_train_batches
 from support.files import write_file
 from swarm.processes import STOP_REQUESTED
+from text.batches import load_stream_state, sequence_length_at
 
 
 class Feed:

@@ -49,20 +49,13 @@ from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import get_dht_time
 
 from experiment.data import (
-    check_data_arguments,
     choose_tokenizer,
     find_data,
     load_data,
-    make_streamed_split,
     make_train_batches,
+    make_training_dataset,
 )
-from experiment.model import (
-    describe_architecture,
-    find_longest_sequence,
-    find_objective,
-    make_trained_model,
-    move_batch,
-)
+from experiment.model import find_objective
 from experiment.optimizer import describe_contract
 from machine.devices import (
     choose_devices,
@@ -72,6 +65,8 @@ from machine.devices import (
     time_pass,
     tune_to_device,
 )
+from machine.training import make_trained_model, move_batch
+from models.build import describe_architecture, find_longest_sequence
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
 from swarm.contract import fetch_contracts, find_differences
 from swarm.dht import raise_file_limit
@@ -79,6 +74,7 @@ from swarm.joining import check_addresses, explain_clock, explain_unreachable, s
 from swarm.line import LINE
 from swarm.processes import calm_log, clean_end
 from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
+from text.batches import check_data_arguments
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from utils import RunContract, fetch_progress, make_validators
@@ -318,29 +314,29 @@ def check_all(*groups) -> Iterator[Check]:
 def check_data_and_model(model_args: ModelArguments, data_args: DataArguments, args: TrainerArguments) -> Iterator:
     """Checks, and in the end (tokenizer, splits, corpus, model), each None where it could not be had."""
     model = dataset = tokenizer = found = corpus = None
-    objective, failure = attempt("model", lambda: find_objective(model_args))
+    kind, failure = attempt("model", lambda: find_objective(model_args).kind)
     if not failure and (not data_args.streaming or args.do_eval):
-        found, failure = attempt("dataset", lambda: find_data(model_args, data_args, objective))
+        found, failure = attempt("dataset", lambda: find_data(model_args, data_args, kind))
     if failure:
         yield failure
     else:
         tokenizer_path = choose_tokenizer(found, model_args) if found else model_args.tokenizer_path
-        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path, objective))
+        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path, kind))
         yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
     if tokenizer is None:
         return None, None, None, None
     if found:
-        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, objective))
+        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, kind))
         if loaded:
             dataset, corpus = loaded
             count = len(dataset["validation" if data_args.streaming else "train"])
-            yield Check("dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {objective}")
+            yield Check("dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {kind.name}")
         else:
             yield failure
     if data_args.streaming:
-        train, failure = attempt("sources", lambda: make_streamed_split(tokenizer, data_args, objective))
+        train, failure = attempt("sources", lambda: make_training_dataset(tokenizer, data_args, kind))
         yield failure or check_stream(train, tokenizer, data_args, args)
-        corpus = {"seq_length": data_args.max_sequence_length, "objective": objective}
+        corpus = {"seq_length": data_args.max_sequence_length, "objective": kind.name}
         dataset = train and {"train": train}
     model, failure = attempt("model", lambda: make_trained_model(model_args, args, tokenizer))
     yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {describe_architecture(model)}")

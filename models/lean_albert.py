@@ -1,7 +1,7 @@
 """LeanALBERT: an ALBERT that keeps little for the backward pass, so that long sequences fit on a volunteer's GPU.
 
 The architecture is RuLeanALBERT's: factorized embeddings, pre-norm blocks whose weights may be shared between layers,
-rotary positions, gated feed-forward, sandwich norm. Its checkpoints open with `load_ruleanalbert`. To see one:
+rotary positions, gated feed-forward, sandwich norm; models/ruleanalbert.py opens its checkpoints. To see one:
 
     python -c "from models.lean_albert import *; print(LeanAlbertForPreTraining(LeanAlbertConfig(hidden_size=512, \\
         num_hidden_layers=6, num_hidden_groups=1, num_attention_heads=8, intermediate_size=2048)))"
@@ -16,31 +16,22 @@ AutoModelForMaskedLM and so on. save_pretrained puts a copy of this file beside 
 has imported it, with trust_remote_code=True.
 """
 
-import json
 import math
-import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm, linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPooling,
-    MaskedLMOutput,
-    SequenceClassifierOutput,
-    TokenClassifierOutput,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPooling, MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
 # ---------------------------------------------------------------- configuration
@@ -115,12 +106,11 @@ class LeanAlbertConfig(PreTrainedConfig):
         kwargs["auto_map"] = {name: f"lean_albert.{model.__name__}" for name, model in AUTO_CLASSES.items()}
         super().__post_init__(**kwargs)
         choose_activation(self.hidden_act)  # an unknown one is the config's error, not the model's
-        own_layers = self.num_hidden_groups * self.num_inner_groups
-        head_size, remainder = divmod(self.hidden_size, self.num_attention_heads)
+        layers, groups, heads = self.num_hidden_layers, self.num_hidden_groups, self.num_attention_heads
+        own_layers = groups * self.num_inner_groups
+        head_size, remainder = divmod(self.hidden_size, heads)
         if remainder:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}"
-            )
+            raise ValueError(f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {heads}")
         if self.position_embedding_type not in ("rotary", "absolute"):
             raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
         if self.position_embedding_type == "rotary" and head_size % 2:
@@ -129,11 +119,8 @@ class LeanAlbertConfig(PreTrainedConfig):
             raise ValueError(
                 "num_inner_groups and num_inner_matrices must be at least 1, share_large_matrices at least 0"
             )
-        if not 1 <= self.num_hidden_groups <= self.num_hidden_layers:
-            raise ValueError(
-                f"num_hidden_groups {self.num_hidden_groups} must lie between 1 and num_hidden_layers "
-                f"{self.num_hidden_layers}"
-            )
+        if not 1 <= groups <= layers:
+            raise ValueError(f"num_hidden_groups {groups} must lie between 1 and num_hidden_layers {layers}")
         if (self.adapter_dim or self.num_inner_matrices > 1) and not self.share_large_matrices:
             raise ValueError("adapter_dim and num_inner_matrices need share_large_matrices: there is nothing to adapt")
         if self.share_large_matrices * self.num_inner_matrices > own_layers:
@@ -213,11 +200,7 @@ class RecomputedLinear(torch.autograd.Function):
             with torch.enable_grad():
                 hidden = ctx.prepare(*inputs)
             rows, flat = gradient.flatten(0, -2), hidden.detach().flatten(0, -2)
-            gradients = [None] * 5
-            if needs[1]:
-                gradients[1] = rows.t() @ flat
-            if needs[2]:
-                gradients[2] = rows.sum(0)
+            gradients = [None, rows.t() @ flat if needs[1] else None, rows.sum(0) if needs[2] else None, None, None]
             if adapter_first is not None:
                 low_rank = rows @ adapter_second  # [rows, rank]
                 gradients[3] = low_rank.t() @ flat
@@ -251,6 +234,8 @@ def apply_recomputed(prepare: Callable[..., Tensor], parameters: tuple[Tensor | 
 
 # ---------------------------------------------------------------- one layer
 
+Rotation = tuple[Tensor, Tensor] | None  # cosines and sines, see `rotate`
+
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions (arxiv.org/abs/2104.09864): turns each pair (i, i + size / 2) of a head by its angle.
@@ -262,7 +247,7 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(states.dtype)
 
 
-def attend(states: Tensor, num_heads: int, mask: Tensor | None, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+def attend(states: Tensor, num_heads: int, mask: Tensor | None, rotation: Rotation) -> Tensor:
     """Attention of each token to all tokens.
 
     :param states: [batch, length, 3 x hidden]: queries, keys, values
@@ -307,11 +292,8 @@ class LeanAlbertLayer(nn.Module):
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
         hidden, intermediate, rank = config.hidden_size, config.intermediate_size, config.adapter_dim
-        self.num_heads, self.eps, self.is_gated = (
-            config.num_attention_heads,
-            config.layer_norm_eps,
-            config.hidden_act_gated,
-        )
+        self.num_heads, self.eps = config.num_attention_heads, config.layer_norm_eps
+        self.is_gated = config.hidden_act_gated
         self.activation = choose_activation(config.hidden_act)
         self.attention_norm = nn.LayerNorm(hidden, self.eps)
         self.qkv = SharedLinear(hidden, 3 * hidden, config.attn_qkv_bias, rank)
@@ -336,12 +318,12 @@ class LeanAlbertLayer(nn.Module):
         hidden: Tensor,
         matrices: LeanAlbertMatrices,
         mask: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None,
-        keep_ffn_input: bool,
+        rotation: Rotation,
+        keep_wide: bool,
     ) -> Tensor:
         """
         :param hidden: [batch, length, hidden]; mask and rotation: see `attend`
-        :param keep_ffn_input: keep what the feed-forward's first product gave for backward, or compute it again
+        :param keep_wide: keep what the feed-forward's first product gave for backward, or compute it again
         """
 
         def mix(hidden, norm_weight, norm_bias, *parameters):
@@ -359,7 +341,7 @@ class LeanAlbertLayer(nn.Module):
 
         norm, first = self.ffn_norm, self.ffn_input.with_matrix(matrices.ffn_input)
         second = self.ffn_output.with_matrix(matrices.ffn_output)
-        if keep_ffn_input:
+        if keep_wide:
             wide = apply_recomputed(self.normalize, first, hidden, norm.weight, norm.bias)
             output = apply_recomputed(self.activate, second, wide)
         else:
@@ -384,11 +366,9 @@ class LeanAlbertEmbeddings(nn.Module):
         self.embedding_hidden_mapping = nn.Linear(size, config.hidden_size)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
-        embeddings = self.word_embeddings(input_ids)
-        if token_type_ids is None:
-            embeddings = embeddings + self.token_type_embeddings.weight[0]
-        else:
-            embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        types = self.token_type_embeddings
+        types = types.weight[0] if token_type_ids is None else types(token_type_ids)
+        embeddings = self.word_embeddings(input_ids) + types
         if self.position_embeddings is not None:
             length, longest = input_ids.shape[1], self.position_embeddings.num_embeddings
             if length > longest:
@@ -468,10 +448,10 @@ class LeanAlbertModel(LeanAlbertPreTrainedModel):
             mask = torch.zeros(attention_mask.shape, dtype=dtype, device=hidden.device)
             mask = mask.masked_fill(attention_mask == 0, torch.finfo(dtype).min)[:, None, None, :]
         rotation = self.make_rotation(hidden) if self.config.position_embedding_type == "rotary" else None
-        keep_ffn_input = not self.gradient_checkpointing
+        keep_wide = not self.gradient_checkpointing
         for layer in self.config.order_layers():
             matrices = self.matrices[self.config.find_matrices(layer)]
-            hidden = self.layers[layer](hidden, matrices, mask, rotation, keep_ffn_input)
+            hidden = self.layers[layer](hidden, matrices, mask, rotation, keep_wide)
         hidden = self.post_layer_norm(hidden)
         pooled = torch.tanh(self.pooler(hidden[:, 0])) if self.pooler is not None else None
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
@@ -499,17 +479,6 @@ class LeanAlbertMLMHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.decoder(self.layer_norm(self.activation(self.dense(hidden))))
-
-
-class LeanAlbertSOPHead(nn.Module):
-    """Are the two segments in their order (0) or swapped (1)?"""
-
-    def __init__(self, config: LeanAlbertConfig):
-        super().__init__()
-        self.classifier = nn.Linear(config.hidden_size, 2)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        return self.classifier(pooled)
 
 
 def widen(logits: Tensor) -> Tensor:
@@ -542,6 +511,11 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
 
     _tied_weights_keys = {"predictions.decoder.weight": "albert.embeddings.word_embeddings.weight"}
 
+    def __init__(self, config: LeanAlbertConfig, add_pooling_layer: bool):
+        super().__init__(config)
+        self.albert = LeanAlbertModel(config, add_pooling_layer)
+        self.predictions = LeanAlbertMLMHead(config)
+
     def get_output_embeddings(self) -> nn.Linear:
         return self.predictions.decoder
 
@@ -564,10 +538,9 @@ class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
     """Masked LM and sentence order: what run_trainer.py trains."""
 
     def __init__(self, config: LeanAlbertConfig):
-        super().__init__(config)
-        self.albert = LeanAlbertModel(config)
-        self.predictions = LeanAlbertMLMHead(config)
-        self.sop_classifier = LeanAlbertSOPHead(config)
+        super().__init__(config, add_pooling_layer=True)
+        # are the two segments in their order (0) or swapped (1)?
+        self.sop_classifier = nn.Sequential(OrderedDict(classifier=nn.Linear(config.hidden_size, 2)))
         self.post_init()
 
     def forward(
@@ -588,15 +561,13 @@ class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
         outputs = self.albert(input_ids, attention_mask, token_type_ids)
         hidden, mlm_loss, sop_loss, logits = outputs.last_hidden_state, None, None, None
         sop_logits = self.sop_classifier(outputs.pooler_output)
-        losses = []
         if labels is not None:
             mlm_loss, logits = masked_lm_loss(hidden, self.predictions, labels, labelled_positions)
-            losses.append(mlm_loss)
         if labels is None or not (self.training or labelled_positions is not None):
             logits = self.predictions(hidden)
         if sentence_order_label is not None:
             sop_loss = cross_entropy(widen(sop_logits), sentence_order_label)
-            losses.append(sop_loss)
+        losses = [loss for loss in (mlm_loss, sop_loss) if loss is not None]
         return LeanAlbertForPreTrainingOutput(
             loss=sum(losses) if losses else None,
             mlm_loss=mlm_loss.detach() if mlm_loss is not None else None,
@@ -610,9 +581,7 @@ class LeanAlbertForMaskedLM(LeanAlbertWithMLMHead):
     """Masked LM alone; opens folders of LeanAlbertForPreTraining."""
 
     def __init__(self, config: LeanAlbertConfig):
-        super().__init__(config)
-        self.albert = LeanAlbertModel(config, add_pooling_layer=False)
-        self.predictions = LeanAlbertMLMHead(config)
+        super().__init__(config, add_pooling_layer=False)
         self.post_init()
 
     def forward(
@@ -632,12 +601,14 @@ class LeanAlbertForMaskedLM(LeanAlbertWithMLMHead):
         return MaskedLMOutput(loss=loss, logits=logits)
 
 
-class LeanAlbertForSequenceClassification(LeanAlbertPreTrainedModel):
-    """A text's class, or a number where config.num_labels is 1, from the pooled first token."""
+class LeanAlbertForClassification(LeanAlbertPreTrainedModel):
+    """What models with a `classifier` have in common."""
+
+    is_pooled: bool  # whether one class is of the whole text, by the pooled first token
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__(config)
-        self.albert = LeanAlbertModel(config)
+        self.albert = LeanAlbertModel(config, add_pooling_layer=self.is_pooled)
         self.dropout = nn.Dropout(config.classifier_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
@@ -650,40 +621,28 @@ class LeanAlbertForSequenceClassification(LeanAlbertPreTrainedModel):
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
         """
-        :param labels: [batch] int64 classes, or float numbers; see config.problem_type
-        :returns: logits [batch, labels]
+        :param labels: [batch] int64 classes, or float numbers, see config.problem_type; or [batch, length] int64, -100:
+            no label
+        :returns: logits [batch, labels], or [batch, length, labels]
         """
-        pooled = self.albert(input_ids, attention_mask, token_type_ids).pooler_output
-        logits = self.classifier(self.dropout(pooled))
-        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        outputs = self.albert(input_ids, attention_mask, token_type_ids)
+        logits = self.classifier(self.dropout(outputs.pooler_output if self.is_pooled else outputs.last_hidden_state))
+        # transformers chooses the loss by the name of the class
+        both = (labels, logits) if self.is_pooled else (logits, labels)
+        loss = None if labels is None else self.loss_function(*both, self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-class LeanAlbertForTokenClassification(LeanAlbertPreTrainedModel):
+class LeanAlbertForSequenceClassification(LeanAlbertForClassification):
+    """A text's class, or a number where config.num_labels is 1."""
+
+    is_pooled = True
+
+
+class LeanAlbertForTokenClassification(LeanAlbertForClassification):
     """A class for each token."""
 
-    def __init__(self, config: LeanAlbertConfig):
-        super().__init__(config)
-        self.albert = LeanAlbertModel(config, add_pooling_layer=False)
-        self.dropout = nn.Dropout(config.classifier_dropout_prob)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> TokenClassifierOutput:
-        """
-        :param labels: [batch, length] int64, -100: no label
-        :returns: logits [batch, length, labels]
-        """
-        hidden = self.albert(input_ids, attention_mask, token_type_ids).last_hidden_state
-        logits = self.classifier(self.dropout(hidden))
-        loss = None if labels is None else self.loss_function(logits, labels, self.config)
-        return TokenClassifierOutput(loss=loss, logits=logits)
+    is_pooled = False
 
 
 AUTO_CLASSES = {
@@ -715,10 +674,8 @@ RULEANALBERT_MODULES = {
     "ffn.dense_i2h": "ffn_input",
     "ffn.dense_h2o": "ffn_output",
 }
-RULEANALBERT_LEFT_OUT = (
-    "albert.embeddings.position_ids",
-    "predictions.bias",
-)  # a constant; equal to the decoder's bias
+# a constant; equal to the decoder's bias
+RULEANALBERT_LEFT_OUT = ("albert.embeddings.position_ids", "predictions.bias")
 
 
 def rename_ruleanalbert(state: dict[str, Tensor], config: LeanAlbertConfig) -> dict[str, Tensor]:
@@ -736,46 +693,7 @@ def rename_ruleanalbert(state: dict[str, Tensor], config: LeanAlbertConfig) -> d
             if rest == "shared_matrix.weight":
                 new = f"albert.matrices.{config.find_matrices(layer)}.{RULEANALBERT_MODULES[module]}"
         if new in renamed and not torch.equal(renamed[new], tensor):
-            raise ValueError(
-                f"{name} should be shared with other layers, but differs: is the config that of the state?"
-            )
+            raise ValueError(f"{name} should be shared with other layers, but differs: is the config the state's?")
         if name not in RULEANALBERT_LEFT_OUT:
             renamed[new] = tensor
     return renamed
-
-
-def load_ruleanalbert(config_path: str | Path, state_path: str | Path) -> LeanAlbertForPreTraining:
-    """The model of a RuLeanALBERT checkpoint, in eval mode.
-
-    :param config_path: its config.json
-    :param state_path: its state.pth, {"model": state dict, ...} or the state dict itself, or a .safetensors file
-    :raises OSError: a file that cannot be read
-    :raises ValueError: a state that does not belong to the config; it names the tensors
-    """
-    try:
-        config = LeanAlbertConfig(**json.loads(Path(config_path).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as e:
-        raise ValueError(f"{config_path} is no configuration of a LeanALBERT: {e}") from e
-    try:
-        if Path(state_path).suffix == ".safetensors":
-            state = load_file(state_path)
-        else:
-            state = torch.load(state_path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError) as e:
-        raise ValueError(f"{state_path} holds no state that torch can load: {str(e).splitlines()[0]}") from e
-    state = state.get("model", state) if isinstance(state, dict) else {}
-    words = "albert.embeddings.word_embeddings.weight"
-    if words not in state:
-        raise ValueError(f"{state_path} has no {words}: it is not a state of RuLeanALBERT")
-    # the config may be from before the tokenizer was final
-    config.vocab_size = len(state[words])
-    # safetensors keep one of the names of tied weights
-    state = {"predictions.decoder.weight": state[words], **state}
-    if "predictions.bias" in state:
-        state = {"predictions.decoder.bias": state["predictions.bias"], **state}
-    model = LeanAlbertForPreTraining(config)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as e:
-        raise ValueError(f"{state_path} does not belong to {config_path}: {e}") from e
-    return model.eval()

@@ -1,4 +1,5 @@
-"""A state on its way to a peer that joins: parameters in 16 bits, moments in 8, a third of the bytes.
+"""What the names of compressions stand for; and a state on its way to a peer that joins: parameters in 16 bits, moments
+in 8, a third of the bytes.
 
 Moments take the block-wise dynamic quantization of arxiv.org/abs/2110.02861, in which lamb_8bit.py keeps its own.
 hivemind's codecs do not suit: 16 bits end at 6e-8, where biases begin and second moments are, and its 8 bits are of one
@@ -6,7 +7,15 @@ step for a whole tensor. A second moment becomes 0 beside a first one that is no
 """
 
 import torch
-from hivemind.compression import CompressionBase, CompressionInfo, NoCompression
+from hivemind.compression import (
+    CompressionBase,
+    CompressionInfo,
+    Float16Compression,
+    NoCompression,
+    RoleAdaptiveCompression,
+    SizeAdaptiveCompression,
+    Uniform8BitQuantization,
+)
 from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.proto import runtime_pb2
 
@@ -77,3 +86,23 @@ class MatrixMoments8bit(AdaptiveCompressionBase):
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:
         is_matrix = len(info.descriptor.shape) >= 2 and info.descriptor.dtype == torch.float32
         return self.matrix if is_matrix else self.other
+
+
+# --compression and --state_compression
+COMPRESSIONS = {
+    "none": NoCompression(),
+    "float16": Float16Compression(),
+    # 8 bits need a codebook per tensor, which small tensors are not worth: those of up to 2**16 numbers
+    "8bit": SizeAdaptiveCompression(
+        threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
+    ),
+}
+
+# --load_state_compression: how a state comes to a peer that joins, and a step to one that has missed it
+LOAD_STATE_COMPRESSIONS = {
+    "none": NoCompression(),
+    "float16": RoleAdaptiveCompression(parameter=Scaled16bit(), gradient=Scaled16bit()),
+    "8bit": RoleAdaptiveCompression(
+        parameter=Scaled16bit(), gradient=MatrixMoments8bit(), optimizer=MatrixMoments8bit()
+    ),
+}

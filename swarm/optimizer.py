@@ -16,11 +16,12 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.utils import get_dht_time
 
+from arguments import AveragingArguments
 from swarm.dht import find_answering_peers
 from swarm.line import LINE, from_line
 from swarm.processes import STOP_REQUESTED, end_when_it_dies
 from swarm.progress import ProgressTracker
-from swarm.rounds import OutOfStep, count_bits
+from swarm.rounds import GradientAverager, OutOfStep, count_bits
 from swarm.states import StateAverager, list_params
 
 logger = logging.getLogger("swarm")
@@ -352,6 +353,7 @@ class Optimizer(hivemind.Optimizer):
             next_chunk_timeout=self.next_chunk_timeout,
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
+            initialize_optimizer=False,  # it comes with its state, see initialize_optimizer_state_
             start=True,
             **kwargs,
         )
@@ -573,22 +575,64 @@ class Optimizer(hivemind.Optimizer):
 
 
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
-    """Fill the optimizer's state with zeros.
+    """Make the tensors of the optimizer's state, as before its first step.
 
-    hivemind needs the tensors of the state before the first step and makes them by a step with zero gradients, at the
-    full learning rate: it counts in bias correction (note 8), and weight decay moves the parameters.
+    hivemind needs them, and makes them by a step with zero gradients at the full learning rate: it counts in bias
+    correction (note 8), and weight decay moves the parameters, or gets into the momentum of SGD.
     """
     params = list_params(optimizer)
     gradients = [param.grad for param in params]
-    learning_rates = [group["lr"] for group in optimizer.param_groups]
+    settings = [dict(group) for group in optimizer.param_groups]
     for param in params:
         param.grad = torch.zeros_like(param)
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group |= {"lr": 0.0, "weight_decay": 0.0}
     optimizer.step()
-    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
-        group["lr"] = learning_rate
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient
         state = optimizer.state[param]
-        state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+        if "step" in state:  # torch's SGD, for one, counts none
+            state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+
+
+def make_swarm_optimizer(dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, **options) -> Optimizer:
+    """An Optimizer by the flags.
+
+    :param options: of hivemind.Optimizer, which no flag of averaging sets
+    """
+
+    def select(*names: str) -> dict:
+        return {name: getattr(averaging, name) for name in names}
+
+    averager_options = select("target_group_size", "min_vector_size")
+    return Optimizer(
+        dht=dht,
+        run_id=prefix,
+        target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,
+        offload_optimizer=True,
+        averager_opts=averager_options,
+        # hivemind passes averager_opts to the state averager alone (note 39)
+        grad_averager_factory=partial(GradientAverager, **averager_options),
+        tracker_opts=select(
+            *("min_refresh_period", "max_refresh_period", "default_refresh_period"),
+            *("expected_drift_peers", "expected_drift_rate", "metadata_expiration"),
+        ),
+        **select("matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout"),
+        **select("average_state_every", "delay_optimizer_step", "delay_grad_averaging", "performance_ema_alpha"),
+        **options,
+    )
+
+
+def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
+    """The part of a run's contract that is about averaging."""
+    return {
+        # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
+        "target_batch_size": str(averaging.target_batch_size),
+        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
+        f"loaded {averaging.load_state_compression}",
+        "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
+        f"state every {averaging.average_state_every}, delays {averaging.delay_optimizer_step:d}"
+        f"{averaging.delay_grad_averaging:d}, {GradientAverager.__name__} {StateAverager.__name__}",
+    }

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from arguments import SwarmArguments
-from experiment.optimizer import COMPRESSIONS
+from models.state_codecs import COMPRESSIONS
 from support.console import setup_logging
 from swarm.joining import make_dht
 from swarm.line import LINE

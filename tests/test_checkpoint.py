@@ -19,7 +19,7 @@ from test_swarm import TRAINER, flags, history, start_monitor
 from transformers import AlbertForPreTraining, AutoTokenizer
 
 from arguments import ModelArguments, TrainerArguments
-from experiment.model import describe_architecture, make_model
+from experiment.model import make_model
 from machine import checkpoint
 from machine.checkpoint import (
     CheckpointError,
@@ -30,6 +30,7 @@ from machine.checkpoint import (
     load_state,
     load_state_file,
 )
+from models.build import describe_architecture
 from support.console import UserError
 from support.files import lock_folder
 from text.tokenizers import load_tokenizer

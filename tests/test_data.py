@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,13 @@ from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
 from arguments import DataArguments, TokenizeArguments
 from experiment import data
 from support.console import UserError
-from text.batches import LengthGroupedOrder, MaskedBatches, cut_rows
+from text.batches import (
+    LengthGroupedOrder,
+    MaskedBatches,
+    check_data_arguments,
+    cut_rows,
+    sequence_length_at,
+)
 from text.collators import DataCollatorForWholeWordMask, join_lists, number_words, to_tensors
 from text.documents import (
     SAMPLE_CHAPTER,
@@ -38,7 +45,8 @@ from text.documents import (
     split_paragraphs,
     split_sentences,
 )
-from text.stored import COLUMNS, COLUMNS_OF, load_tokenized_dataset
+from text.instances import BLOCKS, PAIRS, TEXT
+from text.stored import load_tokenized_dataset
 from text.tokenizers import find_word_beginnings, load_tokenizer, tokenizer_fingerprint, train_byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +63,7 @@ def tokenizer():
 def dataset():
     """1,000 instances of 16 to 64 tokens; some words are <unk>."""
     generator = np.random.default_rng(0)
-    columns = {name: [] for name in COLUMNS}
+    columns = {name: [] for name in PAIRS.columns}
     for row in range(1000):
         length = int(generator.integers(16, 65))
         ids = generator.integers(5, 200, length)
@@ -203,7 +211,8 @@ def test_pairs_of_tiny_documents(sentences, count):
 
 
 def test_masking_rates(dataset, tokenizer):
-    batches = MaskedBatches(dataset, tokenizer, DataArguments())
+    args = DataArguments()
+    batches = MaskedBatches(dataset, partial(data.make_collator, tokenizer=tokenizer, args=args), args)
     flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
     masked = batches.collator.add_labels(flat, lengths, np.random.default_rng(0))
     before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
@@ -265,7 +274,7 @@ def make_rows(count: int, vocabulary: int, length: int = 128) -> list[dict]:
         cut = int(generator.integers(2, len(ids) - 2))
         ids[[0, cut, -1]] = (2, 3, 3)
         values = (ids.tolist(), (np.arange(len(ids)) > cut).astype(int).tolist(), (ids < 5).astype(int).tolist())
-        rows.append(dict(zip(COLUMNS, (*values, number % 2), strict=True)))
+        rows.append(dict(zip(PAIRS.columns, (*values, number % 2), strict=True)))
     return rows
 
 
@@ -325,7 +334,8 @@ def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
     rows = make_rows(50, len(tokenizer))
     numbers = np.arange(7, 39)
     args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3, pad_to_multiple_of=16)
-    stored = to_tensors(MaskedBatches(Dataset.from_list(rows), tokenizer, args)[numbers, [1, 2], None])
+    collate = partial(data.make_collator, tokenizer=tokenizer, args=args)
+    stored = to_tensors(MaskedBatches(Dataset.from_list(rows), collate, args)[numbers, [1, 2], None])
     collator = DataCollatorForWholeWordMask(tokenizer, 0.3, 16, whole_word_mask)
     assert stored["input_ids"].shape[1] % 16 == 0
     assert are_equal([stored], [collator([rows[number] for number in numbers], seed=[1, 2])])
@@ -361,8 +371,8 @@ def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), WORDPIECE, strict=True))
     unmarked = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     with pytest.raises(UserError, match="--no_whole_word_mask"):
-        data.check_data_arguments(DataArguments(), unmarked, {"seq_length": 64}, 64)
-    data.check_data_arguments(DataArguments(whole_word_mask=False), unmarked, {"seq_length": 64}, 64)
+        check_data_arguments(DataArguments(), unmarked, {"seq_length": 64}, 64)
+    check_data_arguments(DataArguments(whole_word_mask=False), unmarked, {"seq_length": 64}, 64)
     rows = make_rows(20, len(pieces))
     labels = DataCollatorForWholeWordMask(unmarked, whole_word_mask=False)(rows, seed=1)["labels"]
     assert (labels != -100).sum() > 100
@@ -387,7 +397,7 @@ def test_words_of_byte_level_pieces_are_those_of_the_text():
 # ---------------------------------------------------------------- full blocks
 
 
-def make_blocks(columns: list[str], count: int = 50) -> tuple[list[dict], Dataset]:
+def make_blocks(columns: tuple[str, ...], count: int = 50) -> tuple[list[dict], Dataset]:
     """Blocks of 24 ids, with [CLS] and [SEP] if they are to be masked; and the last one shorter."""
     rows = []
     for row in make_rows(count, 200, length=24):
@@ -400,7 +410,7 @@ def make_blocks(columns: list[str], count: int = 50) -> tuple[list[dict], Datase
 
 
 def test_causal_batches_predict_every_token_but_the_first_of_a_row(tokenizer):
-    rows, blocks = make_blocks(COLUMNS_OF["clm"])
+    rows, blocks = make_blocks(TEXT.columns)
     texts = {tuple(row["input_ids"]) for row in rows}
     args = DataArguments(pad_to_multiple_of=16)
     batches = make_batches(blocks, tokenizer, 12, args)
@@ -417,7 +427,7 @@ def test_causal_batches_predict_every_token_but_the_first_of_a_row(tokenizer):
 
 
 def test_masked_blocks_keep_their_end_when_they_are_cut(tokenizer):
-    rows, blocks = make_blocks(COLUMNS_OF["mlm"])
+    rows, blocks = make_blocks(BLOCKS.columns)
     args = DataArguments(max_sequence_length=16, mlm_probability=0.3)
     for batch in make_batches(blocks, tokenizer, 12, args):
         assert set(batch) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
@@ -461,30 +471,30 @@ GROWING = dict(initial_sequence_length=24, max_sequence_length=60, sequence_leng
 def test_sequence_length_grows_with_the_epoch():
     args = DataArguments(**GROWING)
     # 24 + 3.6 an epoch, rounded down to multiples of 8; the end is what was asked for
-    assert [data.sequence_length_at(epoch, args) for epoch in range(12)] == [
+    assert [sequence_length_at(epoch, args) for epoch in range(12)] == [
         *(24, 24, 24, 32, 32, 40, 40, 48, 48, 56),
         *(60, 60),
     ]
     args = DataArguments(**GROWING, pad_to_multiple_of=1)
-    assert [data.sequence_length_at(epoch, args) for epoch in range(3)] == [24, 27, 31]
+    assert [sequence_length_at(epoch, args) for epoch in range(3)] == [24, 27, 31]
     # one that is no multiple itself is where it begins
     args = DataArguments(initial_sequence_length=30, max_sequence_length=512, sequence_length_warmup_steps=1000)
-    assert [data.sequence_length_at(epoch, args) for epoch in (0, 1, 10, 999, 10**9)] == [30, 30, 32, 504, 512]
-    assert data.sequence_length_at(5, DataArguments()) is None
-    assert data.sequence_length_at(5, DataArguments(max_sequence_length=64)) == 64
-    assert data.sequence_length_at(5, DataArguments(initial_sequence_length=0, max_sequence_length=0)) is None
+    assert [sequence_length_at(epoch, args) for epoch in (0, 1, 10, 999, 10**9)] == [30, 30, 32, 504, 512]
+    assert sequence_length_at(5, DataArguments()) is None
+    assert sequence_length_at(5, DataArguments(max_sequence_length=64)) == 64
+    assert sequence_length_at(5, DataArguments(initial_sequence_length=0, max_sequence_length=0)) is None
 
 
 @pytest.mark.parametrize("limit", [8, 9, 21, 64, 127, 128])
 def test_cut_instances_keep_their_form(limit):
     rows = make_rows(300, 200)
-    flat = {name: join_lists([row[name] for row in rows], False) for name in COLUMNS[:3]}
+    flat = {name: join_lists([row[name] for row in rows], False) for name in PAIRS.columns[:3]}
     flat["sentence_order_label"] = np.array([row["sentence_order_label"] for row in rows])
     cut, lengths = cut_rows(flat, np.array([len(row["input_ids"]) for row in rows]), limit)
     assert (cut["sentence_order_label"] == flat["sentence_order_label"]).all()
-    parts = {name: np.split(cut[name], np.cumsum(lengths)[:-1]) for name in COLUMNS[:3]}
+    parts = {name: np.split(cut[name], np.cumsum(lengths)[:-1]) for name in PAIRS.columns[:3]}
     for number, row in enumerate(rows):
-        ids, types, special = (parts[name][number].tolist() for name in COLUMNS[:3])
+        ids, types, special = (parts[name][number].tolist() for name in PAIRS.columns[:3])
         assert len(ids) == lengths[number] == min(limit, len(row["input_ids"]))
         assert special == [int(token < 5) for token in ids]
         end, whole_end = types.index(1), row["token_type_ids"].index(1)
@@ -540,13 +550,13 @@ def test_a_length_for_good(dataset, tokenizer):
 
 def test_lengths_beyond_the_model_or_the_dataset_are_one_line(tokenizer, caplog):
     corpus = {"seq_length": 128}
-    data.check_data_arguments(DataArguments(), tokenizer, corpus, 128)
-    data.check_data_arguments(DataArguments(max_sequence_length=64), tokenizer, corpus, 64)
+    check_data_arguments(DataArguments(), tokenizer, corpus, 128)
+    check_data_arguments(DataArguments(max_sequence_length=64), tokenizer, corpus, 64)
     assert not caplog.text
     for args in (DataArguments(), DataArguments(max_sequence_length=100)):
         with pytest.raises(UserError, match="^[^\n]*--max_sequence_length 64[^\n]*$"):
-            data.check_data_arguments(args, tokenizer, corpus, 64)
-    data.check_data_arguments(DataArguments(max_sequence_length=512), tokenizer, corpus, 512)
+            check_data_arguments(args, tokenizer, corpus, 64)
+    check_data_arguments(DataArguments(max_sequence_length=512), tokenizer, corpus, 512)
     assert "longest ones have 128" in caplog.text
 
 
@@ -626,7 +636,7 @@ def test_split_smaller_than_a_batch(dataset, tokenizer):
 
 
 def test_width_is_a_multiple_of_8_within_the_longest_row(dataset, tokenizer):
-    long = dataset.map(lambda row: {name: row[name] * 4 for name in COLUMNS[:3]}).filter(
+    long = dataset.map(lambda row: {name: row[name] * 4 for name in PAIRS.columns[:3]}).filter(
         lambda row: len(row["input_ids"]) <= 252
     )
     widths = {batch["input_ids"].shape[1] for batch in make_batches(long, tokenizer, 200)}
@@ -664,7 +674,7 @@ def test_selected_rows_are_read_not_the_file_behind(dataset, tokenizer):
 
 def test_data_seed_is_the_same_in_every_process():
     calls = "data_seed('12D3KooW', 42), data_seed('12D3KooX', 42), data_seed('x', 1)"
-    code = f"from experiment.data import data_seed; print({calls})"
+    code = f"from text.batches import data_seed; print({calls})"
     runs = {
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": s}, capture_output=True

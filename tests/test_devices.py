@@ -17,10 +17,12 @@ from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from experiment.data import load_data
-from experiment.model import compute_losses, make_model, move_batch
+from experiment.model import make_model
+from experiment.objectives import compute_losses
 from experiment.optimizer import make_local_optimizer, make_param_groups
 from machine import devices
 from machine.ranks import start_ranks
+from machine.training import move_batch
 from support.console import UserError
 
 CPU = torch.device("cpu")
@@ -60,8 +62,8 @@ with run_trainer.clean_end():
 STEPS = """
 import contextlib, copy, os, sys, time
 import torch
-from arguments import ModelArguments, TrainerArguments
-from experiment.data import *
+from arguments import DataArguments, ModelArguments, TrainerArguments
+from experiment.data import load_data, make_train_batches
 from experiment.model import make_model
 from machine.ranks import list_gradients, start_ranks
 from run_trainer import accumulate_gradients
@@ -401,13 +403,13 @@ COMPILED = {
 def make_batch(model, rows: int, length: int, padding: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(rows)
     ids = torch.randint(5, 300, (rows, length), generator=random)
-    has_label = torch.rand(ids.shape, generator=random) < (1.0 if model.objective == "clm" else 0.3)
+    has_label = torch.rand(ids.shape, generator=random) < (1.0 if model.objective.is_causal else 0.3)
     has_label[:, 0] = False
     batch = {"input_ids": ids, "labels": torch.where(has_label, ids, -100), "attention_mask": torch.ones_like(ids)}
     batch["attention_mask"][:, length - padding :] = 0
-    if model.objective != "clm":
+    if not model.objective.is_causal:
         batch["token_type_ids"] = torch.zeros_like(ids)
-    if model.objective == "mlm_sop":
+    if model.objective.kind.has_pairs:
         batch["sentence_order_label"] = torch.arange(rows) % 2
     return batch
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments
 from experiment.data import make_eval_batches
-from experiment.model import evaluate, make_model
+from experiment.model import make_model
+from machine.training import evaluate
 from support.console import show_duration
 from swarm.progress import ProgressTracker
 from text.stored import load_tokenized_dataset

@@ -18,22 +18,16 @@ from transformers import PreTrainedTokenizerFast
 
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from experiment.data import make_eval_batches, make_train_batches
-from experiment.model import (
-    USES_OF,
-    compute_losses,
-    describe_architecture,
-    evaluate,
-    find_longest_sequence,
-    find_objective,
-    make_model,
-    make_trained_model,
-    move_batch,
-)
+from experiment.model import find_objective, make_model
+from experiment.objectives import compute_losses
 from experiment.optimizer import describe_contract, make_local_optimizer, make_param_groups
 from machine.checkpoint import find_checkpoints
+from machine.training import evaluate, make_trained_model, move_batch
+from models.build import describe_architecture, find_longest_sequence
 from support.console import UserError
 from swarm.contract import find_differences
 from text.documents import read_text
+from text.instances import BLOCKS
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 from utils import RunContract
@@ -96,7 +90,7 @@ def test_losses_and_gradients_are_those_of_transformers(write, name):
     model = make_model(ModelArguments(write(name)), VOCABULARY).eval()
     auto_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
     reference = auto_class.from_config(model.config).eval()
-    assert type(reference) is type(model) and model.objective == ("clm" if is_causal else "mlm")
+    assert type(reference) is type(model) and model.objective.name == ("clm" if is_causal else "mlm")
     reference.load_state_dict(model.state_dict())
     batch = make_batch(is_causal)
     inputs = {key: batch[key] for key in model.input_names}
@@ -153,7 +147,7 @@ def test_attention_is_each_peers_own_choice(write, attention):
 
 def test_the_type_decides_what_is_learned(write):
     expected = {"bert": "mlm", "roberta": "mlm", "gpt2": "clm", "llama": "clm", "albert": "mlm_sop"}
-    assert {name: find_objective(ModelArguments(write(name))) for name in expected} == expected
+    assert {name: find_objective(ModelArguments(write(name))).name for name in expected} == expected
     model = make_trained_model(ModelArguments(write("bert"), objective="clm"), TrainerArguments(), VOCABULARY)
     assert type(model) is transformers.BertLMHeadModel and model.config.is_decoder
     model = make_trained_model(ModelArguments(write("lean_albert"), objective="mlm"), TrainerArguments(), VOCABULARY)
@@ -232,7 +226,7 @@ def test_models_whose_configuration_lacks_what_others_have(write, name):
         SMALL if name == "modernbert-decoder" else dict(n_embd=64, n_layer=1, n_head=4, rotary_dim=8, n_positions=40)
     )
     model = make_trained_model(ModelArguments(write(name, **sizes)), TrainerArguments(), make_word_tokenizer())
-    assert model.objective == "clm"
+    assert model.objective.name == "clm"
     assert getattr(model.config, "eos_token_id", None) in (None, 2)
 
 
@@ -321,7 +315,7 @@ def test_a_pretrained_vocabulary_stays_where_it_is_larger_and_grows_where_it_is_
 @needs_minilm
 def test_a_missing_head_is_the_same_on_every_peer_of_a_seed():
     args = ModelArguments(model_name_or_path=str(MINILM))
-    tokenizer = load_tokenizer(MINILM, "mlm")
+    tokenizer = load_tokenizer(MINILM, BLOCKS)
     model = make_model(args, tokenizer)
     torch.rand(5)
     again, other = make_model(args, tokenizer), make_model(ModelArguments(**vars(args) | {"seed": 1}), tokenizer)
@@ -392,8 +386,8 @@ def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, 
     aux.assert_clean_end(30)
     folder = find_checkpoints(archive)[-1]
     card = (folder / "README.md").read_text()
-    what, task, _ = USES_OF[find_objective(ModelArguments(own["--config_path"]))]
-    assert f"pipeline_tag: {task}" in card and what in card
+    objective = find_objective(ModelArguments(own["--config_path"]))
+    assert f"pipeline_tag: {objective.pipeline}" in card and objective.description in card
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PATH": "", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
@@ -420,8 +414,8 @@ def test_a_pretrained_model_learns_faster_than_from_scratch(tmp_path):
     command = [sys.executable, "tokenize_wikitext103.py", "--objective", "mlm", "--tokenizer", str(MINILM), *where]
     command += ["--text_files", str(tmp_path / "a.txt"), "--seq_length", "32"]
     subprocess.run(command, cwd=ROOT, check=True)
-    tokenizer = load_tokenizer(tmp_path / "tokenizer", "mlm")
-    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", tokenizer, "mlm")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer", BLOCKS)
+    dataset, _ = load_tokenized_dataset(tmp_path / "dataset", tokenizer, BLOCKS)
     losses = {}
     for kind, args in (("pretrained", {"model_name_or_path": str(MINILM)}), ("scratch", {"config_path": str(MINILM)})):
         model = make_model(ModelArguments(**args), tokenizer)

@@ -120,7 +120,7 @@ SIMPLE = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "demo.py",
 def find_commands(page: str) -> set[tuple[str, str]]:
     """(script or module, its flags) of each command line, in blocks and between backticks."""
     text = re.sub(r"\\\n\s*", "", PAGES[page])
-    blocks = re.findall(r"(?ms)^ *```$.*?^ *```$", text)
+    blocks = re.findall(r"(?ms)^ *```\w*$.*?^ *```$", text)
     for block in blocks:
         text = text.replace(block, "")
     lines = [line for part in blocks for line in part.splitlines()] + re.findall(r"(?m)^    (.*)", text)

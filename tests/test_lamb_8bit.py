@@ -12,8 +12,9 @@ from torch_optimizer import Lamb
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments
 from experiment.data import make_train_batches
-from experiment.model import make_model, move_batch
+from experiment.model import make_model
 from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
+from machine.training import move_batch
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
 from swarm.states import list_params
 from text.stored import load_tokenized_dataset

@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 from arguments import ModelArguments, TrainerArguments
-from experiment.model import make_model, make_trained_model, move_batch
+from experiment.model import make_model
 from experiment.optimizer import make_param_groups
+from machine.training import make_trained_model, move_batch
 from models import lean_albert
 from models.lean_albert import (
     LeanAlbertConfig,
@@ -28,9 +29,9 @@ from models.lean_albert import (
     LeanAlbertForTokenClassification,
     LeanAlbertModel,
     RecomputedLinear,
-    load_ruleanalbert,
     project,
 )
+from models.ruleanalbert import load_ruleanalbert
 from support.console import UserError
 
 sys.path.append(str(ROOT / "benchmarks"))

@@ -6,7 +6,9 @@ import transformers
 from torch.nn.functional import cross_entropy
 
 from arguments import ModelArguments
-from experiment.model import compute_losses, evaluate, make_model, move_batch
+from experiment.model import make_model
+from experiment.objectives import compute_losses
+from machine.training import evaluate, move_batch
 
 VOCABULARY = 300
 

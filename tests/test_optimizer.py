@@ -1,5 +1,7 @@
 """Parameter groups, schedule, optimizer, contract: what all peers must build alike."""
 
+from functools import partial
+
 import pytest
 import torch
 from hivemind.compression import CompressionInfo
@@ -9,15 +11,17 @@ from transformers import AlbertConfig
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from experiment.model import make_model
+from experiment.objectives import OBJECTIVES
 from experiment.optimizer import (
-    COMPRESSIONS,
     describe_contract,
     learning_rate_factor,
     make_local_optimizer,
     make_param_groups,
     make_scheduler,
 )
+from models.state_codecs import COMPRESSIONS
 from swarm.contract import find_differences
+from swarm.optimizer import initialize_optimizer_state_
 from utils import RunContract
 
 
@@ -67,6 +71,32 @@ def test_a_new_optimizer_has_not_moved_its_parameters(name):
     assert float(optimizer.state[param]["step"]) == 0
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(optimizer.state[param]["exp_avg"], torch.zeros(10))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+        partial(torch.optim.RMSprop, momentum=0.9),
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+    ],
+)
+def test_optimizers_of_your_own_begin_as_if_they_were_new(make):
+    """Weight decay that is a part of the gradient has not entered their state, nor have they counted a step."""
+    params = []
+    for is_initialized in (False, True):
+        param = nn.Parameter(torch.linspace(-1, 1, 10))
+        optimizer = make([param], lr=0.1, weight_decay=0.5)
+        if is_initialized:
+            initialize_optimizer_state_(optimizer)
+            assert any(torch.is_tensor(value) for value in optimizer.state[param].values())
+        for _ in range(2):
+            param.grad = torch.linspace(2, -1, 10)
+            optimizer.step()
+        params.append(param)
+    assert torch.equal(*params)
 
 
 @pytest.mark.parametrize("numbers, name", [(2**16, "FLOAT16"), (2**16 + 1, "UNIFORM_8BIT")])
@@ -139,7 +169,7 @@ def test_parameter_order_is_part_of_the_contract():
     class Model(nn.Module):
         def __init__(self, names):
             super().__init__()
-            self.config, self.objective, self.initial_weights = AlbertConfig(), "mlm_sop", "random"
+            self.config, self.objective, self.initial_weights = AlbertConfig(), OBJECTIVES["mlm_sop"], "random"
             for name in names:
                 setattr(self, name, nn.Linear(3, 3))
 

@@ -10,8 +10,7 @@ from hivemind.compression import Float16Compression, TensorRole
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import ROOT, make_prefix
 
-from experiment.optimizer import LOAD_STATE_COMPRESSIONS
-from models.state_codecs import Dynamic8bit, Scaled16bit
+from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
 from swarm.downloads import BLOCK, MAX_BLOCKS, Snapshot, allocate_together, differ, digest, list_blocks, read_request
 
 # A peer of AdamW on four matrices, of which two are not a whole number of blocks. A donor fills parameters and moments
@@ -22,7 +21,7 @@ from functools import partial
 import torch
 from arguments import SwarmArguments
 from swarm.joining import make_dht
-from experiment.optimizer import LOAD_STATE_COMPRESSIONS
+from models.state_codecs import LOAD_STATE_COMPRESSIONS
 from swarm.line import LINE
 from swarm.optimizer import initialize_optimizer_state_
 from swarm.processes import clean_end, handle_stop_signals, shut_down

@@ -25,7 +25,7 @@ from support.console import UserError
 from text import streams
 from text.batches import StreamedBatches
 from text.documents import split_sentences
-from text.stored import COLUMNS
+from text.instances import BLOCKS, PAIRS, TEXT
 from text.streams import Broken, DocumentStream, Position, Source, read_sources
 from text.tokenizers import load_tokenizer
 
@@ -273,12 +273,14 @@ def austen(tmp_path, monkeypatch) -> Path:
     return write_sources(tmp_path / "sources.json", *entries)
 
 
+def open_stream(tokenizer, sources, kind=PAIRS, **options):
+    return data.make_training_dataset(tokenizer, DataArguments(streaming=True, sources=sources, **options), kind)
+
+
 def make_batches(tokenizer, sources, count, collator=None, **options):
     """(batches, state behind the last one)"""
     options = {"seed": 1, "num_workers": 0, "state": None, "length": 64, "buffer": 256} | options
-    dataset = data.make_training_dataset(
-        tokenizer, sources=sources, max_sequence_length=options["length"], shuffle_buffer=options["buffer"]
-    )
+    dataset = open_stream(tokenizer, sources, max_sequence_length=options["length"], shuffle_buffer=options["buffer"])
     chosen = {name: options[name] for name in ("num_workers", "state")} | {"batch_size": 16}
     if collator:
         dataset.seed = options["state"]["seed"] if options["state"] else options["seed"]
@@ -337,7 +339,7 @@ def test_tiny_sources_are_endless_and_shuffled_anew(tokenizer, tmp_path):
 
 
 def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
-    dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=128, shuffle_buffer=256)
+    dataset = open_stream(tokenizer, austen, max_sequence_length=128, shuffle_buffer=256)
     batches = StreamedBatches(dataset, keep_rows, batch_size=16, num_workers=2)
     batches.set_sequence_length(32)
     iterator = iter(batches)
@@ -347,15 +349,13 @@ def test_sequence_length_changes_with_the_next_batch(tokenizer, austen):
         assert length - 10 < max(longest) <= length, (length, longest)
 
 
-@pytest.mark.parametrize("objective", ["mlm", "clm"])
-def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
+@pytest.mark.parametrize("kind", [BLOCKS, TEXT])
+def test_full_blocks_are_streamed_too(tiny_data, austen, kind):
     """The same for any number of workers; and of a document's text nothing is lost."""
-    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"], objective)
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"], kind)
 
     def take(num_workers: int) -> list[dict]:
-        dataset = data.make_training_dataset(
-            tokenizer, sources=austen, max_sequence_length=32, shuffle_buffer=64, objective=objective
-        )
+        dataset = open_stream(tokenizer, austen, kind, max_sequence_length=32, shuffle_buffer=64)
         options = dict(batch_size=16, seed=1, num_workers=num_workers)
         return list(itertools.islice(data.make_train_batches(dataset, tokenizer, DataArguments(), **options), 40))
 
@@ -363,15 +363,15 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
     for one, other in zip(batches, take(2), strict=True):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     names = {"input_ids", "attention_mask", "labels"}
-    assert set(batches[0]) == (names | {"token_type_ids"} if objective == "mlm" else names)
+    assert set(batches[0]) == (names | {"token_type_ids"} if kind.is_masked else names)
     lengths = torch.cat([batch["attention_mask"].sum(1) for batch in batches])
     assert lengths.max() == 32 and (lengths == 32).float().mean() > 0.9
 
     chunk = [(0, 0, "A first text of it.\n\nWith two parts."), (1, 0, "Another text. " * 20)]
     [source, *_] = streams.read_sources(austen)
-    _, columns, lengths = streams.ChunkTokenizer([source], tokenizer, 0, objective)[32, chunk]
+    _, columns, lengths = streams.ChunkTokenizer([source], tokenizer, 0, kind)[32, chunk]
     ids = columns["input_ids"]
-    if objective == "mlm":
+    if kind.is_masked:
         edges = np.concatenate([lengths.cumsum() - lengths, lengths.cumsum() - 1])
         ids = np.delete(ids, edges)
     expected = sum((tokenizer(text, add_special_tokens=False)["input_ids"] + [3] for *_, text in chunk), [])
@@ -379,9 +379,9 @@ def test_full_blocks_are_streamed_too(tiny_data, austen, objective):
 
 
 def test_training_dataset_in_a_plain_loader(tokenizer, austen):
-    dataset = data.make_training_dataset(tokenizer, sources=austen, max_sequence_length=64, shuffle_buffer=50)
+    dataset = open_stream(tokenizer, austen, max_sequence_length=64, shuffle_buffer=50)
     row = next(iter(dataset))
-    assert set(row) == set(COLUMNS)
+    assert set(row) == set(PAIRS.columns)
     assert len(row["input_ids"]) == len(row["token_type_ids"]) == len(row["special_tokens_mask"]) <= 64
     loader = torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=keep_rows)
     rows = Counter(row for batch in itertools.islice(loader, 50) for row in batch if len(row) > 40)
@@ -452,7 +452,7 @@ def test_a_source_that_gives_nothing_is_one_line(entry, words, tmp_path, tokeniz
             entry = {**entry, "path": entry["path"].replace("{folder}", str(tmp_path)).replace("{url}", server.url)}
         (tmp_path / "sources.json").write_text(json.dumps([entry]))
         with pytest.raises(UserError) as error:
-            data.make_training_dataset(tokenizer, sources=tmp_path / "sources.json")
+            open_stream(tokenizer, tmp_path / "sources.json")
     [line] = str(error.value).splitlines()
     assert line.startswith(("--sources", "no language"))
     assert all(word in line for word in words), line
@@ -528,7 +528,9 @@ from text.tokenizers import load_tokenizer
 stop = threading.Event()
 signal.signal(signal.SIGINT, lambda *_: stop.set())
 tokenizer = load_tokenizer(sys.argv[1])
-dataset = data.make_training_dataset(tokenizer, sources=sys.argv[2], max_sequence_length=64)
+dataset = data.make_training_dataset(
+    tokenizer, DataArguments(streaming=True, sources=sys.argv[2], max_sequence_length=64)
+)
 print("ready", flush=True)
 options = dict(batch_size=8, seed=1, num_workers=2, stop=stop)
 for _ in data.make_train_batches(dataset, tokenizer, DataArguments(), **options):

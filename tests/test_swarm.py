@@ -12,8 +12,9 @@ from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments
 from experiment.data import make_eval_batches, make_train_batches
-from experiment.model import evaluate, make_model, move_batch
+from experiment.model import make_model
 from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
+from machine.training import evaluate, move_batch
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 

@@ -20,7 +20,8 @@ from arguments import DataArguments, ModelArguments, TokenizeArguments
 from experiment import data
 from support.console import UserError
 from text.documents import read_documents, read_text, split_sentences
-from text.stored import COLUMNS, COLUMNS_OF, load_tokenized_dataset, make_tables
+from text.instances import BLOCKS, KINDS, PAIRS, TEXT
+from text.stored import load_tokenized_dataset, make_tables
 from text.tokenization import CHUNK_CHARACTERS
 from text.tokenizers import load_tokenizer, train_tokenizer
 
@@ -196,8 +197,8 @@ def blocks(request, tmp_path_factory, written):
 
 def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
     objective, folder, _ = blocks
-    tokenizer = load_tokenizer(folder / "tokenizer", objective)
-    dataset, corpus = load_tokenized_dataset(folder / "dataset", tokenizer, objective)
+    tokenizer = load_tokenizer(folder / "tokenizer", KINDS[objective])
+    dataset, corpus = load_tokenized_dataset(folder / "dataset", tokenizer, KINDS[objective])
     assert corpus["objective"] == objective and corpus["documents"] == {"train": 38, "validation": 2}
     joint, end = ("\n", tokenizer.eos_token_id) if objective == "clm" else (" ", tokenizer.sep_token_id)
     documents = [joint.join(paragraphs) for paragraphs in read_documents(written / "documents.jsonl")]
@@ -206,7 +207,7 @@ def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
         assert tokenizer.pad_token_id == end and [tokenizer.decode(text[:-1]) for text in texts] == documents
     for split in dataset.values():
         rows = split["input_ids"]
-        assert {len(row) for row in rows} == {64} and set(split.column_names) == set(COLUMNS_OF[objective])
+        assert {len(row) for row in rows} == {64} and set(split.column_names) == set(KINDS[objective].columns)
         if objective == "mlm":
             assert all(row[0] == tokenizer.cls_token_id and row[-1] == tokenizer.sep_token_id for row in rows)
             assert all(row["special_tokens_mask"] == [int(token < 5) for token in row["input_ids"]] for row in split)
@@ -231,12 +232,12 @@ def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_
 
 def test_what_was_made_for_another_objective_is_refused_but_pairs_will_do_for_mlm(blocks, written):
     objective, folder, _ = blocks
-    tokenizer = load_tokenizer(folder / "tokenizer", objective)
+    tokenizer = load_tokenizer(folder / "tokenizer", KINDS[objective])
     with pytest.raises(UserError, match="^[^\n]*tokenize again with --objective mlm_sop[^\n]*$"):
-        load_tokenized_dataset(folder / "dataset", tokenizer, "mlm_sop")
+        load_tokenized_dataset(folder / "dataset", tokenizer, PAIRS)
     if objective == "mlm":
-        pairs, _ = load_tokenized_dataset(written / "dataset", load_tokenizer(written / "tokenizer"), "mlm")
-        assert set(pairs["train"].column_names) == set(COLUMNS) - {"sentence_order_label"}
+        pairs, _ = load_tokenized_dataset(written / "dataset", load_tokenizer(written / "tokenizer"), BLOCKS)
+        assert set(pairs["train"].column_names) == set(PAIRS.columns) - {"sentence_order_label"}
 
 
 def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
@@ -246,7 +247,7 @@ def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
         result = tokenize(tmp_path, *flags, check=False)
         assert result.returncode == 2 and "no cls token" in result.stderr
     else:  # [SEP] may end a text
-        tokenizer = load_tokenizer(folder / "tokenizer", "clm")
+        tokenizer = load_tokenizer(folder / "tokenizer", TEXT)
         assert tokenizer.eos_token == "[SEP]" and tokenizer.pad_token == "<pad>"
 
 

@@ -10,7 +10,7 @@ from processes import LOOPBACK, ROOT, make_prefix
 from safetensors.torch import load_file
 
 from arguments import DataArguments
-from experiment.data import sequence_length_at
+from text.batches import sequence_length_at
 
 TINY = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),

@@ -1,20 +1,67 @@
 """Endless batches of similar length: of a stored split, of its shards, or of a stream of text."""
 
+import hashlib
+import json
 import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from arguments import DataArguments
-from text.collators import make_collator, to_tensors
+from support.console import UserError
+from text.collators import DataCollator, DataCollatorForWholeWordMask, to_tensors
+from text.instances import KINDS, PAIRS
 from text.shards import ShardedSplit
 from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
+
+#: (columns of the instances, what the width of batches is a multiple of) -> collator
+CollatorMaker = Callable[[list[str], int], DataCollator]
+
+
+def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
+    """Seed of one peer's data order, 63 bits: the same in every process, unlike hash().
+
+    :param epoch: where the peer begins: one that goes on from a checkpoint does not read the first batches once more
+    """
+    start = f":{epoch}" if epoch else ""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}{start}".encode()).digest()[:8], "big") >> 1
+
+
+def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions: float) -> None:
+    """A UserError where instances are longer than the model takes, or cannot be masked as asked for; a line in the log
+    where --max_sequence_length asks for longer ones than there are.
+
+    :param positions: max_position_embeddings of the model
+    """
+    if KINDS[corpus.get("objective", PAIRS.name)].is_masked:
+        DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
+    stored, most = corpus["seq_length"], args.max_sequence_length
+    if min(stored, most or stored) > positions:
+        source = "--streaming" if args.streaming else args.train_file or args.dataset_name or args.dataset_path
+        raise UserError(
+            f"{source} gives instances of {stored} tokens, the model takes {positions}: add --max_sequence_length "
+            f"{positions}"
+        )
+    if most and most > stored:
+        logger.warning(f"no instance has the {most} tokens of --max_sequence_length: the longest ones have {stored}")
+
+
+def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
+    """Tokens of an instance, at most, at this epoch of the swarm; the same on every peer. None: as in the dataset.
+
+    Linear from initial_sequence_length to max_sequence_length, rounded down to what tensor cores like.
+    """
+    if args.initial_sequence_length is None or epoch >= args.sequence_length_warmup_steps:
+        return args.max_sequence_length
+    grown = (args.max_sequence_length - args.initial_sequence_length) * epoch // args.sequence_length_warmup_steps
+    multiple = args.pad_to_multiple_of or 8
+    return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // multiple * multiple)
 
 
 def choose_multiple(args: DataArguments, longest: int) -> int:
@@ -56,7 +103,7 @@ class MaskedBatches:
     """Random access to batches of a split: (row numbers, seed of the masks, sequence length or None) -> batch. State:
     the open Arrow table."""
 
-    def __init__(self, dataset, tokenizer, args: DataArguments):
+    def __init__(self, dataset, make_collator: CollatorMaker, args: DataArguments):
         import pyarrow.compute
 
         self.columns = dataset.column_names
@@ -68,7 +115,7 @@ class MaskedBatches:
         multiple = choose_multiple(args, self.longest)
         # batches are grouped by these: more rows to choose from for a batch, and no more padding
         self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
-        self.collator = make_collator(self.columns, tokenizer, args, multiple)
+        self.collator = make_collator(self.columns, multiple)
 
     def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Columns of the rows, joined end to end as int64, and the rows' lengths."""
@@ -87,10 +134,40 @@ class MaskedBatches:
         return self.collator.collate(flat, lengths, np.random.default_rng(mask_seed), longest)
 
 
+def list_batches(batches: MaskedBatches, batch_size: int, max_samples: int | None = None) -> list[dict]:
+    """All batches of a split, or those of max_samples random rows of it, in order of length.
+
+    Rows and masks are the same at each call and on each peer, whatever the batch size: losses can be compared.
+    """
+    generator = np.random.default_rng(0)
+    rows = generator.permutation(len(batches.lengths))[:max_samples]
+    rows = rows[np.argsort(batches.lengths[rows], kind="stable")]
+    flat, lengths = batches.read_rows(rows, batches.longest)
+    flat = batches.collator.add_labels(flat, lengths, generator)
+    ends = np.cumsum(lengths)
+    result = []
+    for start in range(0, len(rows), batch_size):
+        stop = min(start + batch_size, len(rows))
+        tokens = slice(ends[start] - lengths[start], ends[stop - 1])
+        part = {
+            name: values[slice(start, stop) if name == "sentence_order_label" else tokens]
+            for name, values in flat.items()
+        }
+        result.append(to_tensors(batches.collator.pad(part, lengths[start:stop], batches.longest)))
+    return result
+
+
+def group_by_length(lengths: np.ndarray, batch_size: int, generator: np.random.Generator) -> np.ndarray:
+    """Numbers [batches, batch_size] of rows: shuffled, grouped by length, and the groups shuffled again. Rows beyond a
+    multiple of batch_size sit out; fewer than one batch repeat."""
+    order = generator.permutation(len(lengths))
+    order = np.resize(order, max(len(order) // batch_size, 1) * batch_size)
+    order = order[np.argsort(lengths[order], kind="stable")]
+    return generator.permutation(order.reshape(-1, batch_size))
+
+
 class LengthGroupedOrder:
-    """Endless keys of MaskedBatches, but the sequence length, pass after pass: in each, rows are shuffled, grouped by
-    length, and the groups shuffled again. Rows beyond a multiple of batch_size sit out one pass; a split smaller than
-    one batch repeats."""
+    """Endless keys of MaskedBatches, but the sequence length, pass after pass."""
 
     def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
         self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
@@ -99,24 +176,17 @@ class LengthGroupedOrder:
         generator = np.random.default_rng(self.seed)
         number = 0
         while True:
-            for rows in self.make_pass(generator):
+            for rows in group_by_length(self.padded_lengths, self.batch_size, generator):
                 yield rows, [self.seed, number]
                 number += 1
-
-    def make_pass(self, generator: np.random.Generator) -> np.ndarray:
-        """Row numbers [batches, batch_size] of one pass."""
-        order = generator.permutation(len(self.padded_lengths))
-        order = np.resize(order, max(len(order) // self.batch_size, 1) * self.batch_size)
-        order = order[np.argsort(self.padded_lengths[order], kind="stable")]
-        return generator.permutation(order.reshape(-1, self.batch_size))
 
 
 class ShardedBatches:
     """MaskedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
     open; each process opens it for itself."""
 
-    def __init__(self, split: ShardedSplit, tokenizer, args: DataArguments):
-        self.split, self.options = split, (tokenizer, args)
+    def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments):
+        self.split, self.options = split, (make_collator, args)
         self.folder: Path | None = None
 
     def open(self, folder: Path) -> MaskedBatches:
@@ -130,8 +200,7 @@ class ShardedBatches:
 
 
 class ShardedOrder:
-    """Endless keys of ShardedBatches, but the sequence length: a LengthGroupedOrder's pass over one shard, then the
-    next."""
+    """Endless keys of ShardedBatches, but the sequence length: a pass over one shard, then the next."""
 
     def __init__(self, batches: ShardedBatches, batch_size: int, seed: int, stop: threading.Event):
         self.batches, self.batch_size, self.seed, self.stop = batches, batch_size, seed, stop
@@ -139,62 +208,50 @@ class ShardedOrder:
     def __iter__(self) -> Iterator[tuple[Path, np.ndarray, list[int]]]:
         number = 0
         for visit, folder in enumerate(self.batches.split.visit(self.stop)):
-            order = LengthGroupedOrder(self.batches.open(folder).padded_lengths, self.batch_size, self.seed)
-            for rows in order.make_pass(np.random.default_rng([self.seed, visit])):
+            lengths, generator = self.batches.open(folder).padded_lengths, np.random.default_rng([self.seed, visit])
+            for rows in group_by_length(lengths, self.batch_size, generator):
                 yield folder, rows, [self.seed, number]
                 number += 1
 
 
-class LengthedOrder:
-    """The keys of an order, each with the sequence length that holds when it is given. State: the keys whose batches
-    nobody has taken yet, and those to give once more."""
-
-    def __init__(self, order):
-        self.order, self.sequence_length = order, None
-        self.under_way, self.again = deque(), deque()
-
-    def __iter__(self) -> Iterator[tuple]:
-        keys = iter(self.order)
-        self.under_way, self.again = deque(), deque()
-        while (key := self.again.popleft() if self.again else next(keys, None)) is not None:
-            self.under_way.append(key)
-            yield *key, self.sequence_length
-
-    def recall(self) -> int:
-        """Give the keys under way once more, before all others; the number of their batches, which nobody wants now."""
-        count = len(self.under_way)
-        self.again.extendleft(reversed(self.under_way))
-        self.under_way.clear()
-        return count
-
-
 class BatchLoader:
-    """Batches as tensors, prepared by num_workers processes, or by this one."""
+    """Batches as tensors, prepared by num_workers processes, or by this one. State: the keys whose batches nobody has
+    taken yet, and those to give once more."""
 
     def __init__(self, batches, order, num_workers: int):
-        self.batches, self.order, self.num_workers = batches, LengthedOrder(order), num_workers
-        self.outdated = 0
+        self.batches, self.order, self.num_workers = batches, order, num_workers
+        self.sequence_length, self.outdated = None, 0
+        self.under_way, self.again = deque(), deque()
 
     def set_sequence_length(self, sequence_length: int | None) -> None:
         """From the next batch on, cut instances to so many tokens (None: to none).
 
         What workers have prepared is thrown away and made anew: the batches are the same with any number of workers.
         """
-        if sequence_length == self.order.sequence_length:
+        if sequence_length == self.sequence_length:
             return
         logger.info(
             f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
         )
-        self.order.sequence_length = sequence_length
-        self.outdated += self.order.recall()
+        self.sequence_length = sequence_length
+        self.outdated += len(self.under_way)
+        self.again.extendleft(reversed(self.under_way))
+        self.under_way.clear()
+
+    def give_keys(self) -> Iterator[tuple]:
+        """The order's keys, each with the sequence length that holds when it is given."""
+        keys = iter(self.order)
+        while (key := self.again.popleft() if self.again else next(keys, None)) is not None:
+            self.under_way.append(key)
+            yield *key, self.sequence_length
 
     def __iter__(self) -> Iterator[dict]:
-        self.outdated = 0
-        for batch in prepare_in_workers(self.batches, self.order, self.num_workers):
+        self.outdated, self.under_way, self.again = 0, deque(), deque()
+        for batch in prepare_in_workers(self.batches, self.give_keys(), self.num_workers):
             if self.outdated:
                 self.outdated -= 1
                 continue
-            self.order.under_way.popleft()
+            self.under_way.popleft()
             yield to_tensors(batch)
 
 
@@ -261,7 +318,7 @@ class StreamedBatches:
                 begins.append(begin)
                 yield self.sequence_length, chunk
 
-        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed, dataset.objective)
+        tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed, dataset.kind)
         chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
 
         def gather(pool: dict, count: int) -> bool:
@@ -301,6 +358,18 @@ class StreamedBatches:
         """Numbers [batches, batch_size] of the pool's instances."""
         lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
         generator = np.random.default_rng([self.dataset.seed, pool["begin"]["documents"]])
-        order = generator.permutation(len(lengths))[: len(lengths) // self.batch_size * self.batch_size]
-        order = order[np.argsort(lengths[order] // 8, kind="stable")]
-        return generator.permutation(order.reshape(-1, self.batch_size))
+        return group_by_length(lengths // 8, self.batch_size, generator)
+
+
+def load_stream_state(path: Path) -> dict | None:
+    """What the callback has written: see StreamedBatches. None where there is nothing, or nothing to be read."""
+    if not path.exists():
+        return None
+    try:
+        state = json.loads(path.read_text())
+        count, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
+        logger.info(f"{path}: going on behind document {count:,}")
+        return state
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        logger.warning(f"{path} is damaged ({type(e).__name__}): the text is read from a new beginning")
+        return None

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 
-from arguments import DataArguments
 from support.console import UserError
 from text.tokenizers import find_word_beginnings
 
@@ -143,13 +142,6 @@ class DataCollatorForWholeWordMask(DataCollator):
         replaced = chosen[fate >= 0.9]
         input_ids[replaced] = generator.choice(self.ordinary_ids, len(replaced))
         return {**flat, "input_ids": input_ids, "labels": labels}
-
-
-def make_collator(columns: list[str], tokenizer, args: DataArguments, multiple: int) -> DataCollator:
-    """For instances of these columns."""
-    if "special_tokens_mask" in columns:
-        return DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
-    return DataCollatorForCausalLM(tokenizer, multiple)
 
 
 def join_lists(lists: list, are_bytes: bool) -> np.ndarray:

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from support.console import UserError
+from text.instances import InstanceKind
 
 WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")
 WIKITEXT_HEADING = re.compile(r"^(?:= )+(.*?)(?: =)+$")
@@ -267,13 +268,13 @@ def make_instances(
 # ---------------------------------------------------------------- full blocks
 
 
-def encode_documents(documents: list[list[str]], objective: str, tokenizer, encoder) -> np.ndarray:
-    """Ids of documents, each a list of paragraphs, end to end: int32. Behind each stands an end token (objective clm,
-    where paragraphs are lines), or [SEP] (mlm, where they are not told apart).
+def encode_documents(documents: list[list[str]], kind: InstanceKind, tokenizer, encoder) -> np.ndarray:
+    """Ids of documents, each a list of paragraphs, end to end: int32. Behind each stands [SEP] where they are to be
+    masked and paragraphs are not told apart; else an end token, and paragraphs are lines.
 
     :param encoder: of make_text_encoder
     """
-    joint, end = ("\n", tokenizer.eos_token_id) if objective == "clm" else (" ", tokenizer.sep_token_id)
+    joint, end = (" ", tokenizer.sep_token_id) if kind.is_masked else ("\n", tokenizer.eos_token_id)
     parts, are_last = [], []
     for document in documents:
         size = PART_CHARACTERS
@@ -293,21 +294,21 @@ def encode_documents(documents: list[list[str]], objective: str, tokenizer, enco
 
 
 def cut_blocks(
-    ids: np.ndarray, seq_length: int, objective: str, tokenizer, keep_rest: bool = False
+    ids: np.ndarray, seq_length: int, kind: InstanceKind, tokenizer, keep_rest: bool = False
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Instances of seq_length ids each from text without end (of encode_documents): (columns joined end to end, lengths
-    of the instances). For mlm, [CLS] and [SEP] are two of them, and each block begins where the one before ended (the
-    full sentences of arxiv.org/abs/1907.11692, section 4.2, but that a block may begin and end within a sentence).
+    of the instances). To be masked, [CLS] and [SEP] are two of them, and each block begins where the one before ended
+    (the full sentences of arxiv.org/abs/1907.11692, section 4.2, but that a block may begin and end within a sentence).
 
     :param keep_rest: have what does not fill a block as a shorter one; it is also kept where it is all there is
     """
-    room = seq_length if objective == "clm" else seq_length - 2
+    room = seq_length - 2 if kind.is_masked else seq_length
     count, rest = divmod(len(ids), room)
     sizes = np.full(count, room, dtype=np.int64)
     if rest and (keep_rest or not count):
         sizes = np.append(sizes, rest)
     ids = ids[: sizes.sum()]
-    if objective == "clm":
+    if not kind.is_masked:
         return {"input_ids": ids}, sizes
     begins = sizes.cumsum() - sizes
     places = np.stack([begins, sizes.cumsum()], axis=1).ravel()

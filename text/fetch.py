@@ -444,26 +444,3 @@ def find_parts(folder: Path, source: str | None = None) -> tuple[Path, Path | No
         number = "more than one dataset" if corpora else "no dataset"
         raise FetchError(f"{source or folder} holds {number}: make it with python tokenize_wikitext103.py --archive")
     return corpora[0].parent, tokenizers[0].parent if len(tokenizers) == 1 else None
-
-
-@contextlib.contextmanager
-def hub(what: str, alternative: str):
-    """Load something from the Hugging Face Hub or its cache; without a connection, one line instead of a minute of
-    retries and a traceback."""
-    from huggingface_hub import constants
-
-    try:
-        if not constants.HF_HUB_OFFLINE:
-            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
-    except urllib.error.HTTPError:
-        pass  # it answered
-    except OSError:
-        constants.HF_HUB_OFFLINE = True  # the cache may have it
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        yield
-    except (OSError, ValueError) as e:
-        reason = "no connection" if constants.HF_HUB_OFFLINE else str(e).split("\n")[0]
-        raise UserError(
-            f"cannot load {what} from the Hugging Face Hub ({reason}): mend that, or use {alternative}"
-        ) from e

@@ -15,6 +15,7 @@ import numpy as np
 from arguments import TokenizeArguments
 from support.console import UserError, show_bytes
 from support.files import hash_file, unfinished_folder
+from text.instances import KINDS, PAIRS
 from text.stored import load_tokenized_dataset, write_dataset
 from text.tokenizers import load_tokenizer
 
@@ -40,10 +41,10 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
 
     Row number r goes into shard r modulo their number: each shows the whole corpus.
     """
-    objective = "mlm_sop"
-    with contextlib.suppress(OSError, ValueError):  # load_tokenized_dataset says what is wrong there
-        objective = json.loads((dataset_path / "corpus.json").read_text()).get("objective", objective)
-    tokenizer = load_tokenizer(tokenizer_path, objective)
+    kind = PAIRS
+    with contextlib.suppress(OSError, ValueError, KeyError):  # load_tokenized_dataset says what is wrong there
+        kind = KINDS[json.loads((dataset_path / "corpus.json").read_text()).get("objective", kind.name)]
+    tokenizer = load_tokenizer(tokenizer_path, kind)
     dataset, corpus = load_tokenized_dataset(dataset_path, tokenizer)
     archive, count = Path(args.archive), args.archive_shards
     made: list[Path] = []

@@ -9,22 +9,19 @@ import numpy as np
 from arguments import TokenizeArguments
 from support.console import UserError, first_line
 from text.fetch import Data
+from text.instances import BLOCKS, KINDS, PAIRS, InstanceKind
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 
-COLUMNS = ["input_ids", "token_type_ids", "special_tokens_mask", "sentence_order_label"]
-#: by objective, what an instance is: special_tokens_mask calls for masking, sentence_order_label for a swapped pair
-COLUMNS_OF = {"mlm_sop": COLUMNS, "mlm": ["input_ids", "special_tokens_mask"], "clm": ["input_ids"]}
 
-
-def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str | None = None) -> tuple:
+def load_tokenized_dataset(found: Data | str | Path, tokenizer, kind: InstanceKind | None = None) -> tuple:
     """What tokenize_wikitext103.py wrote: (its splits train and validation by name, the corpus.json as a dictionary).
 
-    A missing or foreign folder, or one made by another tokenizer or for another objective, is a UserError. For mlm,
-    pairs of segments will do.
+    A missing or foreign folder, or one made by another tokenizer or of other instances, is a UserError. Where blocks
+    are wanted, pairs of segments will do.
 
     :param found: what fetch_data has found, or just a folder
-    :param objective: whose columns to give; None: those that are there
+    :param kind: whose columns to give; None: those that are there
     """
     from datasets import load_from_disk
 
@@ -34,9 +31,9 @@ def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str |
         raise UserError(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
     try:
         corpus = json.loads((path / "corpus.json").read_text())
-        dataset, made_for = load_from_disk(str(path)), corpus.get("objective", "mlm_sop")
-        objective = objective or made_for
-        columns = [name for name in COLUMNS_OF[made_for] if objective != "mlm" or name != "sentence_order_label"]
+        dataset, stored = load_from_disk(str(path)), KINDS[corpus.get("objective", PAIRS.name)]
+        kind = kind or stored
+        columns = [name for name in stored.columns if kind.has_pairs or name != "sentence_order_label"]
         splits = {name: dataset[name].select_columns(columns) for name in names}
     except (OSError, ValueError, KeyError) as e:
         raise UserError(
@@ -48,10 +45,10 @@ def load_tokenized_dataset(found: Data | str | Path, tokenizer, objective: str |
             f"{path} was made by another tokenizer than the one in {tokenizer.name_or_path}: give the --tokenizer_path "
             f"of that run, or tokenize again with --tokenizer {tokenizer.name_or_path}"
         )
-    if objective != made_for and (objective, made_for) != ("mlm", "mlm_sop"):
+    if kind != stored and (kind, stored) != (BLOCKS, PAIRS):
         raise UserError(
-            f"{path} was made for --objective {made_for}, and the model learns by {objective}: tokenize again with "
-            f"--objective {objective}, or train another model"
+            f"{path} was made for --objective {stored.name}, and the model learns by {kind.name}: tokenize again with "
+            f"--objective {kind.name}, or train another model"
         )
     if found.shards:
         splits["train"] = ShardedSplit(found, corpus, columns)

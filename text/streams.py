@@ -64,6 +64,7 @@ from text.documents import (
     split_paragraphs,
     split_sentences,
 )
+from text.instances import PAIRS, InstanceKind
 
 logger = logging.getLogger("streams")
 
@@ -609,17 +610,17 @@ class ChunkTokenizer:
     For DataLoader's workers. Full blocks begin anew with each chunk, the last of which is shorter. State: the
     tokenizer's engine, in each process its own."""
 
-    def __init__(self, sources: list[Source], tokenizer, seed: int, objective: str = "mlm_sop"):
-        self.sources, self.tokenizer, self.seed, self.objective = sources, tokenizer, seed, objective
+    def __init__(self, sources: list[Source], tokenizer, seed: int, kind: InstanceKind = PAIRS):
+        self.sources, self.tokenizer, self.seed, self.kind = sources, tokenizer, seed, kind
         self.encoder = None
 
     def __getitem__(self, key: tuple[int, list[tuple[int, int, str]]]) -> tuple[int, dict[str, np.ndarray], np.ndarray]:
         seq_length, chunk = key
         self.encoder = self.encoder or make_text_encoder(self.tokenizer)
-        if self.objective != "mlm_sop":
+        if not self.kind.has_pairs:
             paragraphs = [split_paragraphs(text) for *_, text in chunk]
-            ids = encode_documents([p for p in paragraphs if p], self.objective, self.tokenizer, self.encoder)
-            return seq_length, *cut_blocks(ids, seq_length, self.objective, self.tokenizer, keep_rest=True)
+            ids = encode_documents([p for p in paragraphs if p], self.kind, self.tokenizer, self.encoder)
+            return seq_length, *cut_blocks(ids, seq_length, self.kind, self.tokenizer, keep_rest=True)
         documents = []
         for _, index, text in chunk:
             source = self.sources[index]
@@ -650,10 +651,10 @@ class TrainingDataset(IterableDataset):
         max_sequence_length: int,
         seed: int,
         shuffle_buffer: int,
-        objective: str = "mlm_sop",
+        kind: InstanceKind = PAIRS,
     ):
         self.sources, self.tokenizer, self.max_sequence_length = sources, tokenizer, max_sequence_length
-        self.seed, self.shuffle_buffer, self.objective = seed, shuffle_buffer, objective
+        self.seed, self.shuffle_buffer, self.kind = seed, shuffle_buffer, kind
 
     def count_records(self) -> dict[str, dict[str, int]]:
         """How many documents and broken records of each source this process has read."""
@@ -663,7 +664,7 @@ class TrainingDataset(IterableDataset):
         """In a worker of a DataLoader: its share. Each worker reads all of the text and tokenizes its own."""
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed, self.objective)
+        tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed, self.kind)
         generator = np.random.default_rng([self.seed, number])
         pool: list[dict] = []
         for _, chunk in itertools.islice(DocumentStream(self.sources, self.seed), number, None, count):

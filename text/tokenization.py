@@ -19,6 +19,7 @@ import numpy as np
 from arguments import DataArguments, ModelArguments, TokenizeArguments
 from support.console import UserError, first_line
 from support.files import locked, unfinished_folder
+from support.hub import hub
 from text.documents import (
     WIKITEXT_TITLE,
     cut_blocks,
@@ -27,12 +28,11 @@ from text.documents import (
     make_document_random,
     make_instances,
     make_text_encoder,
-    read_documents,
     split_articles,
     split_paragraphs,
     split_sentences,
 )
-from text.fetch import hub
+from text.instances import KINDS, InstanceKind
 from text.stored import describe_corpus, make_table, make_tables, write_dataset
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 from text.workers import hold_signals
@@ -82,8 +82,8 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
 
 
 @functools.cache
-def load_worker_tokenizer(path: str | Path, objective: str):
-    tokenizer = load_tokenizer(path, objective)
+def load_worker_tokenizer(path: str | Path, kind: InstanceKind):
+    tokenizer = load_tokenizer(path, kind)
     return tokenizer, make_text_encoder(tokenizer)
 
 
@@ -92,9 +92,10 @@ def tokenize_chunk(
 ):
     """Of some documents, given as (index, paragraphs): an Arrow table of their pairs, or for full blocks, which reach
     over the end of a chunk, their ids end to end."""
-    tokenizer = load_worker_tokenizer(tokenizer_path, args.objective)
-    if args.objective != "mlm_sop":
-        return encode_documents([paragraphs for _, paragraphs in chunk], args.objective, *tokenizer)
+    kind = KINDS[args.objective]
+    tokenizer = load_worker_tokenizer(tokenizer_path, kind)
+    if not kind.has_pairs:
+        return encode_documents([paragraphs for _, paragraphs in chunk], kind, *tokenizer)
     documents = [split_sentences(paragraphs, args.language, args.sentence_splitter) for _, paragraphs in chunk]
     generators = [make_document_random(args.seed, split, index) for index, _ in chunk]
     return make_table(*make_instances(documents, generators, args.seq_length, *tokenizer))
@@ -115,7 +116,8 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: str | Pa
     chunks = {name: list(make_chunks(documents)) for name, documents in splits.items()}
     sizes = {name: [sum(len(p) for _, document in c for p in document) for c in chunks[name]] for name in chunks}
     # before the fork: once for all processes
-    tokenizer, _ = load_worker_tokenizer(tokenizer_path, args.objective)
+    kind = KINDS[args.objective]
+    tokenizer, _ = load_worker_tokenizer(tokenizer_path, kind)
     executor = None
     if args.num_proc > 1:
         executor = ProcessPoolExecutor(args.num_proc, multiprocessing.get_context("fork"), initializer=start_worker)
@@ -132,10 +134,10 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: str | Pa
                 for size, table in zip(sizes[name], results, strict=True):
                     parts.append(table)
                     progress.update(size)
-                if args.objective == "mlm_sop":
+                if kind.has_pairs:
                     tables[name] = pyarrow.concat_tables(parts)
                 else:
-                    blocks = cut_blocks(np.concatenate(parts), args.seq_length, args.objective, tokenizer)
+                    blocks = cut_blocks(np.concatenate(parts), args.seq_length, kind, tokenizer)
                     tables[name] = pyarrow.concat_tables(make_tables(*blocks))
     except BrokenProcessPool:
         raise UserError("a tokenizing process was killed, probably for want of memory: lower --num_proc") from None
@@ -157,30 +159,29 @@ def make_chunks(documents: list[list[str]]):
         yield chunk
 
 
-def tokenize_for_trainer(tokenizer, model_args: ModelArguments, args: DataArguments, objective: str) -> Path:
-    """Folder of the dataset made of --train_file or --dataset_name, in the cache: made at the first start, found there
-    later on, by other trainers too. The same text and flags give the same rows on every peer."""
+def tokenize_for_trainer(
+    source: str, splits: dict, tokenizer, kind: InstanceKind, model_args: ModelArguments, args: DataArguments
+) -> Path:
+    """Folder of the dataset made of these documents, in the cache: made at the first start, found there later on, by
+    other trainers too. The same text and flags give the same rows on every peer.
+
+    :param source: where the documents are from, for corpus.json
+    :param splits: documents, each a list of paragraphs, for train and, unless some are to be held out, validation
+    """
     load_sentence_splitter(args.language, args.sentence_splitter)
-    if args.dataset_name:
-        source, splits = load_hub_splits(args)
-    else:
-        source = Path(args.train_file).name
-        splits = {"train": read_documents(args.train_file, args.text_column)}
-    if args.validation_file:
-        splits["validation"] = read_documents(args.validation_file, args.text_column)
     for name, documents in splits.items():
         if not documents:
             where = args.validation_file if name == "validation" and args.validation_file else source
             raise UserError(f"there is no text for the {name} split in {where}: give files that are not empty")
     options = TokenizeArguments(
-        objective=objective,
+        objective=kind.name,
         seq_length=args.max_sequence_length,
         language=args.language,
         sentence_splitter=args.sentence_splitter,
         seed=model_args.seed,
         num_proc=min(8, os.cpu_count() or 1),
     )
-    facts = [objective, options.seq_length, options.seed, options.language, options.sentence_splitter]
+    facts = [kind.name, options.seq_length, options.seed, options.language, options.sentence_splitter]
     digest = hashlib.sha256(json.dumps([*facts, tokenizer_fingerprint(tokenizer)]).encode())
     for name, documents in splits.items():
         digest.update(f"{name} {len(documents)}".encode())

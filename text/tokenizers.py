@@ -18,7 +18,8 @@ import numpy as np
 
 from arguments import DEFAULT_TOKENIZER_PATH, TokenizeArguments
 from support.console import UserError, first_line
-from text.fetch import hub
+from support.hub import hub
+from text.instances import PAIRS, InstanceKind
 
 logger = logging.getLogger("tokenizers")
 
@@ -26,8 +27,8 @@ logger = logging.getLogger("tokenizers")
 PROBE = "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
 
 
-def load_tokenizer(path: str | Path, objective: str = "mlm_sop"):
-    """The tokenizer in a folder, or of that name on the Hub, with the special tokens that the objective needs, or one
+def load_tokenizer(path: str | Path, kind: InstanceKind = PAIRS):
+    """The tokenizer in a folder, or of that name on the Hub, with the special tokens that such instances need, or one
     line that names the cure."""
     from transformers import AutoTokenizer
 
@@ -42,29 +43,29 @@ def load_tokenizer(path: str | Path, objective: str = "mlm_sop"):
         raise UserError(
             f"{path} holds no readable tokenizer ({first_line(e)}): make one with python tokenize_wikitext103.py"
         ) from e
-    return check_tokenizer(tokenizer, path, objective)
+    return check_tokenizer(tokenizer, path, kind)
 
 
-def check_tokenizer(tokenizer, name, objective: str = "mlm_sop"):
-    """Return the tokenizer; a UserError when it lacks what the objective needs: masking and pairs their special
-    tokens, full text (clm) an end token, which then also pads where no other one does."""
-    if objective == "clm":
+def check_tokenizer(tokenizer, name, kind: InstanceKind = PAIRS):
+    """Return the tokenizer; a UserError when it lacks what such instances need: masking and pairs their special
+    tokens, text an end token, which then also pads where no other one does."""
+    if not kind.is_masked:
         tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    needed = ("eos", "pad") if objective == "clm" else ("cls", "sep", "mask", "pad", "unk")
+    needed = ("cls", "sep", "mask", "pad", "unk") if kind.is_masked else ("eos", "pad")
     lacking = [token for token in needed if getattr(tokenizer, f"{token}_token_id") is None]
     if lacking or not tokenizer.is_fast:
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
-        cure = "one of GPT-2 or Llama" if objective == "clm" else "one of ALBERT or BERT"
+        cure = "one of ALBERT or BERT" if kind.is_masked else "one of GPT-2 or Llama"
         raise UserError(
-            f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {objective})"
+            f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {kind.name})"
         )
-    if objective == "clm" and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
+    if not kind.is_masked and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         # training texts end with it alone
         logger.warning(f"the tokenizer {name} ends each prompt too: generate text with add_special_tokens=False")
     if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
         raise UserError(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: take one without gaps")
-    if objective == "mlm_sop":
+    if kind.has_pairs:
         # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     return tokenizer

@@ -33,8 +33,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import hivemind
 import torch
 
-from experiment.model import USES_OF, make_model
-from experiment.optimizer import describe_contract, make_optimizer
+from experiment.model import make_model
+from experiment.optimizer import choose_optimizer, describe_contract, make_optimizer
 from machine.checkpoint import (
     collect_state,
     find_checkpoints,
@@ -278,29 +278,26 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     :param has_curve: whether learning_curve.png lies beside it
     """
     settings, metrics = stamp["settings"], stamp["swarm"]
-    what, task, example = USES_OF[model.objective]
+    objective = model.objective
     trust = ", trust_remote_code=True" * hasattr(model.config, "auto_map")
     heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
     samples = stamp["epoch"] * settings["target_batch_size"]
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
-    # which the stamps of earlier versions lack
-    floor = settings.get("min_learning_rate", 0.0)
-    clamp = f", clamp {settings['clamp_value']:g}" if settings["optim"] != "adamw" else ""
+    names = {field.name for field in dataclasses.fields(OptimizerArguments)}
+    options = OptimizerArguments(**{name: value for name, value in settings.items() if name in names})
     precision = {"none": "32 bits", "float16": "16 bits", "8bit": "8 bits"}[settings["compression"]]
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
-        "training loss": f"{metrics['loss']:.4f} nats, {what}, at epoch {metrics['epoch']:,}",
+        "training loss": f"{metrics['loss']:.4f} nats, {objective.description}, at epoch {metrics['epoch']:,}",
         "samples": f"{samples:,} (epochs x batch size)",
         "peers": f"{metrics['alive_peers']} at this epoch, {max(entry['alive_peers'] for entry in history)} at most",
         "watched for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
         "throughput": f"{speed:.1f} samples/s, the median epoch",
         "batch size": f"{settings['target_batch_size']:,} samples, gathered by all peers",
-        "optimizer": f"{settings['optim']}, beta {settings['adam_beta1']:g} {settings['adam_beta2']:g}, epsilon "
-        f"{settings['adam_epsilon']:g}, weight decay {settings['weight_decay']:g}, gradients clipped to "
-        f"{settings['max_grad_norm']:g}{clamp}",
-        "schedule": f"peak learning rate {settings['learning_rate']:g} after {settings['warmup_steps']:,} epochs of "
-        f"linear warm-up, linear decay to {floor:g} at epoch {settings['total_steps']:,}",
+        "optimizer": choose_optimizer(options)[1],
+        "schedule": f"peak learning rate {options.learning_rate:g} after {options.warmup_steps:,} epochs of "
+        f"linear warm-up, linear decay to {options.min_learning_rate:g} at epoch {options.total_steps:,}",
         "averaging": f"gradients in {precision}, parameters every {settings['average_state_every']} epochs",
     }
     return CARD.format(
@@ -312,9 +309,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         where=where,
         # the folder brings the model's code where transformers has none
         trust=trust,
-        task=task,
-        example=example,
-        heads=heads * (model.objective == "mlm_sop"),
+        task=objective.pipeline,
+        example=objective.example,
+        heads=heads * objective.kind.has_pairs,
         curve="![learning curve](learning_curve.png)\n\n" * has_curve,
     )
 

@@ -1,0 +1,173 @@
+"""Build a transformers model from its configuration or a pretrained folder, and say in words what it is."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from arguments import ModelArguments
+from support.console import UserError, first_line
+from support.hub import calm_transformers, hub
+
+logger = logging.getLogger("model")
+
+
+def load_config(args: ModelArguments) -> PreTrainedConfig:
+    """What --model_name_or_path or --config_path names; a UserError where that is none."""
+    flag = "--model_name_or_path" if args.model_name_or_path else "--config_path"
+    name = args.model_name_or_path or args.config_path
+    if name.endswith(".json") and args.model_name_or_path:
+        raise UserError(f"{flag} {name} holds no weights: give a folder or a name on the Hub, or --config_path {name}")
+    if name.endswith(".json") and not os.path.isfile(name):
+        raise UserError(f"{flag} {name} does not exist: choose one of configs/*.json")
+    try:
+        with contextlib.nullcontext() if os.path.exists(name) else hub(f"{flag} {name}", "a folder that exists"):
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except UserError:
+        raise
+    except Exception as e:  # of many kinds: each model's configuration looks at its values by itself
+        raise UserError(f"{flag} {name} is no model's configuration ({first_line(e)})") from e
+
+
+def is_text_alone(config: PreTrainedConfig) -> bool:
+    """Whether the whole model is one that reads a text: no images or sounds, and no text to translate."""
+    try:
+        return not config.is_encoder_decoder and config.get_text_config() is config
+    except ValueError:  # several parts of it read texts
+        return False
+
+
+def find_masked_class(config: PreTrainedConfig) -> type | None:
+    return transformers.AutoModelForMaskedLM if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING else None
+
+
+def find_causal_class(config: PreTrainedConfig) -> type | None:
+    # where a type has both, is_decoder is what keeps a position from seeing those behind it
+    is_causal = not find_masked_class(config) or hasattr(config, "is_decoder")
+    has_class = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if has_class and is_causal else None
+
+
+def take_over_tokens(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | int, vocab_size: int, is_causal: bool
+) -> None:
+    """Have a configuration name the tokenizer's special tokens: RoBERTa, for one, counts positions by its padding."""
+    if is_causal and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+    for name in [name for name in names if hasattr(config, name)]:
+        if not isinstance(tokenizer, int):
+            value = getattr(tokenizer, name)
+        else:
+            value = getattr(config, name)
+            value = None if isinstance(value, int) and value >= vocab_size else value
+        if name == "pad_token_id" and is_causal and value == getattr(config, "eos_token_id", None):
+            value = None  # the token of padding gets no gradient, and the end of a text needs one
+        try:
+            setattr(config, name, value)
+        except StrictDataclassError:  # it must be a number
+            setattr(config, name, getattr(tokenizer, "eos_token_id", None) or 0)
+
+
+def build_model(model_class: type, config: PreTrainedConfig, args: ModelArguments, vocab_size: int) -> PreTrainedModel:
+    """The model at epoch 0, with the same weights on every peer: pretrained, or random ones of the seed. Its attribute
+    `initial_weights` describes them in words, for the contract. A UserError where it cannot be made.
+
+    :param model_class: one of transformers' Auto classes, or of its models
+    :param vocab_size: of the tokenizer
+    """
+    name, rows = args.model_name_or_path or args.config_path, config.vocab_size
+    options = {"dtype": torch.float32}  # a GPU's half precision is autocast's affair
+    where = ""
+    if args.attn_implementation:
+        options["attn_implementation"] = args.attn_implementation
+        where = f"--attn_implementation {args.attn_implementation}: "
+    initial_weights = "random"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(args.seed)
+            if args.model_name_or_path:
+                with calm_transformers():
+                    options |= dict(config=config, output_loading_info=True, ignore_mismatched_sizes=True)
+                    model, report = model_class.from_pretrained(name, trust_remote_code=False, **options)
+                if mismatched := [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]:
+                    raise ValueError(f"its weights have other shapes than its config.json says: {mismatched[0]}")
+                initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
+                if report["missing_keys"]:
+                    missing = ", ".join(sorted(report["missing_keys"]))
+                    logger.info(f"{name} lacks these weights, which begin at random: {missing}")
+                # rows of a pretrained vocabulary that was rounded up stay
+                if vocab_size > rows:
+                    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+            else:
+                config.vocab_size = vocab_size
+                is_auto = not issubclass(model_class, PreTrainedModel)
+                model = (model_class.from_config if is_auto else model_class._from_config)(config, **options)
+    except Exception as e:  # of many kinds: of files, of values, of what is not installed
+        raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e
+    model.train()
+    model.initial_weights = initial_weights
+    return model
+
+
+def digest_weights(model: PreTrainedModel, left_out: Iterable[str]) -> str:
+    """A short hash of the weights but those that are random: these may differ in their last bits between machines."""
+    total, left_out = hashlib.sha256(), set(left_out)
+    for name, param in model.named_parameters():
+        if name not in left_out:
+            total.update(param.detach().contiguous().numpy().data)
+    return total.hexdigest()[:12]
+
+
+#: fields of a configuration that do not decide what the weights compute, or that the contract has elsewhere: the
+#: vocabulary is the tokenizer's
+NOT_ARCHITECTURE = {
+    *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "model_type"),
+    *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id"),
+    *("use_cache", "gradient_checkpointing", "initializer_range", "output_attentions", "output_hidden_states"),
+    *("return_dict", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
+    *("classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout", "qa_dropout"),
+}
+
+
+def describe_architecture(model: PreTrainedModel) -> str:
+    """What peers must agree on beside the shapes of the weights: 4 layers and 12 may share the same ones.
+
+    Of the configuration all that its own class has another default for: a later version of transformers may add fields.
+    A model from a pretrained folder and one from its configuration alone are the same architecture.
+    """
+    config, defaults = model.config, type(model.config)().to_dict()
+    fields = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in NOT_ARCHITECTURE and value != defaults.get(name)
+    }
+    sizes = [getattr(config, name, "?") for name in ("num_hidden_layers", "num_attention_heads")]
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return f"{config.model_type} {model.objective.name}, {sizes[0]} layers, {sizes[1]} heads, {digest(text)}"
+
+
+def digest(value: object) -> str:
+    """A short hash that is the same on every machine, unlike Python's hash()."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def find_longest_sequence(model: PreTrainedModel) -> float:
+    """Tokens that the model takes at most: the size of its table of positions, or infinite without one."""
+    if getattr(model.config, "position_embedding_type", "absolute") == "rotary":
+        return math.inf
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    if longest <= 0:
+        return math.inf
+    # RoBERTa and its like count from behind the number of the token of padding
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    offsets = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
+    return longest - max(offsets, default=0)

@@ -1,0 +1,45 @@
+"""transformers and the Hugging Face Hub: one line where they fail, and nothing that nobody asked for."""
+
+import contextlib
+import os
+import urllib.error
+import urllib.request
+
+from support.console import UserError
+
+
+@contextlib.contextmanager
+def hub(what: str, alternative: str):
+    """Load something from the Hugging Face Hub or its cache; without a connection, one line instead of a minute of
+    retries and a traceback."""
+    from huggingface_hub import constants
+
+    try:
+        if not constants.HF_HUB_OFFLINE:
+            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
+    except urllib.error.HTTPError:
+        pass  # it answered
+    except OSError:
+        constants.HF_HUB_OFFLINE = True  # the cache may have it
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        reason = "no connection" if constants.HF_HUB_OFFLINE else str(e).split("\n")[0]
+        raise UserError(
+            f"cannot load {what} from the Hugging Face Hub ({reason}): mend that, or use {alternative}"
+        ) from e
+
+
+@contextlib.contextmanager
+def calm_transformers():
+    """Without its progress bars and its table of weights that were not found."""
+    from transformers.utils import logging as log
+
+    verbosity = log.get_verbosity()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)

@@ -1,0 +1,37 @@
+"""A few steps of training by the experiment in the current folder, without a swarm; what it saw, as a line of JSON."""
+
+import itertools
+import json
+import os
+import sys
+
+sys.path.insert(0, os.getcwd())
+
+import torch
+
+from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments, parse_arguments
+from experiment.data import load_data, make_train_batches
+from experiment.objectives import compute_losses
+from experiment.optimizer import choose_optimizer, make_local_optimizer, make_param_groups
+from machine.training import make_trained_model, move_batch
+
+torch.set_num_threads(1)
+groups = ModelArguments, OptimizerArguments, DataArguments
+model_args, optimizer_args, data_args = parse_arguments(*groups, description=__doc__)
+tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
+model = make_trained_model(model_args, TrainerArguments(), tokenizer)
+optimizer = make_local_optimizer(optimizer_args, make_param_groups(model))
+batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=16, seed=1)
+losses, texts = [], []
+for batch in itertools.islice(batches, 20):
+    loss = compute_losses(model, move_batch(batch, torch.device("cpu")))["loss"]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    true = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+    texts += tokenizer.batch_decode(true, skip_special_tokens=True)
+facts = dict(losses=losses, texts=texts, optimizer=choose_optimizer(optimizer_args)[1], model=type(model).__name__)
+facts |= dict(objective=model.objective.name, layers=model.config.num_hidden_layers)
+facts |= dict(instances=corpus["instances"]["train"], source=corpus["source"])
+print(json.dumps(facts))

@@ -1,0 +1,57 @@
+"""A peer of the experiment in the current folder steps alone, and a second one takes over its state; what both hold
+then, as a line of JSON."""
+
+import json
+import os
+import sys
+
+sys.path.insert(0, os.getcwd())
+
+import torch
+
+from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
+from experiment.model import make_model
+from experiment.objectives import compute_losses
+from experiment.optimizer import describe_contract, make_optimizer
+from machine.training import move_batch
+from swarm.joining import make_dht
+from swarm.processes import clean_end, shut_down
+
+with clean_end():
+    torch.set_num_threads(1)
+    prefix, options = sys.argv[1], OptimizerArguments(learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
+    times = dict(matchmaking_time=1.0, request_timeout=0.5)
+    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", **times)
+    model_args, peers = ModelArguments("configs/demo.json"), []
+    for seed in (1, 2):
+        others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]
+        swarm = SwarmArguments(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        dht, _ = make_dht(swarm)
+        model_args.seed = seed
+        model = make_model(model_args, 300)
+        optimizer = make_optimizer(model, dht, swarm, options, averaging)
+        optimizer.accumulate_on(torch.device("cpu"))
+        peers.append((dht, model, optimizer))
+        if seed == 1:
+            before = [state["momentum_buffer"].abs().max().item() for state in optimizer.opt.state.values()]
+            ids = torch.arange(64).reshape(4, 16) % 290 + 5
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+            batch |= {"token_type_ids": torch.zeros_like(ids), "sentence_order_label": torch.tensor([0, 1, 0, 1])}
+            losses = []
+            while optimizer.local_epoch < 4:
+                loss = compute_losses(model, move_batch(batch, torch.device("cpu")))["loss"]
+                loss.backward()
+                optimizer.step(batch_size=4)
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    loaded = optimizer.load_state_from_peers()
+    (_, first, giver), (_, second, taker) = peers
+    buffers = [[state["momentum_buffer"] for state in optimizer.opt.state.values()] for optimizer in (giver, taker)]
+    facts = dict(before=before, losses=losses, loaded=loaded, epochs=[giver.local_epoch, taker.local_epoch])
+    facts["sizes"] = [buffer.norm().item() for buffer in buffers[0]]
+    facts["same_momentum"] = [a.equal(b) for a, b in zip(*buffers, strict=True)]
+    facts["same_weights"] = [a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
+    facts["contract"] = describe_contract(first, "a", options, averaging)["optimizer"]
+    print(json.dumps(facts), flush=True)
+    for dht, _, optimizer in peers:
+        shut_down(dht, optimizer)

@@ -1,0 +1,90 @@
+"""The recipes of docs/new_experiment.md: each diff is applied to a fresh copy, and trains there."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from processes import ROOT, make_prefix
+
+GUIDE = (ROOT / "docs" / "new_experiment.md").read_text()
+ROOMS = ["experiment", "machine", "models", "support", "swarm", "text"]
+RECIPES = {diff[1]: diff[2] for diff in re.finditer(r"```diff\n--- (\S+)\n(.*?)```", GUIDE, re.DOTALL)}
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """What a new experiment consists of."""
+    for name in [*ROOMS, "configs"]:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("arguments.py", "utils.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def apply_recipe(copy: Path, name: str) -> None:
+    """Replace what stands in the file, of each part of the diff."""
+    text = (copy / name).read_text()
+    parts = [part.splitlines() for part in RECIPES[name].split("@@\n") if part]
+    assert sum(line[:1] in ("+", "-") for part in parts for line in part) <= 30
+    for part in parts:
+        before, after = ("\n".join(line[1:] for line in part if line[:1] in kept) + "\n" for kept in (" -", " +"))
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (copy / name).write_text(text)
+
+
+def run(copy: Path, program: str, *words: object) -> dict:
+    """What a program beside this file prints of the copy."""
+    command = [sys.executable, ROOT / "tests" / program, *words]
+    result = subprocess.run([str(w) for w in command], cwd=copy, capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+STEPS = ("--optim", "adamw", "--learning_rate", "3e-3", "--warmup_steps", "0")
+
+
+def test_each_file_has_one_recipe():
+    assert list(RECIPES) == ["experiment/model.py", "experiment/data.py", "experiment/optimizer.py"]
+    assert GUIDE.count("```diff") == 3
+
+
+def test_a_model_with_a_head_of_your_own(copy, tiny_data):
+    apply_recipe(copy, "experiment/model.py")
+    (copy / "bert-4.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
+    facts = run(copy, "few_steps.py", *STEPS, "--config_path", "bert-4.json", *sum(tiny_data.items(), ()))
+    assert (facts["model"], facts["objective"], facts["layers"]) == ("BertWithWideHead", "mlm", 4)
+    assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
+
+
+def test_json_lines_of_your_own(copy, tiny_data):
+    apply_recipe(copy, "experiment/data.py")
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    talks = [[f"I say {one} and then {two}.", f"You say {two}, not {one}."] for one in words for two in words]
+    lines = [{"turns": [{"speaker": n, "text": text} for n, text in enumerate(talk)]} for talk in talks]
+    (copy / "talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    where = ["--train_file", "talks.jsonl", "--max_sequence_length", "32", "--dataset_cache_dir", "cache"]
+    tokenizer = ["--tokenizer_path", tiny_data["--tokenizer_path"]]
+    facts = run(copy, "few_steps.py", *STEPS, "--config_path", "configs/demo.json", *where, *tokenizer)
+    # a twentieth of the 100 conversations is held out, and each of the others is one pair of turns
+    assert (facts["source"], facts["instances"]) == ("talks.jsonl", 95)
+    turns = {turn.lower() for talk in talks for turn in talk}
+    seen = re.findall(r"(?:i|you) say .*?\.", " ".join(facts["texts"]).replace(" ,", ",").replace(" .", "."))
+    assert len(seen) == 2 * len(facts["texts"]) and set(seen) <= turns
+    assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
+
+
+def test_another_optimizer(copy):
+    """The momentum begins at zero, without the weights that are decayed in it, and a newcomer takes it over."""
+    apply_recipe(copy, "experiment/optimizer.py")
+    facts = run(copy, "shared_momentum.py", make_prefix())
+    assert facts["contract"] == "sgd, momentum 0.9, decay 0.5, clip 1"
+    assert not any(facts["before"]) and facts["losses"][-1] < facts["losses"][0]
+    assert facts["loaded"] and facts["epochs"] == [4, 4]
+    assert sum(size > 1e-3 for size in facts["sizes"]) > len(facts["sizes"]) / 2
+    assert all(facts["same_momentum"]) and all(facts["same_weights"])
