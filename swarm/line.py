@@ -15,7 +15,6 @@ import math
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Iterable
 from ctypes import c_bool, c_double, c_longlong
 
 from hivemind.dht.node import DHTNode
@@ -211,10 +210,11 @@ class Line:
             await asyncio.sleep(LOOK_PERIOD)
             node.protocol.wait_timeout = max(3.0, 2 * self.patience)
             now, has_traffic = time.monotonic(), self._sent.value > sent
-            peers = list(node.protocol.routing_table.peer_id_to_uid)[:LOOKED_AT]
+            peers = choose_peers(node)
             if not peers or not has_traffic and now < looked + IDLE_PERIOD:
                 continue
-            share = (self._sent.value - sent) / (now - looked) / (self._rate.value or math.inf)
+            seconds = max(LOOK_PERIOD / 2, now - max(looked, self._began.value))
+            share = (self._sent.value - sent) / seconds / (self._rate.value or math.inf)
             sent, looked = self._sent.value, now
             asking = [asyncio.create_task(ask(node, peer)) for peer in peers]
             await asyncio.wait(asking, timeout=LOOK_PERIOD)
@@ -231,7 +231,7 @@ class Line:
                 if wait < STUCK or most < MUCH:
                     self.adjust(wait, last_wait, share)
                 else:
-                    await self.drain(node, peers, calm_sent, calm_at)
+                    await self.drain(node, calm_sent, calm_at)
                     sent, looked, wait = self._sent.value, time.monotonic(), 0.0
             if not has_traffic or wait < SHORT_QUEUE:
                 calm_sent, calm_at, most = sent, looked, 0.0
@@ -264,29 +264,38 @@ class Line:
             self._calm += 1
         self._rate.value = min(max(rate, LOWEST_RATE), self._limit.value)
 
-    async def drain(self, node: DHTNode, peers: Iterable[PeerID], sent: int, since: float) -> None:
+    async def drain(self, node: DHTNode, sent: int, since: float) -> None:
         """The line is much slower than the rate, and what was handed over stands in front of it: send nothing until
         answers have come through, and go on as fast as the line has carried that.
 
         :param sent: bytes handed over when there was no queue yet
         :param since: when that was
         """
-        self.note_answer(LONGEST_PATIENCE / PATIENCE)  # nobody is gone because this line is slow
-        self._is_held.value = True
-        rate, asking = self._rate.value / 2, [asyncio.create_task(ask(node, peer)) for peer in peers]
-        answers = 0
+        self._is_held.value, held, received = True, time.monotonic(), self._received.value
+        answers, peers = 0, choose_peers(node)
         try:
-            for answer in asyncio.as_completed(asking):
-                answers += await answer is not None
-                if 2 * answers > len(asking):  # each peer's connection has a queue of its own
-                    carried = (self._sent.value - sent) / (time.monotonic() - max(since, self._began.value))
-                    rate = min(carried, LOWER * self._rate.value)
-                    break
+            while 2 * answers <= len(peers) and (peers := choose_peers(node)):
+                self.note_answer(LONGEST_PATIENCE / PATIENCE)  # nobody is gone because this line is slow
+                asking = [asyncio.create_task(ask(node, peer)) for peer in peers]
+                answers = 0
+                for answer in asyncio.as_completed(asking):
+                    answers += await answer is not None
+                    if 2 * answers > len(peers):  # each peer's connection has a queue of its own
+                        break
         finally:
             self._is_held.value = False
-        self._rate.value = max(rate, LOWEST_RATE)
-        self._calm, self._settling = math.inf, 0  # where it was the way and not the line, it is faster soon
-        self._rates.clear()
+        now = time.monotonic()
+        # where nothing came in either, the way was cut
+        if now < held + LONGEST_PATIENCE or self._received.value > received:
+            carried = (self._sent.value - sent) / (now - max(since, self._began.value))
+            self._rate.value = max(min(carried, LOWER * self._rate.value), LOWEST_RATE)
+            self._calm, self._settling = math.inf, 0  # where it was the way and not the line, it is faster soon
+            self._rates.clear()
+
+
+def choose_peers(node: DHTNode) -> list[PeerID]:
+    """Whom to ask about the line."""
+    return list(node.protocol.routing_table.peer_id_to_uid)[:LOOKED_AT]
 
 
 async def ask(node: DHTNode, peer: PeerID) -> float | None:

@@ -459,7 +459,8 @@ class Optimizer(hivemind.Optimizer):
             elif not has_waited:
                 at_least = 1 + len(others)
             else:  # most of them: two halves of a swarm would go on with different states; in the end, anybody
-                is_early = waited < MAJORITY_TIMES * self.matchmaking_time
+                # they may be busy with a round that this peer has left
+                is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
             self.grad_averager.expect(others, at_least)
             if time.monotonic() < next_look:

@@ -16,7 +16,7 @@ from hivemind.utils import get_dht_time
 from processes import ROOT, make_prefix, wait_until
 from test_faults import Swarm
 
-from swarm.line import LONGEST_PATIENCE, PAYLOAD_SHARE, Line
+from swarm.line import PAYLOAD_SHARE, Line
 from swarm.matchmaking import PromptMatchmaking
 from swarm.rounds import plan_round
 
@@ -235,36 +235,38 @@ def test_a_queue_lowers_the_rate_to_what_the_line_carries():
 
 
 class SilentNode:
-    """A DHT node whose peers answer a ping late, or never."""
+    """A DHT node, and its only peer, which answers a ping late."""
 
     def __init__(self, seconds: float):
-        self.seconds, self.protocol = seconds, self
+        self.answers_at, self.protocol = time.monotonic() + seconds, self
+        self.routing_table, self.peer_id_to_uid = self, {"peer": 1}
 
     def get_stub(self, _: str):
         return self
 
     async def rpc_ping(self, _: dht_pb2.PingRequest) -> dht_pb2.PingResponse:
-        await asyncio.sleep(self.seconds)
-        if self.seconds > 1:
-            raise TimeoutError
+        await asyncio.sleep(self.answers_at - time.monotonic())
         return dht_pb2.PingResponse(dht_time=get_dht_time())
 
 
-@pytest.mark.parametrize("seconds, mbits", [(1.0, 4.0), (1.5, 10.0)], ids=["a fifth", "cut"])
-def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(seconds, mbits):
+@pytest.mark.parametrize(
+    "seconds, received, mbits", [(1.0, 0, 4.0), (2.5, 1, 8 / 3.5), (2.5, 0, 20.0)], ids=["a fifth", "a tenth", "cut"]
+)
+def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(monkeypatch, seconds, received, mbits):
+    monkeypatch.setattr("swarm.line.LONGEST_PATIENCE", 2.0)
     line = Line()
     line.set_bandwidth(20, is_given=False)
-    line._sent.value = int(PAYLOAD_SHARE * 4.0e6 / 8 * 2.0)  # what 4 Mbit/s carry in two seconds
+    line._sent.value = int(PAYLOAD_SHARE * 8e6 / 8)  # what 4 Mbit/s carry in two seconds
 
     async def run() -> float:
-        draining = asyncio.create_task(line.drain(SilentNode(seconds), ["peer"], 0, time.monotonic() - 1.0))
+        draining = asyncio.create_task(line.drain(SilentNode(seconds), 0, time.monotonic() - 1.0))
         await asyncio.sleep(0.2)
-        assert line.reserve(1000, is_round=True) < 0 and line.patience == LONGEST_PATIENCE
+        assert line.reserve(1000, is_round=True) < 0 and line.patience == 2.0
+        line._received.value = received
         await draining
         assert line.reserve(1000, is_round=True) >= 0
         return line.mbits
 
-    # where nobody answers at all, nothing is known of the line
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
 
 
