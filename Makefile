@@ -1,5 +1,6 @@
 # make demo      two peers on this machine learn English together, two to three minutes
-# make test      the tests, in minutes; make test-all: the slow ones too
+# make test      the tests, in minutes
+# make test-all  the slow ones too, and each script that they start imports its libraries itself
 # make lint      style
 # make setup     what all of them do first: .venv with everything in it
 #
@@ -21,7 +22,7 @@ test: setup
 	@.venv/bin/python -m pytest -m "not slow"
 
 test-all: setup
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest --real-starts
 
 lint: setup
 	@.venv/bin/ruff check .

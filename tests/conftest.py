@@ -1,17 +1,25 @@
 """Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
 
 import lzma
-import subprocess
 import sys
 from pathlib import Path
 
 import netlab
+import processes
 import pytest
 import torch
-from processes import ROOT, Script
+from processes import ROOT, Script, run_python
 
 # beside other processes, two threads of a small product wait for each other longer than they work
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--real-starts", action="store_true", help="let each program import its libraries itself")
+
+
+def pytest_configure(config):
+    processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
 
 
 @pytest.fixture
@@ -50,9 +58,8 @@ def tiny_data(tmp_path_factory) -> dict[str, Path]:
         files.append(folder / f"{number:03d}.txt")
         files[-1].write_text(chapter, encoding="utf-8")
     flags = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
-    command = [sys.executable, "tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", "500"]
-    command += ["--seq_length", "32", "--text_files", *files]
-    subprocess.run([str(word) for word in [*command, *sum(flags.items(), ())]], cwd=ROOT, check=True)
+    words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32]
+    run_python(*words, "--text_files", *files, *sum(flags.items(), ()), expect=0, is_real=True)
     return flags
 
 

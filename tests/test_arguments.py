@@ -2,11 +2,10 @@
 
 import dataclasses
 import re
-import subprocess
 import sys
 
 import pytest
-from processes import ROOT
+from processes import run_python
 from test_house import MODULES
 
 import arguments
@@ -100,10 +99,9 @@ def test_a_wrong_flag_is_one_line(flags, words, monkeypatch):
 
 @pytest.mark.parametrize("script", ["run_trainer.py", "run_training_monitor.py", "run_aux_peer.py", "finetune_mlm.py"])
 def test_a_typo_is_answered_before_the_slow_imports(script):
-    command = [sys.executable, "-X", "importtime", script, "--nonsense"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = run_python("-X", "importtime", script, "--nonsense", expect=2)
     *imported, line = run.stderr.splitlines()
-    assert run.returncode == 2 and line.startswith(f"{script}: error: ") and "--" in line
+    assert line.startswith(f"{script}: error: ") and "--" in line
     assert not {"torch", "hivemind"} & {line.split("|")[-1].strip() for line in imported}
 
 
@@ -123,9 +121,7 @@ def test_shape_and_tokenizer_come_from_the_pretrained_model_unless_others_are_na
 
 
 def test_a_missing_tokenizer_names_the_script_that_makes_it():
-    command = [sys.executable, "run_trainer.py", "--run_id", "a", "--tokenizer_path", "no/such/folder"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2
+    run = run_python("run_trainer.py", "--run_id", "a", "--tokenizer_path", "no/such/folder", expect=2)
     assert "Traceback" not in run.stderr
     [line] = [line for line in run.stderr.splitlines() if "error:" in line]
     assert "tokenize_wikitext103.py" in line

@@ -13,7 +13,7 @@ import sys
 import psutil
 import pytest
 import torch
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
 from experiment.data import load_data
@@ -177,10 +177,7 @@ def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, tiny_data):
     """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
-    command = [sys.executable, "-c", STEPS, tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_python("-c", STEPS, tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path, expect=0)
     alone, first, second = (torch.load(tmp_path / name) for name in ("alone.pt", "rank0.pt", "rank1.pt"))
     assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5)
     assert first["losses"] == second["losses"]

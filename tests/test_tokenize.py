@@ -4,8 +4,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import huggingface_hub
 import numpy
 import pyarrow
 import pytest
+from processes import ROOT, run_python
 from transformers import AlbertTokenizer
 
 from arguments import DataArguments, ModelArguments, TokenizeArguments
@@ -24,21 +23,18 @@ from text.stored import COLUMNS, COLUMNS_OF, load_tokenized_dataset, make_tables
 from text.tokenization import CHUNK_CHARACTERS
 from text.tokenizers import load_tokenizer, train_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tokenize_wikitext103.py")
 RUSSIAN = "Ёлка и йод. Это был мой старый дом, и он стоял у самой реки. Мы жили в нём долго; потом уехали."
 
 
 def tokenize(folder: Path, *flags, name="", check=True, **options):
     """Run the script; writes folder/dataset{name} and folder/tokenizer{name}."""
-    command = [sys.executable, SCRIPT, *map(str, flags)]
+    words = [SCRIPT, *flags]
     paths = {"--dataset_path": f"dataset{name}", "--tokenizer_path": f"tokenizer{name}"}
     for flag, path in paths.items():
         if flag not in flags:
-            command += [flag, str(folder / path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, **options)
-    assert not check or result.returncode == 0, result.stderr
-    return result
+            words += [flag, folder / path]
+    return run_python(*words, cwd=folder, expect=0 if check else None, **options)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -105,7 +101,7 @@ def test_all_text_arrives_and_no_instance_crosses_documents(written):
 def test_same_bytes_whatever_num_proc_and_hash_seed(written, tmp_path):
     flags = ("--text_files", written / "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
     # the trainer of the tokenizer walks through hash tables whose order changes from run to run
-    tokenize(tmp_path, *flags, "--num_proc", 2, env={**os.environ, "PYTHONHASHSEED": "1"})
+    tokenize(tmp_path, *flags, "--num_proc", 2, env={"PYTHONHASHSEED": "1"})
     for name in ("dataset", "tokenizer"):
         assert read_files(tmp_path / name) == read_files(written / name)
 
@@ -224,7 +220,7 @@ def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
 
 def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_path):
     _, folder, flags = blocks
-    tokenize(tmp_path, *flags, "--num_proc", 2, env={**os.environ, "PYTHONHASHSEED": "1"})
+    tokenize(tmp_path, *flags, "--num_proc", 2, env={"PYTHONHASHSEED": "1"})
     for name in ("dataset", "tokenizer"):
         assert read_files(tmp_path / name) == read_files(folder / name)
 
@@ -350,7 +346,7 @@ def test_faults_end_in_one_line_and_leave_nothing(tmp_path, fault):
 
 
 def test_no_hub(tmp_path):
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     cache = ["--cache_dir", str(tmp_path / "home")]
     for flags, cure in (([], "--corpus sample"), (["--corpus", "sample"], "--train_tokenizer")):
         result = tokenize(tmp_path, *flags, *cache, check=False, env=environment)
@@ -360,23 +356,18 @@ def test_no_hub(tmp_path):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_leaves_nothing(written, tmp_path, number, code):
-    flags = ["--corpus", "sample", "--tokenizer", str(written / "tokenizer"), "--num_proc", "2"]
+def test_interrupted_run_leaves_nothing(start, written, tmp_path, number, code):
+    flags = ["--corpus", "sample", "--tokenizer", written / "tokenizer", "--num_proc", 2]
     flags += ["--dataset_path", "deep/er/dataset", "--tokenizer_path", "deep/tokenizer"]
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *flags], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    seen = ""
-    while "tokenizing" not in seen:  # the progress bar: work has begun
-        assert (character := process.stderr.read(1)), seen
-        seen += character
-    os.killpg(process.pid, number)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == code, errors
-    assert "Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    script = start("script", SCRIPT, *flags, cwd=folder)
+    script.wait_for("tokenizing")  # the progress bar: work has begun
+    os.killpg(script.session, number)
+    assert script.wait() == code, script.text
+    assert "Traceback" not in script.text
+    assert list(folder.iterdir()) == []
+    assert not script.left_processes()
 
 
 def test_full_blocks_are_sliced_into_tables_of_a_size_that_offsets_hold():
