@@ -190,7 +190,7 @@ def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, ti
 
 def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
     """What overflows in one peer costs that peer's step alone; all processes of the swarm have the same weights."""
-    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 20, "--target_batch_size", 512]
+    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 12, "--target_batch_size", 512]
     common += ["--average_state_every", 1]
     (tmp_path / "two").mkdir()
     (tmp_path / "half").mkdir()

@@ -4,7 +4,6 @@ import csv
 import importlib.util
 import io
 import json
-import logging
 import os
 import random
 import shutil
@@ -14,9 +13,9 @@ import sys
 from pathlib import Path
 
 import datasets
+import mains
 import pytest
 import torch
-import transformers
 from finetune_data import (
     RECORDS,
     make_toy_choices,
@@ -28,6 +27,7 @@ from finetune_data import (
     write_toy_task,
 )
 from hub_server import Commit, HubServer
+from mains import run_main
 from processes import ROOT, Script, wait_until
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import matthews_corrcoef
@@ -37,7 +37,7 @@ from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassifica
 
 import finetune_mlm
 import predict_on_lidirus
-from arguments import FinetuneArguments, parse_arguments
+from arguments import FinetuneArguments
 from experiment.tasks import TASKS, load_examples, load_task_file, make_examples
 from finetune_mlm import (
     check_tokenizer,
@@ -57,28 +57,12 @@ PAIRS = list(enumerate(make_toy_pairs()))
 QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]
 
 
-def run_main(module, *flags: object) -> None:
-    """The script's main() in this process, which is left as it was."""
-    argv, handler, root = sys.argv, signal.getsignal(signal.SIGINT), logging.getLogger()
-    handlers, level, verbosity = list(root.handlers), root.level, transformers.utils.logging.get_verbosity()
-    try:
-        sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
-        module.main(*parse_arguments(*module.GROUPS))
-    finally:
-        sys.argv, root.handlers = argv, handlers
-        root.setLevel(level)
-        signal.signal(signal.SIGINT, handler)
-        transformers.utils.logging.set_verbosity(verbosity)
-
-
 def refuse(module, capsys, *flags: object) -> str:
     """The one line that ends a run, before it has said anything else."""
     capsys.readouterr()
-    with pytest.raises(UserError) as error:
-        run_main(module, *flags)
+    line = mains.refuse(module, *flags)
     captured = capsys.readouterr()
     assert not captured.err and not captured.out
-    [line] = str(error.value).splitlines()
     return line
 
 

@@ -12,9 +12,11 @@ import huggingface_hub
 import numpy
 import pyarrow
 import pytest
+from mains import refuse
 from processes import ROOT, run_python
 from transformers import AlbertTokenizer
 
+import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
 from experiment import data
 from support.console import UserError
@@ -27,14 +29,14 @@ SCRIPT = str(ROOT / "tokenize_wikitext103.py")
 RUSSIAN = "Ёлка и йод. Это был мой старый дом, и он стоял у самой реки. Мы жили в нём долго; потом уехали."
 
 
-def tokenize(folder: Path, *flags, name="", check=True, **options):
+def tokenize(folder: Path, *flags, name="", expect=0, **options):
     """Run the script; writes folder/dataset{name} and folder/tokenizer{name}."""
     words = [SCRIPT, *flags]
     paths = {"--dataset_path": f"dataset{name}", "--tokenizer_path": f"tokenizer{name}"}
     for flag, path in paths.items():
         if flag not in flags:
             words += [flag, folder / path]
-    return run_python(*words, cwd=folder, expect=0 if check else None, **options)
+    return run_python(*words, cwd=folder, expect=expect, **options)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -239,8 +241,7 @@ def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
     objective, folder, _ = blocks
     if objective == "clm":
         flags = ("--objective", "mlm", "--corpus", "sample", "--tokenizer", folder / "tokenizer")
-        result = tokenize(tmp_path, *flags, check=False)
-        assert result.returncode == 2 and "no cls token" in result.stderr
+        assert "no cls token" in refuse(tokenize_wikitext103, *flags, "--dataset_path", tmp_path / "dataset")
     else:  # [SEP] may end a text
         tokenizer = load_tokenizer(folder / "tokenizer", "clm")
         assert tokenizer.eos_token == "[SEP]" and tokenizer.pad_token == "<pad>"
@@ -335,23 +336,30 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_end_in_one_line_and_leave_nothing(tmp_path, fault):
+def test_faults_end_in_one_line_and_leave_nothing(tmp_path, monkeypatch, fault):
+    monkeypatch.chdir(tmp_path)
     content, flags, expected = FAULTS[fault]
     suffix = next((Path(flag).suffix for flag in flags if flag.startswith("input")), ".txt")
     (tmp_path / f"input{suffix}").write_bytes(content)
-    result = tokenize(tmp_path, *flags, *([] if "--tokenizer" in flags else ["--train_tokenizer"]), check=False)
-    assert result.returncode == 2, result.stderr
-    assert expected in result.stderr and result.stderr.count("\n") == 1
+    paths = ["--dataset_path", "dataset", "--tokenizer_path", "tokenizer"]
+    more = [] if "--tokenizer" in flags else ["--train_tokenizer"]
+    assert expected in refuse(tokenize_wikitext103, *paths, *more, *flags)
     assert [path.name for path in tmp_path.rglob("*")] == [f"input{suffix}"]
 
 
-def test_no_hub(tmp_path):
-    environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
-    cache = ["--cache_dir", str(tmp_path / "home")]
+def test_a_fault_is_exit_code_2(tmp_path):
+    result = tokenize(tmp_path, "--text_files", "none.txt", "--train_tokenizer", expect=2)
+    [line] = result.stderr.splitlines()
+    assert line.startswith("tokenize_wikitext103.py: error: no file none.txt")
+
+
+def test_no_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for flags, cure in (([], "--corpus sample"), (["--corpus", "sample"], "--train_tokenizer")):
-        result = tokenize(tmp_path, *flags, *cache, check=False, env=environment)
-        assert result.returncode == 2
-        assert "Hugging Face Hub" in result.stderr and cure in result.stderr and result.stderr.count("\n") == 1
+        line = refuse(tokenize_wikitext103, *flags, "--cache_dir", tmp_path / "home")
+        assert "Hugging Face Hub" in line and cure in line
         assert {path.name for path in tmp_path.iterdir()} <= {"home"}
 
 

@@ -4,7 +4,6 @@ import json
 from subprocess import CompletedProcess
 
 import pytest
-import torch
 from processes import LOOPBACK, make_prefix, run_python
 from safetensors.torch import load_file
 
@@ -214,10 +213,3 @@ def test_the_end_is_the_earlier_one_and_an_epoch_has_whole_batches(facts):
 
 def test_out_of_memory_in_evaluation_is_no_evaluation(facts):
     assert facts["measured"] == [False, False, None]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do --fp16")
-def test_fp16_where_it_cannot_work_is_an_error():
-    result = run_python("run_trainer.py", "--run_id", "a", "--fp16", expect=2)
-    assert result.stderr.count("error:") == 1
-    assert "--fp16 needs a CUDA GPU" in result.stderr
