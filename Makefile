@@ -13,13 +13,17 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: demo test test-all lint setup
+.PHONY: demo test test-1 test-2 test-3 test-all lint setup
 
 demo: setup
 	@.venv/bin/python demo.py
 
+# beside each other, as most of a swarm's time is waiting; what a part prints is shown when it ends
 test: setup
-	@.venv/bin/python -m pytest -m "not slow"
+	@$(MAKE) --silent --jobs=3 --output-sync=target --keep-going test-1 test-2 test-3
+
+test-1 test-2 test-3: setup
+	@.venv/bin/python -m pytest -m "not slow" --part $(@:test-%=%)/3
 
 test-all: setup
 	@.venv/bin/python -m pytest --real-starts

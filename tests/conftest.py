@@ -2,6 +2,7 @@
 
 import lzma
 import sys
+from collections import Counter
 from pathlib import Path
 
 import netlab
@@ -14,12 +15,32 @@ from processes import ROOT, Script, run_python
 torch.set_num_threads(1)
 
 
+# Of a test that starts scripts, in terms of one that does not: most of its time is waiting.
+WEIGHT_OF_A_START = 20
+
+
 def pytest_addoption(parser):
     parser.addoption("--real-starts", action="store_true", help="let each program import its libraries itself")
+    parser.addoption("--part", default="1/1", metavar="N/M", help="the Nth of M parts, each of whole files")
 
 
 def pytest_configure(config):
     processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep one part's files: the longest of all goes first, and each to the part that has least to do by then."""
+    number, count = map(int, config.getoption("--part").split("/"))
+    weights, loads, parts = Counter(), [0] * count, [[] for _ in range(count)]
+    for item in items:
+        weights[item.path] += WEIGHT_OF_A_START if "start" in item.fixturenames else 1
+    for path, weight in weights.most_common():
+        part = loads.index(min(loads))
+        parts[part].append(path)
+        loads[part] += weight
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in parts[number - 1]])
+    items[:] = [item for item in items if item.path in parts[number - 1]]
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class ForkServer:
     """fork_server.py and the way to ask it."""
 
     # what nothing reads while it is imported; a program whose environment differs in more starts by itself
-    LATE_VARIABLES = {"HF_TOKEN", "OBSERVED", "PYTEST_CURRENT_TEST", "PYTHONPATH"}
+    LATE_VARIABLES = {"CUDA_VISIBLE_DEVICES", "HF_TOKEN", "OBSERVED", "PYTEST_CURRENT_TEST", "PYTHONPATH"}
     LATE_VARIABLES |= {"TRACKIO_DIR", "WANDB_DIR", "WANDB_MODE"}
     LATE_VARIABLES |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # sklearn sets them in the process that imports it
 
