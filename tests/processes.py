@@ -74,9 +74,9 @@ class ForkServer:
     """fork_server.py and the way to ask it."""
 
     # what nothing reads while it is imported; a program whose environment differs in more starts by itself
-    LATE_VARIABLES = {"CUDA_VISIBLE_DEVICES", "HF_TOKEN", "OBSERVED", "PYTEST_CURRENT_TEST", "PYTHONPATH"}
-    LATE_VARIABLES |= {"TRACKIO_DIR", "WANDB_DIR", "WANDB_MODE"}
-    LATE_VARIABLES |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # sklearn sets them in the process that imports it
+    LATE_VARIABLES = re.compile(
+        "CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
+    )
 
     def __init__(self):
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,7 +96,9 @@ class ForkServer:
     def can_start(self, words: list[str], env: dict[str, str]) -> bool:
         """Whether nobody can tell such a program from one that starts by itself."""
         differing = {name for name, _ in env.items() ^ self.env.items()}
-        return differing <= self.LATE_VARIABLES and (words[0] in ("-c", "-m") or not words[0].startswith("-"))
+        return all(map(self.LATE_VARIABLES.fullmatch, differing)) and (
+            words[0] in ("-c", "-m") or not words[0].startswith("-")
+        )
 
     def start(self, words: list[str], cwd: Path, env: dict[str, str], files: list[int]) -> ForkedProcess:
         """:param files: its standard input, output and error"""
