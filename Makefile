@@ -1,6 +1,5 @@
 # make demo      two peers on this machine learn English together, two to three minutes
-# make test      the tests, in minutes
-# make test-all  the slow ones too, and each script that they start imports its libraries itself
+# make test      the tests, in minutes; make test-all: the slow ones too
 # make lint      style
 # make setup     what all of them do first: .venv with everything in it
 #
@@ -13,18 +12,22 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: demo test test-1 test-2 test-3 test-all lint setup
+.PHONY: demo test test-all lint setup
 
 demo: setup
 	@.venv/bin/python demo.py
 
-# beside each other, as most of a swarm's time is waiting; what a part prints is shown when it ends
+# in parts beside each other, as most of a swarm's time is waiting; what a part prints is shown when it ends
+PARTS = 1 2 3
+.PHONY: $(PARTS:%=test-%)
+
 test: setup
-	@$(MAKE) --silent --jobs=3 --output-sync=target --keep-going test-1 test-2 test-3
+	@$(MAKE) --silent --jobs --output-sync=target --keep-going $(PARTS:%=test-%)
 
-test-1 test-2 test-3: setup
-	@.venv/bin/python -m pytest -m "not slow" --part $(@:test-%=%)/3
+$(PARTS:%=test-%): setup
+	@.venv/bin/python -m pytest -m "not slow" --part $(@:test-%=%)/$(words $(PARTS))
 
+# and each script that the tests start imports its libraries itself
 test-all: setup
 	@.venv/bin/python -m pytest --real-starts
 

@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 # Of a test that starts scripts, in terms of one that does not: most of its time is waiting.
-WEIGHT_OF_A_START = 20
+WEIGHT_OF_A_START = 60
 
 
 def pytest_addoption(parser):

@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
+import subprocess
 import sys
 
 import pytest
-from processes import run_python
+from processes import ROOT, run_python
 from test_house import MODULES
 
 import arguments
@@ -99,9 +100,10 @@ def test_a_wrong_flag_is_one_line(flags, words, monkeypatch):
 
 @pytest.mark.parametrize("script", ["run_trainer.py", "run_training_monitor.py", "run_aux_peer.py", "finetune_mlm.py"])
 def test_a_typo_is_answered_before_the_slow_imports(script):
-    run = run_python("-X", "importtime", script, "--nonsense", expect=2)
+    command = [sys.executable, "-X", "importtime", script, "--nonsense"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     *imported, line = run.stderr.splitlines()
-    assert line.startswith(f"{script}: error: ") and "--" in line
+    assert run.returncode == 2 and line.startswith(f"{script}: error: ") and "--" in line
     assert not {"torch", "hivemind"} & {line.split("|")[-1].strip() for line in imported}
 
 
