@@ -54,6 +54,8 @@ def wait_for_program(requests: socket.socket) -> dict:
 
 def become_program(words: list[str], cwd: str, env: dict[str, str]) -> None:
     """Make this process what `python` followed by these words would be once it has imported LIBRARIES."""
+    import numpy
+    import torch
     from hivemind.utils.asyncio import _AsyncContextWrapper
     from hivemind.utils.mpfuture import MPFuture
 
@@ -61,8 +63,8 @@ def become_program(words: list[str], cwd: str, env: dict[str, str]) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    random.seed()
-    sys.modules["numpy"].random.seed()
+    for module in (random, numpy.random, torch):
+        module.seed()
     # or all programs would share these locks, and wait for one that is killed while it has them
     MPFuture.reset_backend()
     _AsyncContextWrapper.EXECUTOR_LOCK = multiprocessing.Lock()

@@ -70,8 +70,7 @@ def test_forks_draw_other_numbers_and_share_no_lock():
     )
     first, second = (run_python("-c", code, expect=0).stdout.splitlines() for _ in range(2))
     assert first[1] == second[1] == "True True True True"
-    *drawn, same = zip(first[0].split(), second[0].split(), strict=True)
-    assert all(one != other for one, other in drawn) and len(set(same)) == 1  # torch has a fixed seed
+    assert all(one != other for one, other in zip(first[0].split(), second[0].split(), strict=True))
 
 
 def test_a_variable_that_libraries_read_starts_a_program_for_real(tmp_path):
