@@ -1,17 +1,46 @@
 """Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
 
 import lzma
-import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import netlab
+import processes
 import pytest
 import torch
-from processes import ROOT, Script
+from processes import ROOT, Script, run_python
 
 # beside other processes, two threads of a small product wait for each other longer than they work
 torch.set_num_threads(1)
+
+
+# Of a test that starts scripts, in terms of one that does not: most of its time is waiting.
+WEIGHT_OF_A_START = 60
+
+
+def pytest_addoption(parser):
+    parser.addoption("--real-starts", action="store_true", help="let each program import its libraries itself")
+    parser.addoption("--part", default="1/1", metavar="N/M", help="the Nth of M parts, each of whole files")
+
+
+def pytest_configure(config):
+    processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keep one part's files: the longest of all goes first, and each to the part that has least to do by then."""
+    number, count = map(int, config.getoption("--part").split("/"))
+    weights, loads, parts = Counter(), [0] * count, [[] for _ in range(count)]
+    for item in items:
+        weights[item.path] += WEIGHT_OF_A_START if "start" in item.fixturenames else 1
+    for path, weight in weights.most_common():
+        part = loads.index(min(loads))
+        parts[part].append(path)
+        loads[part] += weight
+    config.hook.pytest_deselected(items=[item for item in items if item.path not in parts[number - 1]])
+    items[:] = [item for item in items if item.path in parts[number - 1]]
 
 
 @pytest.fixture
@@ -50,9 +79,8 @@ def tiny_data(tmp_path_factory) -> dict[str, Path]:
         files.append(folder / f"{number:03d}.txt")
         files[-1].write_text(chapter, encoding="utf-8")
     flags = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
-    command = [sys.executable, "tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", "500"]
-    command += ["--seq_length", "32", "--text_files", *files]
-    subprocess.run([str(word) for word in [*command, *sum(flags.items(), ())]], cwd=ROOT, check=True)
+    words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32]
+    run_python(*words, "--text_files", *files, *sum(flags.items(), ()), expect=0, is_real=True)
     return flags
 
 

@@ -1,17 +1,23 @@
 """Start the project's scripts as users do, wait for what they print or write, and see that nothing is left behind."""
 
 import contextlib
+import ctypes
+import functools
 import json
+import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from subprocess import CompletedProcess
+from typing import IO, TypeVar
 
 import psutil
 
@@ -35,24 +41,143 @@ def make_prefix() -> str:
     return f"test_{uuid.uuid4().hex[:12]}"
 
 
+class ForkedProcess:
+    """A child of this process that the fork server has made, with what tests need of subprocess.Popen."""
+
+    def __init__(self, pid: int):
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """fork_server.py and the way to ask it."""
+
+    # what nothing reads while it is imported; a program whose environment differs in more starts by itself
+    LATE_VARIABLES = re.compile(
+        "CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
+    )
+
+    def __init__(self):
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.env = make_environment()
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        subprocess.Popen(
+            [sys.executable, ROOT / "tests" / "fork_server.py", str(theirs.fileno())],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def can_start(self, words: list[str], env: dict[str, str]) -> bool:
+        """Whether nobody can tell such a program from one that starts by itself."""
+        differing = {name for name, _ in env.items() ^ self.env.items()}
+        return all(map(self.LATE_VARIABLES.fullmatch, differing)) and (
+            words[0] in ("-c", "-m") or not words[0].startswith("-")
+        )
+
+    def start(self, words: list[str], cwd: Path, env: dict[str, str], files: list[int]) -> ForkedProcess:
+        """:param files: its standard input, output and error"""
+        become_subreaper = functools.partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
+        # for a moment alone: orphans of other programs are init's
+        become_subreaper(1)
+        try:
+            socket.send_fds(self.requests, [json.dumps({"words": words, "cwd": str(cwd), "env": env}).encode()], files)
+            pid, is_child = self.requests.recv(64), self.requests.recv(64)
+        finally:
+            become_subreaper(0)
+        if not is_child:
+            self.errors.seek(0)
+            raise OSError(f"tests/fork_server.py has ended:\n{self.errors.read()}")
+        return ForkedProcess(int(pid))
+
+
+#: programs start as forks of one process, where this is true; conftest.py decides
+IS_FORKING = False
+get_fork_server = functools.cache(ForkServer)
+
+
+def make_environment(more: dict[str, str] | None = None) -> dict[str, str]:
+    """Return this process's environment and more, for a program that shares the cores with others."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(more or {})}
+
+
+def start_python(
+    *words: object,
+    stdout: IO,
+    stderr: IO,
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    is_real: bool = False,
+) -> subprocess.Popen | ForkedProcess:
+    """Start `python` followed by these words, in a session of its own.
+
+    :param env: more variables for its environment
+    :param prefix: words before the command, as netlab's that run it on a host; the command must keep their process id
+    :param is_real: never as a fork of another process
+    """
+    words, env = [str(word) for word in words], make_environment(env)
+    with open(os.devnull) as stdin:
+        if IS_FORKING and not prefix and not is_real and get_fork_server().can_start(words, env):
+            return get_fork_server().start(words, cwd, env, [file.fileno() for file in (stdin, stdout, stderr)])
+        command, files = [*prefix, sys.executable, *words], dict(stdin=stdin, stdout=stdout, stderr=stderr)
+        return subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **files)
+
+
+def run_python(*words: object, timeout: float = 120, expect: int | None = None, **options) -> CompletedProcess:
+    """Wait for `python` followed by these words, as subprocess.run does; returns what it has printed.
+
+    :param expect: its exit code, if another one is an error
+    :param options: see `start_python`
+    """
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = start_python(*words, stdout=output, stderr=errors, **options)
+        try:
+            process.wait(timeout)
+        finally:
+            process.kill()
+        for file in (output, errors):
+            file.seek(0)
+        result = CompletedProcess(words, process.returncode, output.read(), errors.read())
+    assert expect in (None, result.returncode), f"{words[0]} ended with {result.returncode}:\n{result.stderr[-3000:]}"
+    return result
+
+
 class Script:
     """A script in a session of its own, its output in a file.
 
-    :param prefix: words before the command, as netlab's that run it on a host; the command must keep their process id
+    :param options: see `start_python`
     """
 
-    def __init__(self, log: Path, *command: object, env: dict[str, str] | None = None, prefix: list[str] = ()):
+    def __init__(self, log: Path, *command: object, **options):
         self.log, self.command = log, [str(word) for word in command]
         with open(log, "w") as output:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, *self.command],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process = start_python(*command, stdout=output, stderr=output, **options)
         self.session = self.process.pid
 
     @property

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import ROOT
+from processes import ROOT, run_python
 from test_house import MODULES
 
 import arguments
@@ -127,9 +127,7 @@ def test_shape_and_tokenizer_come_from_the_pretrained_model_unless_others_are_na
 
 
 def test_a_missing_tokenizer_names_the_script_that_makes_it():
-    command = [sys.executable, "run_trainer.py", "--run_id", "a", "--tokenizer_path", "no/such/folder"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2
+    run = run_python("run_trainer.py", "--run_id", "a", "--tokenizer_path", "no/such/folder", expect=2)
     assert "Traceback" not in run.stderr
     [line] = [line for line in run.stderr.splitlines() if "error:" in line]
     assert "tokenize_wikitext103.py" in line

@@ -129,6 +129,7 @@ def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(
         *flags({name: value for name, value in TRAINER.items() if name in SHARED}, {"--target_group_size": 4}),
         *("--tokenizer_path", data["--tokenizer_path"]),
         *("--target_batch_size", 512, "--assist_in_averaging", "--assist_refresh", 0.3, *archive),
+        is_real=True,
     )
     peers = aux.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
     names = ["first", "second"]

@@ -7,13 +7,12 @@ import random
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from processes import LOOPBACK, ROOT, Script, make_prefix, wait_until
+from processes import LOOPBACK, ROOT, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
 from test_swarm import TRAINER, flags, history, start_monitor
 from transformers import AlbertForPreTraining, AutoTokenizer
@@ -164,9 +163,8 @@ while True:
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])
 def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
     """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers; by folder, by file."""
-    command = [sys.executable, "-c", ROUND_TRIP, make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
-    result = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert result.returncode == 0, result.stderr[-3000:]
+    words = ["-c", ROUND_TRIP, make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
+    result = run_python(*words, timeout=180, expect=0)
     facts = json.loads(result.stdout.splitlines()[-1])
     assert facts["went_on"] == [4, False]
     for where in ("folder", "file"):

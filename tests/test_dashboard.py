@@ -11,10 +11,12 @@ import psutil
 import pytest
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
-from processes import LOOPBACK, make_prefix, wait_until
+from mains import refuse, run_main
+from processes import LOOPBACK, make_prefix, run_python, wait_until
 from test_metrics import make_metrics
 from test_monitor import read_wandb_history, run_peers, start_monitor
 
+import run_training_monitor
 from arguments import MonitorArguments
 from swarm.contract import publish_contract
 from utils import RunContract, SwarmMetrics, aggregate_metrics, keep_signing_key, make_validators, peer_label
@@ -136,14 +138,11 @@ def write_history(folder: Path, prefix: str, epochs: int) -> None:
             file.write(json.dumps(make_entry(epoch, experiment_prefix=prefix, loss=9 / epoch**0.1)) + "\n")
 
 
-def test_plot_shows_three_curves(start, tmp_path):
+def test_plot_shows_three_curves(tmp_path):
     write_history(tmp_path / "out", "curves", 300)
-    command = ["run_training_monitor.py", "--experiment_prefix", "curves", "--output_dir", tmp_path / "out", "--plot"]
-    good = start("good", *command, tmp_path / "plot.png")
-    bad = start("bad", *command, tmp_path / "no" / "such" / "folder.png")
-    other = start("other", *command, tmp_path / "other.png", "--run_id", "another")
-    good.assert_clean_end(60)
-    assert "300 points of 300 epochs" in good.text
+    flags = ["--experiment_prefix", "curves", "--output_dir", tmp_path / "out", "--plot"]
+    run = run_python("run_training_monitor.py", *flags, tmp_path / "plot.png", expect=0)
+    assert "300 points of 300 epochs" in run.stdout
     picture = matplotlib.image.imread(tmp_path / "plot.png")
     height, width, _ = picture.shape
     assert (width, height) == (1950, 624)
@@ -152,9 +151,10 @@ def test_plot_shows_three_curves(start, tmp_path):
         rows, columns = numpy.nonzero(curve[:, panel * width // 3 : (panel + 1) * width // 3])
         left = columns < width / 6
         assert len(rows) > 1000 and numpy.median(rows[left]) + 50 < numpy.median(rows[~left])  # a line that falls
-    for script, words in ((bad, "cannot be written"), (other, "has no epoch of run 'another'")):
-        assert script.wait(60) == 2
-        assert script.text.count("\n") == 1 and "--plot" in script.text and words in script.text
+    bad = refuse(run_training_monitor, *flags, tmp_path / "no" / "such" / "folder.png")
+    other = refuse(run_training_monitor, *flags, tmp_path / "other.png", "--run_id", "another")
+    assert "--plot" in bad and "cannot be written" in bad
+    assert "--plot" in other and "has no epoch of run 'another'" in other
 
 
 def test_one_folder_is_of_one_peer_and_may_be_drawn_meanwhile(start, tmp_path, tiny_data):
@@ -165,11 +165,9 @@ def test_one_folder_is_of_one_peer_and_may_be_drawn_meanwhile(start, tmp_path, t
     archive += ["--tokenizer_path", tiny_data["--tokenizer_path"]]
     first = start("first", *command, *LOOPBACK, "--report_to", "none", *archive)
     first.wait_for("Waiting for trainers")
-    second = start("second", *command, *LOOPBACK, "--report_to", "none")
-    plot = start("plot", *command, "--plot", tmp_path / "plot.png")
-    assert second.wait(60) == 2
-    assert second.text.count("\n") == 1 and f"--output_dir {tmp_path / 'out'} is in use" in second.text
-    plot.assert_clean_end(60)
+    refused = refuse(run_training_monitor, *command[1:], *LOOPBACK, "--report_to", "none")
+    assert f"--output_dir {tmp_path / 'out'} is in use" in refused
+    run_main(run_training_monitor, *command[1:], "--plot", tmp_path / "plot.png")
     first.kill()
     third = start("third", *command, *LOOPBACK, "--report_to", "none")
     third.wait_for("Waiting for trainers")

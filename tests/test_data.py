@@ -8,9 +8,6 @@ import lzma
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from processes import run_python
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
@@ -30,6 +28,7 @@ from text.batches import (
     MaskedBatches,
     check_data_arguments,
     cut_rows,
+    data_seed,
     sequence_length_at,
 )
 from text.collators import DataCollatorForWholeWordMask, join_lists, number_words, to_tensors
@@ -445,19 +444,9 @@ def test_a_look_at_batches_of_each_kind(tmp_path, tiny_data, objective):
     shape = {"model_type": "bert" if objective == "mlm" else "gpt2"}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
-    command = [
-        sys.executable,
-        "-m",
-        "experiment.show",
-        "--config_path",
-        tmp_path / "config.json",
-        "--max_sequence_length",
-        "32",
-    ]
-    command += ["--train_file", tmp_path / "a.txt", "--dataset_cache_dir", tmp_path, "--tokenizer_path"]
-    command.append(tiny_data["--tokenizer_path"])
-    run = subprocess.run([str(w) for w in command], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    words = ["-m", "experiment.show", "--config_path", tmp_path / "config.json", "--max_sequence_length", 32]
+    words += ["--train_file", tmp_path / "a.txt", "--dataset_cache_dir", tmp_path]
+    run = run_python(*words, "--tokenizer_path", tiny_data["--tokenizer_path"], expect=0)
     assert f"objective {objective}" in run.stdout and "more of the lines" in run.stdout.replace("\n   ", "")
     assert ("mask rate" in run.stdout) == (objective == "mlm") == ("⟦" in run.stdout)
     assert "1,000 instances" in run.stdout and "swapped" not in run.stdout
@@ -675,14 +664,8 @@ def test_selected_rows_are_read_not_the_file_behind(dataset, tokenizer):
 def test_data_seed_is_the_same_in_every_process():
     calls = "data_seed('12D3KooW', 42), data_seed('12D3KooX', 42), data_seed('x', 1)"
     code = f"from text.batches import data_seed; print({calls})"
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": s}, capture_output=True
-        ).stdout
-        for s in ("1", "2")
-    }
-    assert len(runs) == 1
-    seeds = runs.pop().split()
+    seeds = run_python("-c", code, env={"PYTHONHASHSEED": "1"}, expect=0).stdout.split()
+    assert seeds == [str(data_seed(*arguments)) for arguments in (("12D3KooW", 42), ("12D3KooX", 42), ("x", 1))]
     assert len(set(seeds)) == 3 and all(0 <= int(seed) < 2**63 for seed in seeds)
     assert int(seeds[0]) == int.from_bytes(hashlib.sha256(b"42:12D3KooW").digest()[:8], "big") // 2
 
@@ -715,28 +698,13 @@ print("ended well", flush=True)
 
 
 @pytest.mark.parametrize("way", ["finish", "at once"])
-def test_workers_outlive_ctrl_c_until_the_trainer_ends(dataset, tmp_path, way):
+def test_workers_outlive_ctrl_c_until_the_trainer_ends(start, dataset, tmp_path, way):
     dataset.save_to_disk(str(tmp_path / "dataset"))
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "dataset"), way],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while (line := process.stdout.readline()) != "ready\n":
-        assert line, process.stderr.read()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
-    try:
-        output, errors = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert output == "ended well\n" and process.returncode == 0, errors
-    assert "Traceback" not in errors
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    script = start("script", "-c", INTERRUPTED, tmp_path / "dataset", way)
+    script.wait_for("ready")
+    script.interrupt()
+    script.assert_clean_end()
+    assert script.text.endswith("ended well\n"), script.text
 
 
 # ---------------------------------------------------------------- loading

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 from test_swarm import TRAINER, flags, largest_difference, start_trainer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -339,9 +339,8 @@ def text_data(tiny_data, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("causal")
     paths = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
     files = sorted(tiny_data["--dataset_path"].parent.glob("*.txt"))
-    command = [sys.executable, "tokenize_wikitext103.py", "--objective", "clm", "--train_tokenizer"]
-    command += ["--vocab_size", "500", "--seq_length", "32", "--text_files", *files, *sum(paths.items(), ())]
-    subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
+    words = ["tokenize_wikitext103.py", "--objective", "clm", "--train_tokenizer", "--vocab_size", 500]
+    run_python(*words, "--seq_length", 32, "--text_files", *files, *sum(paths.items(), ()), expect=0)
     return paths
 
 
@@ -411,9 +410,8 @@ def test_a_pretrained_model_learns_faster_than_from_scratch(tmp_path):
     text = read_text(ROOT / "sample_data" / "austen.txt.xz").replace("\n", " ")
     (tmp_path / "a.txt").write_text("\n\n".join(text[start : start + 400] for start in range(50_000, 74_000, 400)))
     where = ["--dataset_path", str(tmp_path / "dataset"), "--tokenizer_path", str(tmp_path / "tokenizer")]
-    command = [sys.executable, "tokenize_wikitext103.py", "--objective", "mlm", "--tokenizer", str(MINILM), *where]
-    command += ["--text_files", str(tmp_path / "a.txt"), "--seq_length", "32"]
-    subprocess.run(command, cwd=ROOT, check=True)
+    words = ["tokenize_wikitext103.py", "--objective", "mlm", "--tokenizer", MINILM, *where]
+    run_python(*words, "--text_files", tmp_path / "a.txt", "--seq_length", 32, expect=0)
     tokenizer = load_tokenizer(tmp_path / "tokenizer", BLOCKS)
     dataset, _ = load_tokenized_dataset(tmp_path / "dataset", tokenizer, BLOCKS)
     losses = {}

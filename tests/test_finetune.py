@@ -4,7 +4,6 @@ import csv
 import importlib.util
 import io
 import json
-import logging
 import os
 import random
 import shutil
@@ -14,9 +13,9 @@ import sys
 from pathlib import Path
 
 import datasets
+import mains
 import pytest
 import torch
-import transformers
 from finetune_data import (
     RECORDS,
     make_toy_choices,
@@ -28,6 +27,7 @@ from finetune_data import (
     write_toy_task,
 )
 from hub_server import Commit, HubServer
+from mains import run_main
 from processes import ROOT, Script, wait_until
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import matthews_corrcoef
@@ -37,7 +37,7 @@ from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassifica
 
 import finetune_mlm
 import predict_on_lidirus
-from arguments import FinetuneArguments, parse_arguments
+from arguments import FinetuneArguments
 from experiment.tasks import TASKS, load_examples, load_task_file, make_examples
 from finetune_mlm import (
     check_tokenizer,
@@ -57,28 +57,12 @@ PAIRS = list(enumerate(make_toy_pairs()))
 QUICK = ["--batch-size", "16", "--learning_rate", "2e-3", "--dropout", "0"]
 
 
-def run_main(module, *flags: object) -> None:
-    """The script's main() in this process, which is left as it was."""
-    argv, handler, root = sys.argv, signal.getsignal(signal.SIGINT), logging.getLogger()
-    handlers, level, verbosity = list(root.handlers), root.level, transformers.utils.logging.get_verbosity()
-    try:
-        sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
-        module.main(*parse_arguments(*module.GROUPS))
-    finally:
-        sys.argv, root.handlers = argv, handlers
-        root.setLevel(level)
-        signal.signal(signal.SIGINT, handler)
-        transformers.utils.logging.set_verbosity(verbosity)
-
-
 def refuse(module, capsys, *flags: object) -> str:
     """The one line that ends a run, before it has said anything else."""
     capsys.readouterr()
-    with pytest.raises(UserError) as error:
-        run_main(module, *flags)
+    line = mains.refuse(module, *flags)
     captured = capsys.readouterr()
     assert not captured.err and not captured.out
-    [line] = str(error.value).splitlines()
     return line
 
 
@@ -205,7 +189,7 @@ def test_a_task_of_ones_own(toy_model, tmp_path):
     description |= {"name": "follows", "label": "follows", "metric": "mcc", "id": "number"}
     (tmp_path / "my.json").write_text(json.dumps(description))
     command = ["finetune_mlm.py", "--task_file", tmp_path / "my.json", "--checkpoint", toy_model, *QUICK]
-    run_script(tmp_path / "log", *command, "--num_train_epochs", "20", "--output_dir", tmp_path / "run")
+    run_script(tmp_path / "log", *command, "--num_train_epochs", "20", "--output_dir", tmp_path / "run", is_real=True)
     results = read_results(tmp_path / "run")
     assert results["metric"] == "mcc" and results["mean"]["mcc"] >= 0.9
     predicted = [json.loads(line) for line in (tmp_path / "run" / "follows.jsonl").read_text().splitlines()]
@@ -723,7 +707,7 @@ def test_lidirus(terra_run, tmp_path, capsys):
     shutil.copytree(terra_run, tmp_path / "run")
     records = write_lidirus(tmp_path)
     command = ["predict_on_lidirus.py", "-m", tmp_path / "run", "--data-dir", tmp_path]
-    script = run_script(tmp_path / "log", *command, "-a", "lean_albert")
+    script = run_script(tmp_path / "log", *command, "-a", "lean_albert", is_real=True)
     expected = predict_plainly(tmp_path / "run" / "model", records, ("sentence1", "sentence2"))
     text = (tmp_path / "run" / "LiDiRus.jsonl").read_text()
     assert text == "".join(f'{{"idx": {i}, "label": "{label}"}}\n' for i, label in enumerate(expected))

@@ -3,8 +3,6 @@ good news: hivemind has fixed one of them, and the workaround that the test name
 
 import inspect
 import json
-import subprocess
-import sys
 
 import hivemind
 import pytest
@@ -13,7 +11,7 @@ from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.optim.state_averager import TrainingStateAverager
-from processes import ROOT
+from processes import run_python
 
 from support.console import UserError
 
@@ -50,9 +48,7 @@ dht.shutdown()
 
 @pytest.fixture(scope="module")
 def facts() -> dict:
-    run = subprocess.run(
-        [sys.executable, "-c", PLAIN_PEER], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    run = run_python("-c", PLAIN_PEER, expect=0)
     return json.loads(run.stdout.splitlines()[-1])
 
 
@@ -119,7 +115,7 @@ def test_the_daemon_dials_without_reusing_ports():
         "daemons = [child for child in psutil.Process(dht.pid).children() if child.name().startswith('p2pd')];"
         "print([daemon.environ()['LIBP2P_TCP_REUSEPORT'] for daemon in daemons]); shut_down(dht)"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    run = run_python("-c", code, expect=0)
     assert run.stdout.strip() == "['false']"
 
 
@@ -170,7 +166,7 @@ with clean_end():
 
 def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
     """GOMAXPROCS in swarm/__init__.py and force_reachability in swarm/joining.py."""
-    run = subprocess.run([sys.executable, "-c", RELAYS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = run_python("-c", RELAYS)
     plain, *ours = run.stdout.split()
     assert plain == str(2**17), run.stderr
     # on a busy machine one in hundreds passes 128 kB all the same; without the setting, three of four do

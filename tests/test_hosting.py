@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from file_server import FileServer
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 
 from arguments import DataArguments, ModelArguments, TokenizeArguments
 from experiment import data
@@ -79,12 +78,10 @@ def expect_stop(words: str, *arguments) -> None:
 
 
 def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path, tiny_data, hosted):
-    flags = [str(word) for flag in tiny_data.items() for word in flag]
     for path in tiny_data["--dataset_path"].rglob("*"):
         os.utime(path, (1e9, 1e9))
-    command = [sys.executable, ROOT / "tokenize_wikitext103.py", *flags, "--archive", "other.tar.gz"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    words = [ROOT / "tokenize_wikitext103.py", *sum(tiny_data.items(), ()), "--archive", "other.tar.gz"]
+    result = run_python(*words, cwd=tmp_path, expect=0)
     assert (tmp_path / "other.tar.gz").read_bytes() == (hosted / "tiny.tar.gz").read_bytes()
     sha256 = hash_file(hosted / "tiny.tar.gz")
     assert f"/other.tar.gz --dataset_sha256 {sha256}" in result.stdout

@@ -16,8 +16,8 @@ LONGEST_FILE, LONGEST_FUNCTION = 700, 90  # lines
 # what is longer still, by its present length: it may only shrink
 LONGER = {
     "arguments.py": 928,
-    "tests/test_data.py": 774,
-    "tests/test_finetune.py": 771,
+    "tests/test_data.py": 742,
+    "tests/test_finetune.py": 755,
 }
 
 

@@ -3,12 +3,10 @@
 import contextlib
 import http.server
 import json
-import subprocess
-import sys
 import threading
 
 import pytest
-from processes import LOOPBACK, ROOT, make_prefix
+from processes import LOOPBACK, make_prefix, run_python
 
 from arguments import SwarmArguments, make_host_maddrs
 from support.console import UserError
@@ -99,7 +97,5 @@ def test_bandwidth_is_measured_against_an_initial_peer(start, net, tmp_path):
     assert measurer.wait(60) == 0, measurer.text
     measured = json.loads(measurer.text.splitlines()[-1])
     assert 10 <= measured <= 21
-    alone = subprocess.run(
-        [sys.executable, "-c", MEASURER, prefix, LOOPBACK[1]], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    alone = run_python("-c", MEASURER, prefix, LOOPBACK[1])
     assert json.loads(alone.stdout) == 100.0

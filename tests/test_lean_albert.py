@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from processes import ROOT
+from processes import ROOT, run_python
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
@@ -519,8 +519,7 @@ def test_memory_of_the_yardstick():
 
 
 def test_the_benchmark_tells_what_a_model_keeps():
-    command = ["benchmarks/bench_model.py", "--models", "lean", "--batch_size", "1", "--turns", "1"]
-    run = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = run_python("benchmarks/bench_model.py", "--models", "lean", "--batch_size", 1, "--turns", 1, expect=0)
     kept = int(re.search(r"^lean +(\d+)", run.stdout, re.MULTILINE)[1])
     assert 30 < kept < 225 / 4
 

@@ -5,8 +5,6 @@ import itertools
 import json
 import logging
 import lzma
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -17,8 +15,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from file_server import FileServer
+from mains import refuse
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
+import run_trainer
 from arguments import DataArguments
 from experiment import data
 from support.console import UserError
@@ -512,11 +512,8 @@ def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data, num_devic
 
 def test_trainer_without_a_usable_source_is_one_line(tiny_data, tmp_path):
     sources = write_sources(tmp_path / "s.json", {"path": tmp_path / "gone.jsonl"})
-    command = [sys.executable, "run_trainer.py", "--run_id", "a", "--streaming", "--sources", sources]
-    command += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--config_path", "configs/demo.json"]
-    run = subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2 and "Traceback" not in run.stderr
-    [line] = [line for line in run.stderr.splitlines() if "error:" in line]
+    flags = ["--run_id", "a", "--streaming", "--sources", sources, "--config_path", "configs/demo.json"]
+    line = refuse(run_trainer, *flags, "--tokenizer_path", tiny_data["--tokenizer_path"])
     assert "gone.jsonl" in line and "--sources" in line
 
 

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,8 +12,11 @@ import huggingface_hub
 import numpy
 import pyarrow
 import pytest
+from mains import refuse
+from processes import ROOT, run_python
 from transformers import AlbertTokenizer
 
+import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
 from experiment import data
 from support.console import UserError
@@ -25,21 +26,18 @@ from text.stored import load_tokenized_dataset, make_tables
 from text.tokenization import CHUNK_CHARACTERS
 from text.tokenizers import load_tokenizer, train_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "tokenize_wikitext103.py")
 RUSSIAN = "Ёлка и йод. Это был мой старый дом, и он стоял у самой реки. Мы жили в нём долго; потом уехали."
 
 
-def tokenize(folder: Path, *flags, name="", check=True, **options):
+def tokenize(folder: Path, *flags, name="", expect=0, **options):
     """Run the script; writes folder/dataset{name} and folder/tokenizer{name}."""
-    command = [sys.executable, SCRIPT, *map(str, flags)]
+    words = [SCRIPT, *flags]
     paths = {"--dataset_path": f"dataset{name}", "--tokenizer_path": f"tokenizer{name}"}
     for flag, path in paths.items():
         if flag not in flags:
-            command += [flag, str(folder / path)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, **options)
-    assert not check or result.returncode == 0, result.stderr
-    return result
+            words += [flag, folder / path]
+    return run_python(*words, cwd=folder, expect=expect, **options)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -106,7 +104,7 @@ def test_all_text_arrives_and_no_instance_crosses_documents(written):
 def test_same_bytes_whatever_num_proc_and_hash_seed(written, tmp_path):
     flags = ("--text_files", written / "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
     # the trainer of the tokenizer walks through hash tables whose order changes from run to run
-    tokenize(tmp_path, *flags, "--num_proc", 2, env={**os.environ, "PYTHONHASHSEED": "1"})
+    tokenize(tmp_path, *flags, "--num_proc", 2, env={"PYTHONHASHSEED": "1"})
     for name in ("dataset", "tokenizer"):
         assert read_files(tmp_path / name) == read_files(written / name)
 
@@ -225,7 +223,7 @@ def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
 
 def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_path):
     _, folder, flags = blocks
-    tokenize(tmp_path, *flags, "--num_proc", 2, env={**os.environ, "PYTHONHASHSEED": "1"})
+    tokenize(tmp_path, *flags, "--num_proc", 2, env={"PYTHONHASHSEED": "1"})
     for name in ("dataset", "tokenizer"):
         assert read_files(tmp_path / name) == read_files(folder / name)
 
@@ -244,8 +242,7 @@ def test_a_tokenizer_without_masks_is_for_clm_alone(blocks, tmp_path):
     objective, folder, _ = blocks
     if objective == "clm":
         flags = ("--objective", "mlm", "--corpus", "sample", "--tokenizer", folder / "tokenizer")
-        result = tokenize(tmp_path, *flags, check=False)
-        assert result.returncode == 2 and "no cls token" in result.stderr
+        assert "no cls token" in refuse(tokenize_wikitext103, *flags, "--dataset_path", tmp_path / "dataset")
     else:  # [SEP] may end a text
         tokenizer = load_tokenizer(folder / "tokenizer", TEXT)
         assert tokenizer.eos_token == "[SEP]" and tokenizer.pad_token == "<pad>"
@@ -340,44 +337,46 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_end_in_one_line_and_leave_nothing(tmp_path, fault):
+def test_faults_end_in_one_line_and_leave_nothing(tmp_path, monkeypatch, fault):
+    monkeypatch.chdir(tmp_path)
     content, flags, expected = FAULTS[fault]
     suffix = next((Path(flag).suffix for flag in flags if flag.startswith("input")), ".txt")
     (tmp_path / f"input{suffix}").write_bytes(content)
-    result = tokenize(tmp_path, *flags, *([] if "--tokenizer" in flags else ["--train_tokenizer"]), check=False)
-    assert result.returncode == 2, result.stderr
-    assert expected in result.stderr and result.stderr.count("\n") == 1
+    paths = ["--dataset_path", "dataset", "--tokenizer_path", "tokenizer"]
+    more = [] if "--tokenizer" in flags else ["--train_tokenizer"]
+    assert expected in refuse(tokenize_wikitext103, *paths, *more, *flags)
     assert [path.name for path in tmp_path.rglob("*")] == [f"input{suffix}"]
 
 
-def test_no_hub(tmp_path):
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
-    cache = ["--cache_dir", str(tmp_path / "home")]
+def test_a_fault_is_exit_code_2(tmp_path):
+    result = tokenize(tmp_path, "--text_files", "none.txt", "--train_tokenizer", expect=2)
+    [line] = result.stderr.splitlines()
+    assert line.startswith("tokenize_wikitext103.py: error: no file none.txt")
+
+
+def test_no_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     for flags, cure in (([], "--corpus sample"), (["--corpus", "sample"], "--train_tokenizer")):
-        result = tokenize(tmp_path, *flags, *cache, check=False, env=environment)
-        assert result.returncode == 2
-        assert "Hugging Face Hub" in result.stderr and cure in result.stderr and result.stderr.count("\n") == 1
+        line = refuse(tokenize_wikitext103, *flags, "--cache_dir", tmp_path / "home")
+        assert "Hugging Face Hub" in line and cure in line
         assert {path.name for path in tmp_path.iterdir()} <= {"home"}
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_run_leaves_nothing(written, tmp_path, number, code):
-    flags = ["--corpus", "sample", "--tokenizer", str(written / "tokenizer"), "--num_proc", "2"]
+def test_interrupted_run_leaves_nothing(start, written, tmp_path, number, code):
+    flags = ["--corpus", "sample", "--tokenizer", written / "tokenizer", "--num_proc", 2]
     flags += ["--dataset_path", "deep/er/dataset", "--tokenizer_path", "deep/tokenizer"]
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *flags], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    seen = ""
-    while "tokenizing" not in seen:  # the progress bar: work has begun
-        assert (character := process.stderr.read(1)), seen
-        seen += character
-    os.killpg(process.pid, number)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == code, errors
-    assert "Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    script = start("script", SCRIPT, *flags, cwd=folder)
+    script.wait_for("tokenizing")  # the progress bar: work has begun
+    os.killpg(script.session, number)
+    assert script.wait() == code, script.text
+    assert "Traceback" not in script.text
+    assert list(folder.iterdir()) == []
+    assert not script.left_processes()
 
 
 def test_full_blocks_are_sliced_into_tables_of_a_size_that_offsets_hold():

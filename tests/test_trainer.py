@@ -1,12 +1,10 @@
 """One trainer's own affairs: steps that must not count, parameters that must be restored, and what all roles build."""
 
 import json
-import subprocess
-import sys
+from subprocess import CompletedProcess
 
 import pytest
-import torch
-from processes import LOOPBACK, ROOT, make_prefix
+from processes import LOOPBACK, make_prefix, run_python
 from safetensors.torch import load_file
 
 from arguments import DataArguments
@@ -148,11 +146,8 @@ with clean_end():
 """
 
 
-def run(code: str, *arguments: object, expect: int = 0) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert result.returncode == expect, result.stderr[-3000:]
-    return result
+def run(code: str, *arguments: object) -> CompletedProcess:
+    return run_python("-c", code, *arguments, timeout=180, expect=0)
 
 
 def test_steps_that_are_not_finite_are_skipped_counted_and_never_contributed(tmp_path, tiny_data):
@@ -226,12 +221,3 @@ def test_the_end_is_the_earlier_one_and_an_epoch_has_whole_batches(facts):
 
 def test_out_of_memory_in_evaluation_is_no_evaluation(facts):
     assert facts["measured"] == [False, False, None]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do --fp16")
-def test_fp16_where_it_cannot_work_is_an_error():
-    command = [sys.executable, "run_trainer.py", "--run_id", "a", "--fp16"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2
-    assert result.stderr.count("error:") == 1
-    assert "--fp16 needs a CUDA GPU" in result.stderr

@@ -1,0 +1,99 @@
+"""Starts Python programs without the seconds that their imports take: it has imported the libraries once, and each
+program is a fork of it.
+
+processes.py starts it and sends it, over a socket, the words, folder and environment of a program with its standard
+input, output and error. What a program does by itself, our own modules first of all, it still does: LIBRARIES alone are
+there before it. No thread of Python's runs here, so nothing is lost in a fork.
+"""
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import socket
+import sys
+import time
+import types
+from pathlib import Path
+
+LIBRARIES = """
+datasets hivemind hivemind.optim.optimizer numpy psutil rich safetensors.torch sklearn.metrics tokenizers torch
+torch_optimizer transformers transformers.modeling_utils transformers.models.albert.modeling_albert
+transformers.models.auto.modeling_auto
+"""
+
+
+def wait_for_program(requests: socket.socket) -> dict:
+    """Fork for each request that comes; returns it, in the new process alone."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 2**20, 3)
+        if not message:
+            raise SystemExit  # pytest is gone
+        middle = os.fork()
+        if not middle:
+            middle = os.getpid()
+            if pid := os.fork():
+                requests.send(str(pid).encode())
+                os._exit(0)
+            # pytest becomes the parent, as the nearest subreaper, when the process between us has ended
+            while os.getppid() == middle:
+                time.sleep(0.001)
+            requests.close()
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            return json.loads(message)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        os.waitpid(middle, 0)
+        requests.send(b"has its parent")
+
+
+def become_program(words: list[str], cwd: str, env: dict[str, str]) -> None:
+    """Make this process what `python` followed by these words would be once it has imported LIBRARIES."""
+    import numpy
+    import torch
+    from hivemind.utils.asyncio import _AsyncContextWrapper
+    from hivemind.utils.mpfuture import MPFuture
+
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    for module in (random, numpy.random, torch):
+        module.seed()
+    # or all programs would share these locks, and wait for one that is killed while it has them
+    MPFuture.reset_backend()
+    _AsyncContextWrapper.EXECUTOR_LOCK = multiprocessing.Lock()
+    sys.orig_argv = [sys.executable, *words]
+    sys.argv = words[1:] if words[0] == "-m" else ["-c", *words[2:]] if words[0] == "-c" else words
+    first = {"-c": "", "-m": cwd}.get(words[0], str(Path(words[0]).absolute().parent))
+    sys.path[0:1] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def run_program(words: list[str]) -> None:
+    """Run a script, or `-m` module, or `-c` code, as the interpreter does."""
+    if words[0] == "-m":
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if words[0] == "-c":
+        source, name = words[1], "<string>"
+    else:
+        source, name = Path(words[0]).read_text(), words[0]
+        main.__file__ = os.path.abspath(name)
+    exec(compile(source, name, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
+    for library in LIBRARIES.split():
+        importlib.import_module(library)
+    gc.collect()
+    gc.freeze()  # or the first collection in each program would copy the pages of all these modules
+    program = wait_for_program(socket.socket(fileno=int(sys.argv[1])))
+    become_program(**program)
+    run_program(program["words"])

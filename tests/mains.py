@@ -1,0 +1,36 @@
+"""The scripts' main() in the process of the tests, where a start of its own shows no more."""
+
+import logging
+import signal
+import sys
+from types import ModuleType
+
+import pytest
+import transformers
+
+from arguments import parse_arguments
+from support.console import UserError
+
+
+def run_main(module: ModuleType, *flags: object) -> None:
+    """A script's main() in this process, which is left as it was."""
+    argv, root, numbers = sys.argv, logging.getLogger(), (signal.SIGINT, signal.SIGTERM)
+    handlers, level = list(root.handlers), root.level
+    verbosity, old_handlers = transformers.utils.logging.get_verbosity(), list(map(signal.getsignal, numbers))
+    try:
+        sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
+        module.main(*(parse_arguments(*module.GROUPS) if hasattr(module, "GROUPS") else ()))
+    finally:
+        sys.argv, root.handlers = argv, handlers
+        root.setLevel(level)
+        transformers.utils.logging.set_verbosity(verbosity)
+        for number, handler in zip(numbers, old_handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def refuse(module: ModuleType, *flags: object) -> str:
+    """The one line by which a script's main(), in this process, tells the user what is wrong."""
+    with pytest.raises(UserError) as error:
+        run_main(module, *flags)
+    [line] = str(error.value).splitlines()
+    return line
