@@ -16,8 +16,10 @@ def set_up(tmp_path):
     """set_up(*words) -> the finished `make setup`, in a folder of its own."""
     for name in ("Makefile", "requirements.txt", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
+    # a make of its own, where `make test` has started this one
+    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
     return lambda *words: subprocess.run(
-        ["make", "setup", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ["make", "setup", *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
     )
 
 
