@@ -426,7 +426,8 @@ class Optimizer(hivemind.Optimizer):
         """
         start = last = time.monotonic()
         asked, next_look, next_sign = get_dht_time(), start + FIRST_LOOK, start + SIGN_PERIOD
-        has_waited, patience = False, LINE.round_seconds / 2 if self.local_epoch >= self._patient_from else 0.0
+        patience = LINE.round_seconds / 2 if self.local_epoch >= self._patient_from else 0.0
+        answer, has_waited = None, False
         while True:
             deadline = start + self.averaging_timeout  # which follows the group's bandwidths
             if last >= next_sign and not self.auxiliary:
@@ -458,17 +459,21 @@ class Optimizer(hivemind.Optimizer):
                 at_least = 1
             elif not has_waited:
                 at_least = 1 + len(others)
-            else:  # most of them: two halves of a swarm would go on with different states; in the end, anybody
-                # they may be busy with a round that this peer has left
+            else:  # most of them: two halves of a swarm would go on with different states. In the end, anybody, but not
+                # while they may be busy with a round that this peer has left
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
             self.grad_averager.expect(others, at_least)
-            if time.monotonic() < next_look:
+            if answer is None and time.monotonic() >= next_look:
+                if STOP_REQUESTED.is_set():
+                    raise AllreduceException("this peer was asked to stop")
+                if all(question.done() for question in self._questions):
+                    self._question(self.tracker.in_step)
+                answer = self.tracker.request_records()
+            if answer is None or not answer.done():  # a dead peer delays the DHT for seconds
                 continue
-            if STOP_REQUESTED.is_set():
-                raise AllreduceException("this peer was asked to stop")
-            with contextlib.suppress(concurrent.futures.TimeoutError):
-                self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+            self.tracker.take_records(answer.result())
+            answer, next_look = None, time.monotonic() + FIRST_LOOK
             if self._has_missed_the_round():
                 raise AllreduceException("the others have stepped without this peer")
             if waited > patience and not self.tracker.is_impatient:
@@ -476,10 +481,8 @@ class Optimizer(hivemind.Optimizer):
                 self.tracker.impatient_epoch = self.local_epoch
                 if patience and len(self.tracker.in_step) < before:  # in vain
                     self._patient_from = self.local_epoch + PATIENT_EVERY
-            self._question(self.tracker.in_step, wait=True)
             if not self.tracker.in_step:
                 raise AllreduceException("nobody else is there")
-            next_look = time.monotonic() + FIRST_LOOK
 
     def _leave_out_idle(self, asked: float) -> None:
         """Those who answer pings, but have given no sign of life since this time, in which others waited for them."""
@@ -487,10 +490,9 @@ class Optimizer(hivemind.Optimizer):
             records = self.tracker.present.items()
             self.tracker.leave_out(peer_id for peer_id, record in records if record.time < asked)
 
-    def _question(self, peer_ids: Iterable[bytes], wait: bool = False, quiet_for: float = FIRST_LOOK) -> None:
+    def _question(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
         """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
 
-        :param wait: for the answers, as long as the line's patience; otherwise they are dealt with when they come
         :param quiet_for: seconds without a report after which a peer is asked
         """
         present, quiet_since = self.tracker.present, get_dht_time() - quiet_for
@@ -503,14 +505,10 @@ class Optimizer(hivemind.Optimizer):
         if not asked:
             return
         future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
-        if wait:
-            with contextlib.suppress(concurrent.futures.TimeoutError):
-                self.tracker.leave_out(asked - future.result(timeout=2 * LINE.patience + FETCH_TIMEOUT))
-        else:
-            self._questions = [question for question in self._questions if not question.done()] + [future]
-            future.add_done_callback(
-                lambda done: done.cancelled() or done.exception() or self.tracker.leave_out(asked - done.result())
-            )
+        self._questions = [question for question in self._questions if not question.done()] + [future]
+        future.add_done_callback(
+            lambda done: done.cancelled() or done.exception() or self.tracker.leave_out(asked - done.result())
+        )
 
     def _averages_in_step(self) -> bool:
         """Whether all peers go from epoch to epoch together.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import hivemind
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
-from hivemind.utils import ValueWithExpiration, get_dht_time
+from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 
 from swarm.dht import name_peers
 from utils import select_believable
@@ -121,7 +121,14 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
 
     def fetch_now(self, timeout: float) -> None:
         """Look at the swarm's progress at once. The caller has paused updates."""
-        entry = self.dht.get(self.training_progress_key, latest=True, return_future=True).result(timeout=timeout)
+        self.take_records(self.request_records().result(timeout=timeout))
+
+    def request_records(self) -> MPFuture:
+        """Ask the DHT; for `take_records`, when the answer is there."""
+        return self.dht.get(self.training_progress_key, latest=True, return_future=True)
+
+    def take_records(self, entry: ValueWithExpiration | None) -> None:
+        """Look at what the DHT has answered. The caller has paused updates."""
         self.global_progress = self._parse_swarm_progress_data(entry.value if entry else None)
 
     def announce(self) -> None:
