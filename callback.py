@@ -42,7 +42,7 @@ from swarm.addresses import select_for_others
 from swarm.contract import publish_contract
 from swarm.joining import warn_of_local_addresses
 from swarm.line import LINE
-from swarm.optimizer import Optimizer
+from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import StatusServer
@@ -53,10 +53,10 @@ from utils import (
     RunContract,
     compute_seconds,
     describe_evaluation,
+    format_progress,
+    format_samples,
     measure_progress,
     perplexity,
-    show_progress,
-    show_samples,
 )
 from viewing.dashboards import finish_dashboard, report_to_dashboard, start_trainer_dashboard
 
@@ -76,7 +76,7 @@ class CollaborativeCallback:
     def __init__(
         self,
         dht: DHT,
-        optimizer: Optimizer,
+        optimizer: CollaborativeOptimizer,
         groups: tuple,
         public_key: bytes,
         contract: RunContract,
@@ -118,7 +118,7 @@ class CollaborativeCallback:
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_bar_time = 0.0
         #: for how long the device has waited for data in this epoch, and for how many epochs that was too long
-        self.waited, self.wait_share, self.hungry_epochs = 0.0, 0.0, 0
+        self.waited, self.wait_share, self.starved_epochs = 0.0, 0.0, 0
         #: wandb, when this trainer reports its own curves
         self.dashboard = None
         self.start_loss: float | None = None
@@ -129,7 +129,7 @@ class CollaborativeCallback:
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
         #: that this trainer is to compute, earlier starts included, where --num_train_epochs says so
         passes = self.args.num_train_epochs
-        self.most_samples = passes * len(dataset["train"]) if passes else math.inf
+        self.sample_limit = passes * len(dataset["train"]) if passes else math.inf
         self.samples_before, self.train_start = 0, time.monotonic()
 
     def resume(self, path: Path | None) -> None:
@@ -222,7 +222,7 @@ class CollaborativeCallback:
         if now >= self.next_bar_time:
             self.next_bar_time = now + 0.5
             self.bar.set_description_str(self.describe_progress())
-        has_read_all = self.samples_before + self.computed_samples >= self.most_samples
+        has_read_all = self.samples_before + self.computed_samples >= self.sample_limit
         if has_read_all and self.optimizer.local_epoch < self.final_epoch:
             passes, size = self.args.num_train_epochs, len(self.dataset["train"])
             logger.info(f"{passes:g} passes over {size:,} samples are done: ending")
@@ -299,7 +299,7 @@ class CollaborativeCallback:
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}  "
-                f"{show_progress(epoch, progress)}  {show_samples(progress)}".rstrip()
+                f"{format_progress(epoch, progress)}  {format_samples(progress)}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
         # a peer that takes over the swarm's state leaps over epochs, maybe over one that is due
@@ -384,20 +384,20 @@ class CollaborativeCallback:
         progress = measure_progress(
             self.optimizer.local_epoch, self.final_epoch, target_batch_size, list(self.recent_seconds)
         )
-        if self.computed_samples and self.most_samples < math.inf:
+        if self.computed_samples and self.sample_limit < math.inf:
             seconds = (time.monotonic() - self.train_start) / self.computed_samples
             computed = self.samples_before + self.computed_samples
-            left = max(0.0, self.most_samples - computed) * seconds
+            left = max(0.0, self.sample_limit - computed) * seconds
             if left <= progress.get("seconds_left", left):  # its data end before the run does
-                progress |= {"seconds_left": left, "own_samples": computed, "most_samples": int(self.most_samples)}
+                progress |= {"seconds_left": left, "own_samples": computed, "sample_limit": int(self.sample_limit)}
         return progress
 
     def check_data_wait(self, seconds: float) -> None:
         """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
         self.wait_share, self.waited = min(1.0, self.waited / max(seconds, 1e-9)), 0.0
         # not the first epoch, in which the data's workers start
-        self.hungry_epochs = self.hungry_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
-        if self.hungry_epochs == 3:
+        self.starved_epochs = self.starved_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
+        if self.starved_epochs == 3:
             logger.warning(
                 f"{self.wait_share:.0%} of the time goes into waiting for data: raise --dataloader_num_workers (now "
                 f"{self.args.dataloader_num_workers}), if this machine has cores to spare"
@@ -428,7 +428,7 @@ class CollaborativeCallback:
         eta = progress.eta_next_epoch - get_dht_time()
         speed = (progress.target_batch_size - progress.samples_accumulated) / eta if 0 < eta < math.inf else math.nan
         percent = min(100, 100 * progress.samples_accumulated // progress.target_batch_size)
-        course = show_progress(optimizer.local_epoch, self.measure_progress())
+        course = format_progress(optimizer.local_epoch, self.measure_progress())
         return (
             f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  "
             f"peers {peers}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "

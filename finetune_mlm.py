@@ -408,7 +408,7 @@ def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
     try:
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         seeds, settings = results["seeds"], dict(results["settings"])
-        show_table(results)  # it reads all that is read of a seed
+        format_table(results)  # it reads all that is read of a seed
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
@@ -439,7 +439,7 @@ def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: 
     }
 
 
-def show_table(results: dict) -> str:
+def format_table(results: dict) -> str:
     """Each metric's mean and spread over the seeds beside what the most frequent answer would score; then the seeds."""
     columns = ("mean", "deviation", "lowest", "highest", "most frequent answer")
     lines = [f"{results['task'] + ', validation':24}" + "".join(f"{column:>{len(column) + 3}}" for column in columns)]
@@ -506,7 +506,7 @@ def main(args: FinetuneArguments) -> None:
         # last: a seed that is in there is finished
         text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
         write_file(folder / "results.json", lambda file, text=text: file.write(text.encode()))
-    print(show_table(summarize(args, task, seeds, majority, counts)))
+    print(format_table(summarize(args, task, seeds, majority, counts)))
     print(f"model, predictions and results.json: {folder}")
 
 

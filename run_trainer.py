@@ -42,7 +42,7 @@ from machine.checkpoint import choose_state, claim_folders
 from machine.devices import all_finite, make_trial_batch, place_model, stop_when_out_of_memory, tune_to_device
 from machine.feed import make_feed
 from machine.preflight import run_preflight, warn_at_start
-from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
+from machine.ranks import DeviceGroup, RankLost, list_gradients, start_ranks
 from machine.training import make_trained_model, move_batch
 from models.build import find_longest_sequence
 from swarm.contract import join_run
@@ -73,7 +73,7 @@ def main(*groups) -> None:
         train(ranks, *groups)
 
 
-def train(ranks: Ranks, *groups) -> None:
+def train(ranks: DeviceGroup, *groups) -> None:
     """A trainer's life from its first look at the data to the saved model. With several devices each has a process, its
     rank, that lives this life; rank 0 alone speaks to the swarm and to the user."""
     swarm, model_args, optimizer_args, averaging_args, data_args, args = groups
@@ -109,7 +109,7 @@ def train(ranks: Ranks, *groups) -> None:
     handle_stop_signals()
     ranks.connect()
     ranks.require_same(tokenizer.name_or_path, tokenizer_fingerprint(tokenizer))
-    reader = ranks.share(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)
+    reader = ranks.broadcast(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)
 
     # device
     seed = data_seed(reader, model_args.seed)
@@ -120,7 +120,7 @@ def train(ranks: Ranks, *groups) -> None:
             optimizer.accumulate_on(device)
         target_batch_size = averaging_args.target_batch_size if is_main else None
         args = tune_to_device(model, make_trial, args, device, autocast, target_batch_size, ranks.count)
-    args = ranks.share(args)  # with the batch size that suits rank 0
+    args = ranks.broadcast(args)  # with the batch size that suits rank 0
 
     # the loop
     if is_main:
@@ -140,7 +140,7 @@ def train(ranks: Ranks, *groups) -> None:
             page=page,
         )
         callback.on_train_begin(saved_state)
-    epoch = ranks.follow(model, optimizer.local_epoch if is_main else 0, scaler)
+    epoch = ranks.broadcast_state(model, optimizer.local_epoch if is_main else 0, scaler)
     seed = data_seed(reader, model_args.seed, epoch)
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
@@ -173,7 +173,7 @@ def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, e
     while epoch < max_epoch:
         feed.begin_epoch(epoch)
         loss = accumulate_gradients(model, feed, args, ranks.device, autocast, scaler)
-        if not ranks.agree(loss is not None):
+        if not ranks.all_continue(loss is not None):
             # who stops all of them tells one after the other
             if ranks.number == 0 and loss is not None and not STOP_REQUESTED.wait(1.0):
                 raise RankLost("another rank of this machine was stopped")
@@ -187,11 +187,11 @@ def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, e
                 optimizer.step(batch_size=callback.batch_size)
             scaler.update()
             optimizer.zero_grad()
-            callback.on_step_end(loss, is_finite, feed.take_waited())
+            callback.on_step_end(loss, is_finite, feed.take_seconds_waited())
             epoch = optimizer.local_epoch
         else:
             model.zero_grad()
-        epoch = ranks.follow(model, epoch, scaler)
+        epoch = ranks.broadcast_state(model, epoch, scaler)
 
 
 def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, constr, root_validator
 
-from support.console import show_duration
+from support.console import format_duration
 
 logger = logging.getLogger("utils")
 
@@ -365,19 +365,19 @@ def measure_progress(
     return progress
 
 
-def show_progress(epoch: int, progress: dict[str, float]) -> str:
+def format_progress(epoch: int, progress: dict[str, float]) -> str:
     """`12% of 1,000 epochs, ends in 2 h 5 min`, or of a trainer's own samples; as much of it as is known."""
-    if "most_samples" in progress:
-        done, total, what = progress["own_samples"], progress["most_samples"], "samples of its data"
+    if "sample_limit" in progress:
+        done, total, what = progress["own_samples"], progress["sample_limit"], "samples of its data"
     elif "final_epoch" in progress:
         done, total, what = epoch, progress["final_epoch"], "epochs"
     else:
         return ""
-    left = f", ends in {show_duration(progress['seconds_left'])}" if progress.get("seconds_left") else ""
+    left = f", ends in {format_duration(progress['seconds_left'])}" if progress.get("seconds_left") else ""
     return f"{math.floor(1000 * min(1.0, done / total)) / 10:g}% of {total:,} {what}{left}"
 
 
-def show_samples(progress: dict[str, float]) -> str:
+def format_samples(progress: dict[str, float]) -> str:
     """`491,520 samples so far, 4,096 an epoch`: of the swarm; nothing where that is not known."""
     if "swarm_samples" not in progress:
         return ""

@@ -281,7 +281,7 @@ def collect_state(
 ) -> dict:
     """A copy, in host memory, of all that a process needs to go on from here.
 
-    :param optimizer: swarm.optimizer.Optimizer of this model; its copy of the parameters is the one that counts
+    :param optimizer: the CollaborativeOptimizer of this model; its copy of the parameters is the one that counts
     :param arguments: of the command line, by name
     :param counters: what else shall go on counting
     """

@@ -247,7 +247,7 @@ def compile_model(
     :param batch: of make_trial_batch
     """
     start = time.monotonic()
-    # or another number of labels would be another model: see objectives.keep_wanted_positions
+    # or another number of labels would be another model: see objectives.select_labelled_positions
     torch._dynamo.config.force_nn_module_property_static_shapes = False
     model.compile()
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)

@@ -34,7 +34,7 @@ from arguments import (
     TrainerArguments,
     parse_arguments,
 )
-from support.console import UserError, edge, setup_logging, show_bytes
+from support.console import UserError, edge, format_bytes, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -72,7 +72,7 @@ from swarm.contract import fetch_contracts, find_differences
 from swarm.dht import raise_file_limit
 from swarm.joining import check_addresses, explain_clock, explain_unreachable, start_dht
 from swarm.line import LINE
-from swarm.processes import calm_log, clean_end
+from swarm.processes import clean_end, quiet_hivemind_logs
 from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
 from text.batches import check_data_arguments
 from text.stored import load_tokenized_dataset
@@ -119,7 +119,7 @@ def check_disk(folder: str, parameters: int, kept: int) -> Check:
     needed = STATE_BYTES_PER_PARAMETER * parameters * (kept + 1)
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    finding = f"{folder} has {show_bytes(free)} free, up to {show_bytes(needed)} needed"
+    finding = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
     if free < needed:
         return Check("disk", "warning", finding, "free some, or choose another --output_dir: checkpoints would be lost")
     return Check("disk", "ok", finding)
@@ -127,7 +127,7 @@ def check_disk(folder: str, parameters: int, kept: int) -> Check:
 
 def check_memory(parameters: int) -> Check:
     free, needed = psutil.virtual_memory().available, HOST_BYTES_PER_PARAMETER * parameters
-    finding = f"{show_bytes(free)} free, {show_bytes(needed)} needed for {parameters:,} parameters, and batches"
+    finding = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {parameters:,} parameters, and batches"
     if free < needed:
         return Check("memory", "fatal", finding, "end other programs, add swap, or train a smaller --config_path")
     return Check(
@@ -140,7 +140,7 @@ def check_shared_memory(parameters: int) -> Check | None:
     if not os.path.isdir("/dev/shm"):
         return None
     free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
-    finding = f"/dev/shm has {show_bytes(free)} free, {show_bytes(needed)} needed"
+    finding = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
     if free < needed:
         return Check(
             "shared memory", "fatal", finding, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
@@ -187,19 +187,21 @@ async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode
     return sorted(differences)[len(differences) // 2] if differences else None
 
 
-def check_way_in(seen_at: list[str], is_reachable: bool | None, averagers: int) -> Check:
+def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: int) -> Check:
     where = " and ".join(seen_at)
     if is_reachable is None:
         finding = "no peer could be asked whether others can reach this one"
-        return Check("way in", "warning", finding, "if you are behind a firewall or router, use --client_mode")
+        return Check("connection", "warning", finding, "if you are behind a firewall or router, use --client_mode")
     if is_reachable:
-        return Check("way in", "ok", f"others reach this peer at {where}")
+        return Check("connection", "ok", f"others reach this peer at {where}")
     cure = "behind a firewall: use --client_mode, or open a port and give it in --host_maddrs"
     if averagers:
         finding = f"others cannot reach this peer at {where}; {averagers} that average can be reached from here"
-        return Check("way in", "warning", finding, f"{cure}. Without either, it will choose client mode by itself")
+        return Check("connection", "warning", finding, f"{cure}. Without either, it will choose client mode by itself")
     finding = f"others cannot reach this peer at {where}, and nobody averages here whom a client could reach"
-    return Check("way in", "warning", finding, f"{cure}. Without either, it will go through a relay, which is slower")
+    return Check(
+        "connection", "warning", finding, f"{cure}. Without either, it will go through a relay, which is slower"
+    )
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
     )
     LINE.expect_round(seconds)
     finding = (
-        f"a round moves {show_bytes(size)} each way, about {seconds:.1f} s at {averaging.bandwidth:g} Mbit/s "
+        f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {averaging.bandwidth:g} Mbit/s "
         f"(--bandwidth); {LINE.describe_times()}"
     )
     cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
@@ -365,7 +367,7 @@ def check_others(swarm: SwarmArguments, averaging: AveragingArguments, contract:
         yield Check("peer", "ok", "no --initial_peers: a swarm of its own")
     if reasons and all(reasons.values()):
         return [], averaging
-    calm_log()
+    quiet_hivemind_logs()
     validators, _ = make_validators(swarm.experiment_prefix)
     dht, failure = attempt("joining", lambda: start_dht(resolved, validators, client_mode=resolved.client_mode))
     if failure:
@@ -440,11 +442,11 @@ def check_swarm(dht: hivemind.DHT, swarm: SwarmArguments) -> Iterator[Check]:
     if swarm.initial_peers:
         yield check_clock(dht.run_coroutine(partial(measure_clock, swarm.initial_peers)))
         if swarm.client_mode:
-            yield Check("way in", "ok", "client mode: others need not reach this peer")
+            yield Check("connection", "ok", "client mode: others need not reach this peer")
         else:
             seen_at, is_reachable = find_reachability(dht, swarm.initial_peers)
             averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
-            yield check_way_in(seen_at, is_reachable, averagers)
+            yield check_connection(seen_at, is_reachable, averagers)
     yield check_announced([m for m in maddrs if not is_relayed(m)], swarm.initial_peers, swarm.client_mode)
 
 
@@ -471,7 +473,7 @@ def run_preflight(*groups) -> int:
     checks = []
     for check in check_all(*groups):
         checks.append(check)
-        print(show_check(check), flush=True)
+        print(format_check(check), flush=True)
     fatal, warnings = (sum(check.level == level for check in checks) for level in ("fatal", "warning"))
     if fatal:
         print(f"\n{fatal} fatal, {warnings} warning{'s'[: warnings != 1]}: mend what is fatal before you train")
@@ -480,7 +482,7 @@ def run_preflight(*groups) -> int:
     return 2 if fatal else 0
 
 
-def show_check(check: Check) -> str:
+def format_check(check: Check) -> str:
     """`level  what  finding`, and the cure below it unless all is well; wrapped to the terminal's width."""
     color = {"ok": "32", "warning": "33", "fatal": "31"}[check.level] if sys.stdout.isatty() else None
     level = f"\033[{color}m{check.level:<8}\033[0m" if color else f"{check.level:<8}"

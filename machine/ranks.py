@@ -46,7 +46,7 @@ class RankLost(Exception):
     """Another rank has ended, or cannot be reached."""
 
 
-def start_ranks(args: TrainerArguments) -> "Ranks":
+def start_ranks(args: TrainerArguments) -> "DeviceGroup":
     """This process's part: a rank of those that torchrun has started; or rank 0, which starts the others, where there
     are several devices; or the only one. Starts no thread, and makes no CUDA context."""
     devices = choose_devices(args)
@@ -56,7 +56,7 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
     if not is_started and len(devices) > 1:
         return start_others(devices)
     if not is_started or count == len(devices) == 1:
-        return Ranks(0, devices)
+        return DeviceGroup(0, devices)
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         raise UserError(
             "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
@@ -70,7 +70,7 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
             "(--device, --num_devices): let --nproc_per_node be that number"
         )
     if count == 1:
-        return Ranks(0, devices[:1])
+        return DeviceGroup(0, devices[:1])
     if path := os.environ.get(STORE_VARIABLE):
         store = dist.FileStore(path, count)
     else:
@@ -78,10 +78,10 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
     if number > 0:  # rank 0 speaks for all, unless something is wrong
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
-    return Ranks(number, devices[:count], store)
+    return DeviceGroup(number, devices[:count], store)
 
 
-def start_others(devices: list[torch.device]) -> "Ranks":
+def start_others(devices: list[torch.device]) -> "DeviceGroup":
     """Start this very command once more for each device but the first."""
     folder = tempfile.mkdtemp(prefix="ranks_")
     path, count = os.path.join(folder, "store"), len(devices)
@@ -98,10 +98,10 @@ def start_others(devices: list[torch.device]) -> "Ranks":
         command = [sys.executable, *sys.orig_argv[1:]]
         children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
     signal.signal(signal.SIGINT, handler)
-    return Ranks(0, devices, dist.FileStore(path, count), children, folder)
+    return DeviceGroup(0, devices, dist.FileStore(path, count), children, folder)
 
 
-class Ranks:
+class DeviceGroup:
     """One process's part among those of a machine that make up one peer. With a single one nothing here does anything.
 
     Waits for the others raise RankLost when one of them has ended. With `with`, that is one line, and exit code 1.
@@ -121,7 +121,7 @@ class Ranks:
         self.group: dist.ProcessGroup | None = None
         self.sent_versions: list[int] = []
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> "DeviceGroup":
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> bool:
@@ -212,7 +212,7 @@ class Ranks:
 
     # -- afterwards: each is called by all ranks, in the same order
 
-    def share(self, value: object = None) -> object:
+    def broadcast(self, value: object = None) -> object:
         """Rank 0's value, on every rank."""
         values = [value]
         if self.count > 1:
@@ -222,10 +222,10 @@ class Ranks:
 
     def require_same(self, what: str, value: object) -> None:
         """A UserError where this rank has found another value than rank 0."""
-        if self.share(value) != value:
+        if self.broadcast(value) != value:
             raise UserError(f"{what} has changed while the ranks of this machine started: start them again")
 
-    def agree(self, goes_on: bool) -> bool:
+    def all_continue(self, goes_on: bool) -> bool:
         """Whether all ranks go on."""
         if self.count == 1:
             return goes_on
@@ -247,7 +247,7 @@ class Ranks:
                     spread_bucket(bucket, flat.div_(self.count))
 
     @torch.no_grad()
-    def follow(self, model: torch.nn.Module, epoch: int, scaler: torch.amp.GradScaler) -> int:
+    def broadcast_state(self, model: torch.nn.Module, epoch: int, scaler: torch.amp.GradScaler) -> int:
         """Bring all to where rank 0 is: its epoch, which is returned, the scale of its losses, and, when its weights
         have changed, these and the buffers. They change between epochs too, when others' have been averaged."""
         if self.count == 1:

@@ -97,7 +97,7 @@ def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str
     """The model's inputs on the device. What would make a GPU wait for the host is found out here, on the host: where
     the labels are; and whether there is no padding, so that attention needs no mask and takes its fastest way."""
     positions = find_labelled_positions(batch["labels"])
-    if device.type == "cuda":  # as Feed does with the rest: from other memory the host waits for the copy
+    if device.type == "cuda":  # as DeviceFeed does with the rest: from other memory the host waits for the copy
         positions = positions.pin_memory()
     batch = dict(batch, labelled_positions=positions)
     if batch["attention_mask"].all():

@@ -22,14 +22,14 @@ def fetch_contracts(dht: hivemind.DHT, prefix: str, timeout: float = FETCH_TIMEO
 
 
 @dataclasses.dataclass
-class Plan:
+class RunSchedule:
     """What the contracts of a run's trainers say about its course."""
 
     target_batch_size: int | None = None  # samples that make an epoch
     total_steps: int | None = None  # epochs, at the end of which the learning rate is lowest
 
 
-def find_plan(dht: hivemind.DHT, prefix: str, timeout: float) -> Plan | None:
+def find_run_schedule(dht: hivemind.DHT, prefix: str, timeout: float) -> RunSchedule | None:
     """By the contract that most trainers have published; None while there is none.
 
     :param timeout: seconds to wait for the DHT
@@ -41,10 +41,10 @@ def find_plan(dht: hivemind.DHT, prefix: str, timeout: float) -> Plan | None:
         numbers = Counter(int(match[1]) for match in matches if match)
         return numbers.most_common(1)[0][0] if numbers else None
 
-    plan = Plan(
+    schedule = RunSchedule(
         find_most_frequent("target_batch_size", r"(\d{1,9})"), find_most_frequent("schedule", r".*\btotal (\d{1,9})")
     )
-    return plan if contracts else None
+    return schedule if contracts else None
 
 
 def publish_contract(

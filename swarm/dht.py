@@ -15,7 +15,7 @@ from hivemind.p2p import P2P, PeerID
 from support.console import UserError
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
-from swarm.processes import STOPPING, live_as_helper
+from swarm.processes import STOPPING, become_helper
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
 TOUCHES = 60  # pings after which a lost peer is given up
@@ -78,7 +78,7 @@ class DHT(hivemind.DHT):
         self.watching = self.run_coroutine(watch_line, return_future=True)
 
     def run(self) -> None:
-        live_as_helper()
+        become_helper()
         try:
             super().run()
         except EOFError:

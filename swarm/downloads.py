@@ -1,9 +1,9 @@
 """A state in blocks: a donor describes it and gives any of them; who joins fetches them from all donors that have it.
 And the gradients of a step in the same way, for those who have the state before it.
 
-Peers of one epoch and lineage have the same state but for the last bits, as they have averaged in another order and
-through compression: no hash tells whether they do. Here each block is compared by its norm and its sum, between donors
-before anything is fetched, and with what has arrived.
+Peers of one epoch and history digest have the same state but for the last bits, as they have averaged in another order
+and through compression: no hash tells whether they do. Here each block is compared by its norm and its sum, between
+donors before anything is fetched, and with what has arrived.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ logger = logging.getLogger("swarm")
 
 BLOCK = 2**16  # numbers that are asked for, checked and, when a donor breaks off, asked for again together
 MAX_BLOCKS = 256  # in one request
-MAX_LINEAGE = 64  # bytes
+MAX_HISTORY_DIGEST = 64  # bytes
 UNDER_WAY = 2  # requests to each donor: while one of them is on its way, the donor answers the other
 # of a donor's line that a request takes: more than it is under way, but all wait for the slowest one at the end
 LEAST_SECONDS, MOST_SECONDS = 0.1, 0.5
@@ -96,8 +96,8 @@ def differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | f
 
 
 def read_request(data: bytes) -> list | None:
-    """What a peer asks for: [epoch] for the description of a state of at least that epoch; [epoch, lineage] for that of
-    the step from this state to the next one; [epoch, lineage, numbers of blocks] for these blocks of what was
+    """What a peer asks for: [epoch] for the description of a state of at least that epoch; [epoch, digest] for that of
+    the step from this state to the next one; [epoch, digest, numbers of blocks] for these blocks of what was
     described. None: nothing that a peer would ask for."""
     try:
         request = MSGPackSerializer.loads(data) if data else [0]
@@ -112,7 +112,12 @@ class Snapshot:
     """A state, or the gradients of a step, that a donor keeps while it is being fetched."""
 
     def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo]):
-        self.epoch, self.lineage, self.tensors, self.infos = metadata["epoch"], metadata["lineage"], tensors, infos
+        self.epoch, self.history_digest, self.tensors, self.infos = (
+            metadata["epoch"],
+            metadata["lineage"],
+            tensors,
+            infos,
+        )
         self.blocks = list_blocks(infos)
         self.taken, self.used = time.monotonic(), {}  # and when each peer has fetched something of it last
         self.description = metadata | {
@@ -196,9 +201,9 @@ def read_description(
     :raises UnusableState: something is missing or wrong
     """
     if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
-        raise UnusableState("it has no lineage")
-    if len(metadata["lineage"].encode()) > MAX_LINEAGE:
-        raise UnusableState("its lineage is too long")
+        raise UnusableState("it has no history digest")
+    if len(metadata["lineage"].encode()) > MAX_HISTORY_DIGEST:
+        raise UnusableState("its history digest is too long")
     if type(metadata.get("epoch")) is not int:
         raise UnusableState("it has no epoch")
     if metadata["epoch"] < min_epoch:

@@ -39,7 +39,7 @@ from swarm.addresses import (
     select_for_others,
 )
 from swarm.dht import DHT, check_versions, raise_file_limit
-from swarm.processes import calm_log, end_when_it_dies
+from swarm.processes import exit_when_dead, quiet_hivemind_logs
 from swarm.reachability import (
     answer_newcomers,
     find_direct_averagers,
@@ -66,7 +66,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
     """
     swarm = check_addresses(swarm)
     raise_file_limit()
-    calm_log()
+    quiet_hivemind_logs()
     validators, public_key = make_validators(swarm.experiment_prefix)
     dht = start_dht(swarm, validators, client_mode=swarm.client_mode)
     if swarm.initial_peers and not swarm.client_mode:
@@ -76,7 +76,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
             logger.warning(f"others cannot reach this peer {where}: check --announce_maddrs and the firewall")
         elif is_reachable is False:
             dht = restart_unreachable(swarm, validators, dht, where)
-    end_when_it_dies(dht, "DHT")
+    exit_when_dead(dht, "DHT")
     connected = dht.run_coroutine(partial(find_direct_peers, swarm.initial_peers))
     if silent := [maddr for maddr in swarm.initial_peers if maddr not in connected and not swarm.use_ipfs]:
         # in the background: nobody waits for a peer that does not answer, as long as another one does

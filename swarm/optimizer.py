@@ -19,7 +19,7 @@ from hivemind.utils import get_dht_time
 from arguments import AveragingArguments
 from swarm.dht import find_answering_peers
 from swarm.line import LINE, from_line
-from swarm.processes import STOP_REQUESTED, end_when_it_dies
+from swarm.processes import STOP_REQUESTED, exit_when_dead
 from swarm.progress import ProgressTracker
 from swarm.rounds import GradientAverager, OutOfStep, count_bits
 from swarm.states import StateAverager, list_params
@@ -45,7 +45,7 @@ class AveragingFailed(Exception):
     """A gradient averaging round came to nothing; its gradients are kept."""
 
 
-class Optimizer(hivemind.Optimizer):
+class CollaborativeOptimizer(hivemind.Optimizer):
     """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that waits for nobody in vain.
 
     After a failed round the epoch stays, the gradients are kept, and a later `step` tries again.
@@ -107,7 +107,8 @@ class Optimizer(hivemind.Optimizer):
         the values before it, for others those after it, as all peers do that lose their connection in it.
 
         :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
-            local_epoch, lineage, total_samples; all of it of types that torch.load reads with weights_only=True
+            local_epoch, lineage (the history digest), total_samples; all of it of types that torch.load reads with
+            weights_only=True
         """
         averager = self.state_averager
         with averager.lock_optimizer, torch.no_grad():
@@ -117,7 +118,7 @@ class Optimizer(hivemind.Optimizer):
                 "optimizer": copy.deepcopy(self.opt.state_dict()),
                 "scheduler": copy.deepcopy(averager.scheduler.state_dict()),
                 "local_epoch": averager.scheduler.last_epoch,
-                "lineage": averager.lineage,
+                "lineage": averager.history_digest,
                 "total_samples": self.total_samples,
             }
 
@@ -153,7 +154,7 @@ class Optimizer(hivemind.Optimizer):
             scheduler = averager.scheduler
             scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
             averager.set_epoch(epoch)
-            averager.lineage = state.get("lineage", "")
+            averager.history_digest = state.get("lineage", "")
         averager._apply_optimizer_parameters_()
         self.grad_averager.last_step = None
         self.grad_averager.reset_accumulated_grads_()
@@ -170,7 +171,7 @@ class Optimizer(hivemind.Optimizer):
     def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
         if self.auxiliary:
             self._follow_trainers()
-            if len(self.tracker.in_step) < 2:
+            if len(self.tracker.peers_at_epoch) < 2:
                 return None  # who is alone needs no help
         elif self._should_load_state_from_peers():
             # hivemind drops what this step has computed
@@ -228,7 +229,7 @@ class Optimizer(hivemind.Optimizer):
         if loaded is None:
             return False
         gradients, group_id = loaded
-        before = self.local_epoch, self.state_averager.lineage
+        before = self.local_epoch, self.state_averager.history_digest
         with self.grad_averager.get_tensors() as averaged_gradients:
             for tensor, gradient in zip(averaged_gradients, gradients, strict=True):
                 tensor.copy_(gradient)
@@ -238,10 +239,10 @@ class Optimizer(hivemind.Optimizer):
         self._offer_last_step(*before)
         return True
 
-    def _offer_last_step(self, epoch: int, lineage: str) -> None:
+    def _offer_last_step(self, epoch: int, digest: str) -> None:
         """To who was late for it; in the background, the optimizer may be using its gradients still."""
         if not self.delay_optimizer_step:
-            self.grad_averager.last_step = epoch, lineage, self.state_averager.group_id
+            self.grad_averager.last_step = epoch, digest, self.state_averager.group_id
 
     @property
     def _download_timeout(self) -> float:
@@ -357,22 +358,23 @@ class Optimizer(hivemind.Optimizer):
             start=True,
             **kwargs,
         )
-        end_when_it_dies(averager, "state averager")
+        exit_when_dead(averager, "state averager")
         if self.client_mode:
             averager.offer_states()
         return averager
 
     def _make_gradient_averager(self, *args, **kwargs):
         averager = super()._make_gradient_averager(*args, **kwargs)
-        end_when_it_dies(averager, "gradient averager")
+        exit_when_dead(averager, "gradient averager")
         return averager
 
     def _maybe_schedule_gradient_averaging(self) -> None:
-        self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
-        others = self.tracker.in_step
+        digest = self.state_averager.history_digest
+        self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
+        others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
-        self.grad_averager.expect(others, at_least=1 + len(others) * self._averages_in_step())
-        self.state_averager.expect(others)
+        self.grad_averager.set_expected_peers(others, at_least=1 + len(others) * self._averages_in_step())
+        self.state_averager.set_expected_peers(others)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
@@ -413,7 +415,9 @@ class Optimizer(hivemind.Optimizer):
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
             present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
-            absent = [peer_id for peer_id in self.tracker.in_step if peer_id in present and peer_id not in took_part]
+            absent = [
+                peer_id for peer_id in self.tracker.peers_at_epoch if peer_id in present and peer_id not in took_part
+            ]
             # nobody can ping a peer in client mode
             self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
             self._question(absent)
@@ -453,7 +457,7 @@ class Optimizer(hivemind.Optimizer):
             if waited > self.matchmaking_time and not has_waited:
                 has_waited = True
                 self._leave_out_idle(asked)
-            others = self.tracker.in_step
+            others = self.tracker.peers_at_epoch
             if not self._averages_in_step():
                 at_least = 1
             elif not has_waited:
@@ -462,7 +466,7 @@ class Optimizer(hivemind.Optimizer):
                 # they may be busy with a round that this peer has left
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
-            self.grad_averager.expect(others, at_least)
+            self.grad_averager.set_expected_peers(others, at_least)
             if time.monotonic() < next_look:
                 continue
             if STOP_REQUESTED.is_set():
@@ -472,12 +476,12 @@ class Optimizer(hivemind.Optimizer):
             if self._has_missed_the_round():
                 raise AllreduceException("the others have stepped without this peer")
             if waited > patience and not self.tracker.is_impatient:
-                before = len(self.tracker.in_step)
+                before = len(self.tracker.peers_at_epoch)
                 self.tracker.impatient_epoch = self.local_epoch
-                if patience and len(self.tracker.in_step) < before:  # in vain
+                if patience and len(self.tracker.peers_at_epoch) < before:  # in vain
                     self._patient_from = self.local_epoch + PATIENT_EVERY
-            self._question(self.tracker.in_step, wait=True)
-            if not self.tracker.in_step:
+            self._question(self.tracker.peers_at_epoch, wait=True)
+            if not self.tracker.peers_at_epoch:
                 raise AllreduceException("nobody else is there")
             next_look = time.monotonic() + FIRST_LOOK
 
@@ -519,7 +523,7 @@ class Optimizer(hivemind.Optimizer):
         background: neighbours an epoch apart are nothing unusual there.
         """
         group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
-        is_one_group = group_size is None or len(self.tracker.in_step) + (not self.auxiliary) <= group_size
+        is_one_group = group_size is None or len(self.tracker.peers_at_epoch) + (not self.auxiliary) <= group_size
         return is_one_group and not self.delay_grad_averaging
 
     def _has_missed_the_round(self) -> bool:
@@ -537,14 +541,14 @@ class Optimizer(hivemind.Optimizer):
             return
         if self.tracker.last_fetch < self._retry_after:
             return
-        if not self.tracker.in_step and not self.auxiliary:
+        if not self.tracker.peers_at_epoch and not self.auxiliary:
             # newcomers have to download the state of who goes ahead alone: one more look first
             with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
                 self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
-            if self.tracker.in_step:
+            if self.tracker.peers_at_epoch:
                 return
         samples = self.grad_averager.local_samples_accumulated
-        before = self.local_epoch, self.state_averager.lineage
+        before = self.local_epoch, self.state_averager.history_digest
         try:
             super()._update_global_epoch(grad_scaler)
             self._offer_last_step(*before)
@@ -598,8 +602,10 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
 
 
-def make_swarm_optimizer(dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, **options) -> Optimizer:
-    """An Optimizer by the flags.
+def make_swarm_optimizer(
+    dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, **options
+) -> CollaborativeOptimizer:
+    """A CollaborativeOptimizer by the flags.
 
     :param options: of hivemind.Optimizer, which no flag of averaging sets
     """
@@ -608,7 +614,7 @@ def make_swarm_optimizer(dht: hivemind.DHT, prefix: str, averaging: AveragingArg
         return {name: getattr(averaging, name) for name in names}
 
     averager_options = select("target_group_size", "min_vector_size")
-    return Optimizer(
+    return CollaborativeOptimizer(
         dht=dht,
         run_id=prefix,
         target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,

@@ -69,7 +69,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         progress = super()._parse_swarm_progress_data(counted)
         # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
         # one that is far behind, for which the others would wait in each round
-        progress.num_peers = len(self.in_step) + 1
+        progress.num_peers = len(self.peers_at_epoch) + 1
         return progress
 
     @property
@@ -82,7 +82,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         return self.local_progress.epoch == self.impatient_epoch
 
     @property
-    def in_step(self) -> list[bytes]:
+    def peers_at_epoch(self) -> list[bytes]:
         """Ids of the other peers that are there and at this peer's epoch, or about to be."""
         # who is one epoch behind makes the others' step just now; worth to wait for, once
         epoch = self.local_progress.epoch - (not self.is_impatient)

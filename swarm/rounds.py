@@ -22,7 +22,7 @@ from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 from swarm.dht import find_answering_peers
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered
-from swarm.processes import live_as_helper
+from swarm.processes import become_helper
 
 logger = logging.getLogger("swarm")
 
@@ -305,7 +305,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     gives_up_early = False
 
     def run(self) -> None:
-        live_as_helper()
+        become_helper()
         super().run()
 
     bandwidth = from_line("mbits")
@@ -343,16 +343,16 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # for others who have gone on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    def expect(self, peer_ids: Iterable[bytes], at_least: int = 1) -> None:
+    def set_expected_peers(self, peer_ids: Iterable[bytes], at_least: int = 1) -> None:
         """A group with these other peers in it is complete and starts at once, also one that has formed already.
 
         :param at_least: how many of them and this peer it takes; where it is more than 1, so many are enough
         """
         if (expected := (frozenset(peer_ids), at_least)) != self._expected:
             self._expected = expected
-            self._outer_pipe.send(("_expect", [*expected], {}))
+            self._outer_pipe.send(("_set_expected_peers", [*expected], {}))
 
-    async def _expect(self, expected: frozenset[bytes], at_least: int) -> None:
+    async def _set_expected_peers(self, expected: frozenset[bytes], at_least: int) -> None:
         """Runs in the averager's process."""
         # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
         self._matchmaking.__class__ = PromptMatchmaking
@@ -477,8 +477,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                     return
 
 
-def is_standing(item: object) -> bool:
-    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, lineage]."""
+def is_round_state(item: object) -> bool:
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, history digest]."""
     return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str]
 
 
@@ -488,16 +488,17 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
     Averages peers of one state only. hivemind lets a peer that has lost a round average its old gradients with
     everybody's new ones, for ever one epoch behind; and two halves of a swarm that could not reach each other for a
     while, or a peer that has stepped alone, go on with other weights and moments than the rest. So peers gather where
-    they stand, their epoch and their lineage (see StateAverager): the majority goes on, the others take over its state.
-    And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
+    they stand, their epoch and their history digest (see StateAverager): the majority goes on, the others take over its
+    state. And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops
+    them.
     """
 
     is_urgent = True
     content = "gradients"
-    #: set by the optimizer: [epoch, whether the whole swarm averages in step, lineage] of the gradients
-    standing = [0, False, ""]
-    #: epoch and lineage of the state that the averaged gradients have moved on, and the group that made them; None once
-    #: the next round has begun. Set by the optimizer
+    #: set by the optimizer: [epoch, whether the whole swarm averages in step, history digest] of the gradients
+    round_state = [0, False, ""]
+    #: epoch and history digest of the state that the averaged gradients have moved on, and the group that made them;
+    #: None once the next round has begun. Set by the optimizer
     last_step: tuple[int, str, bytes] | None = None
 
     def __init__(self, *args, **kwargs):
@@ -508,14 +509,14 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         super().__init__(*args, **kwargs)
 
     def schedule_step(self, *args, **kwargs):
-        return super().schedule_step(*args, gather=self.standing, **kwargs)
+        return super().schedule_step(*args, gather=self.round_state, **kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
         of_group = [read_gathered(data) for data in group_info.gathered]
         # auxiliary peers have no gradients, and average anybody's
         trainers = [index for index, (mode, *_) in enumerate(of_group) if mode != AveragingMode.AUX]
-        if trainers and all(is_standing(of_group[index][1]) and of_group[index][1][1] for index in trainers):
+        if trainers and all(is_round_state(of_group[index][1]) and of_group[index][1][1] for index in trainers):
             standings = {index: (of_group[index][1][0], of_group[index][1][2]) for index in trainers}
             votes = Counter(standings.values())
             # among equals not one that is far behind; then that of a peer that gives it to anybody, as clients give

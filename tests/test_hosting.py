@@ -123,7 +123,7 @@ def test_archive_by_url_or_path_becomes_the_folder_it_was_made_of(server, hosted
 
 def test_a_folder_stays_what_it_is(tiny_data, cache):
     folder = tiny_data["--dataset_path"]
-    assert fetch.fetch_data(str(folder), None, cache) == fetch.Data(folder)
+    assert fetch.fetch_data(str(folder), None, cache) == fetch.FetchedDataset(folder)
     assert not cache.exists()
     expect_stop("--dataset_sha256", str(folder), "0" * 64, cache)
     for address in ("s3://bucket/a.tar", "http://[bad/a.tar", "http://host:x/a.tar"):

@@ -143,12 +143,12 @@ def read_wandb_history(path: Path) -> dict[int, dict]:
     return history
 
 
-def test_curves_and_thanks_survive_a_restart(start, tmp_path):
+def test_curves_and_contributors_survive_a_restart(start, tmp_path):
     """Killed and started again with what it has written; then the run itself begins anew."""
     prefix, output_dir, key = make_prefix(), tmp_path / "out", RSAPrivateKey()
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
 
-    def thanks() -> dict[str, int]:
+    def contributors() -> dict[str, int]:
         peers = json.loads((output_dir / "summary.json").read_text())["peers"]
         return {label: peer["total_samples"] for label, peer in peers.items()}
 
@@ -162,7 +162,7 @@ def test_curves_and_thanks_survive_a_restart(start, tmp_path):
         monitor.assert_clean_end(30)
         assert not (tmp_path / "wandb").exists()
         stayed, left = peer_label(first.subkey), peer_label(second.subkey)
-    assert thanks() == {stayed: 1064, left: 1064}
+    assert contributors() == {stayed: 1064, left: 1064}
 
     # the one that is back goes on from a checkpoint; a monitor that is killed at once loses nothing
     for name in ("two", "three"):
@@ -183,7 +183,7 @@ def test_curves_and_thanks_survive_a_restart(start, tmp_path):
     (aside,) = output_dir.glob("summary-until-*.json")
     assert json.loads(aside.read_text())["peers"][stayed]["total_samples"] == 1064 + 64 + 64
     assert json.loads(aside.read_text())["peers"][left]["total_samples"] == 1064
-    assert thanks() == {stayed: 192}
+    assert contributors() == {stayed: 192}
     epochs = read_epochs(output_dir)
     assert [entry["epoch"] for entry in epochs] == [40, 41, 42, 43, 2, 3]
     # before, the two published one after the other

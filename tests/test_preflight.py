@@ -14,13 +14,13 @@ from machine.preflight import (
     check_announced,
     check_bandwidth,
     check_clock,
+    check_connection,
     check_disk,
     check_epoch_time,
     check_memory,
     check_step_time,
-    check_way_in,
     estimate_round_seconds,
-    show_check,
+    format_check,
 )
 from swarm.addresses import explain_silence
 
@@ -59,11 +59,11 @@ def test_what_is_fatal_and_what_a_warning():
         *("ok", "warning", "fatal", "fatal", "warning")
     ]
     assert "3,600.0 s ahead" in check_clock(3600.0).finding
-    assert [check_way_in(["11.0.0.1"], *seen).level for seen in ((True, 0), (False, 1), (False, 0))] == [
+    assert [check_connection(["11.0.0.1"], *seen).level for seen in ((True, 0), (False, 1), (False, 0))] == [
         *("ok", "warning", "warning")
     ]
-    assert check_way_in([], None, 0).level == "warning"
-    assert "--client_mode" in check_way_in(["11.0.0.1"], False, 1).cure
+    assert check_connection([], None, 0).level == "warning"
+    assert "--client_mode" in check_connection(["11.0.0.1"], False, 1).cure
     assert check_announced([HOME], [PUBLIC], client_mode=False).level == "warning"
     assert check_announced([HOME], [HOME], client_mode=False).level == "ok"
     assert check_announced([HOME], [PUBLIC], client_mode=True).level == "ok"
@@ -75,8 +75,8 @@ def test_what_is_fatal_and_what_a_warning():
 
 
 def test_a_line_of_the_table():
-    assert show_check(Check("clock", "ok", "fine", "no cure")) == "ok      clock           fine"
-    lines = show_check(Check("clock", "fatal", "it is late", "set it")).splitlines()
+    assert format_check(Check("clock", "ok", "fine", "no cure")) == "ok      clock           fine"
+    lines = format_check(Check("clock", "fatal", "it is late", "set it")).splitlines()
     assert lines == ["fatal   clock           it is late", " " * 24 + "-> set it"]
 
 
@@ -155,7 +155,7 @@ def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     good = start("good", *preflight, "--initial_peers", peers)
     assert good.wait(90) == 0, good.text
     table = {line[8:23].strip(): line[:8].strip() for line in good.text.splitlines() if line[:1] not in (" ", "")}
-    for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "way in", "settings"):
+    for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "connection", "settings"):
         assert table[what] == "ok", good.text
     assert {"step time", "epoch time", "bandwidth", "own addresses"} < set(table), good.text
     assert good.text.splitlines()[-1].startswith("ready to train")

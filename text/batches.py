@@ -99,7 +99,7 @@ def cut_rows(
     return flat, kept_first + kept_second
 
 
-class MaskedBatches:
+class IndexedBatches:
     """Random access to batches of a split: (row numbers, seed of the masks, sequence length or None) -> batch. State:
     the open Arrow table."""
 
@@ -134,7 +134,7 @@ class MaskedBatches:
         return self.collator.collate(flat, lengths, np.random.default_rng(mask_seed), longest)
 
 
-def list_batches(batches: MaskedBatches, batch_size: int, max_samples: int | None = None) -> list[dict]:
+def list_batches(batches: IndexedBatches, batch_size: int, max_samples: int | None = None) -> list[dict]:
     """All batches of a split, or those of max_samples random rows of it, in order of length.
 
     Rows and masks are the same at each call and on each peer, whatever the batch size: losses can be compared.
@@ -167,7 +167,7 @@ def group_by_length(lengths: np.ndarray, batch_size: int, generator: np.random.G
 
 
 class LengthGroupedOrder:
-    """Endless keys of MaskedBatches, but the sequence length, pass after pass."""
+    """Endless keys of IndexedBatches, but the sequence length, pass after pass."""
 
     def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
         self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
@@ -182,16 +182,16 @@ class LengthGroupedOrder:
 
 
 class ShardedBatches:
-    """MaskedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
+    """IndexedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
     open; each process opens it for itself."""
 
     def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments):
         self.split, self.options = split, (make_collator, args)
         self.folder: Path | None = None
 
-    def open(self, folder: Path) -> MaskedBatches:
+    def open(self, folder: Path) -> IndexedBatches:
         if folder != self.folder:
-            self.folder, self.batches = folder, MaskedBatches(self.split.load(folder), *self.options)
+            self.folder, self.batches = folder, IndexedBatches(self.split.load(folder), *self.options)
         return self.batches
 
     def __getitem__(self, key: tuple[Path, np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from arguments import TokenizeArguments
-from support.console import UserError, show_bytes
+from support.console import UserError, format_bytes
 from support.files import hash_file, unfinished_folder
 from text.instances import KINDS, PAIRS
 from text.stored import load_tokenized_dataset, write_dataset
@@ -68,7 +68,7 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
     size = sum(path.stat().st_size for path in made)
     print(
         f"packed {dataset_path} and {tokenizer_path} into {len(made)} file{'s'[: len(made) != 1]} of "
-        f"{show_bytes(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
+        f"{format_bytes(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
         f"then for each trainer:\n--dataset_path https://YOUR_HOST/{made[0].name} --dataset_sha256 {sha256}"
     )
 

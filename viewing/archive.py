@@ -45,7 +45,7 @@ from machine.checkpoint import (
     set_aside,
 )
 from swarm.contract import compare_with_run
-from swarm.optimizer import Optimizer
+from swarm.optimizer import CollaborativeOptimizer
 from text.tokenizers import tokenizer_fingerprint
 from utils import SwarmMetrics
 from viewing.hub import Publisher, explain_failure, find_token, read_stamp
@@ -83,7 +83,7 @@ class CheckpointHandler:
         *,
         model: torch.nn.Module,
         tokenizer,
-        optimizer: Optimizer,
+        optimizer: CollaborativeOptimizer,
         arguments: dict,
     ):
         self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(output_dir)
@@ -208,7 +208,7 @@ def make_observer(
     optimizer_args: OptimizerArguments,
     averaging_args: AveragingArguments,
     tokenizer,
-) -> tuple[torch.nn.Module, Optimizer, dict[str, str]]:
+) -> tuple[torch.nn.Module, CollaborativeOptimizer, dict[str, str]]:
     """What a role that computes no gradients needs to take the trainers' states, or to average for them.
 
     :returns: model and optimizer as the trainers build them, and the contract that this implies; where that of live

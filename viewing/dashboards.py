@@ -137,18 +137,20 @@ def group_metrics(values: dict) -> dict:
     return {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
 
 
-def report_to_dashboard(dashboard, values: dict, thanks: Sequence[dict] = ()):
+def report_to_dashboard(dashboard, values: dict, contributors: Sequence[dict] = ()):
     """Log one epoch without waiting; returns the dashboard, or None once it has failed.
 
     :param values: metrics by name, `epoch` among them
-    :param thanks: rows of a table
+    :param contributors: rows of a table
     """
     if dashboard is None:
         return None
     try:
         table = {}
-        if thanks:
-            table["thanks"] = dashboard.Table(columns=list(thanks[0]), data=[list(row.values()) for row in thanks])
+        if contributors:
+            table["contributors"] = dashboard.Table(
+                columns=list(contributors[0]), data=[list(row.values()) for row in contributors]
+            )
         dashboard.log(group_metrics(values) | table, step=values["epoch"])
     except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
         logger.warning(f"The dashboard failed ({e!r}) and gets no more")

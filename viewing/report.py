@@ -1,4 +1,4 @@
-"""What people look at: the dashboard, the learning curve, the thanks to those who contribute, the summary of a run.
+"""What people look at: the dashboard, the learning curve, the table of contributors, the summary of a run.
 
 Used by the roles that watch the whole swarm, run_training_monitor.py and run_aux_peer.py.
 """
@@ -16,7 +16,7 @@ import hivemind
 from arguments import ReportArguments
 from support.console import UserError
 from support.files import append_line, lock_folder, write_file
-from swarm.contract import Plan, find_plan
+from swarm.contract import RunSchedule, find_run_schedule
 from utils import (
     RECENT_EPOCHS,
     LocalMetrics,
@@ -26,11 +26,11 @@ from utils import (
     fetch_records,
     find_evaluation,
     find_final_epoch,
+    format_progress,
+    format_samples,
     measure_progress,
     perplexity,
     select_believable,
-    show_progress,
-    show_samples,
 )
 from viewing.curves import draw_learning_curve
 from viewing.dashboards import (
@@ -47,10 +47,10 @@ from viewing.history import Contributions, load_history, pick
 logger = logging.getLogger("report")
 
 CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of a core that may be training
-# Seconds between two tables of thanks, of which dashboards keep every one: at the start, and later.
+# Seconds between two tables of contributors, of which dashboards keep every one: at the start, and later.
 FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
 FINAL_FETCH_TIMEOUT = 5.0
-PLAN_PERIOD = 60.0  # seconds between two looks at what never changes in a run
+SCHEDULE_PERIOD = 60.0  # seconds between two looks at what never changes in a run
 # A read of the DHT may miss a record that is there; so many reads that miss all newer ones mean that a run began anew.
 READS_BEFORE_GOING_BACK = 3
 # Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it goes on from an older
@@ -85,7 +85,7 @@ class RunReport:
         self.run_name = summary.get("run_name") or make_run_name(prefix)
         self.reported_to = summary.get("reported_to", [])
         self.dashboard, self.config, self.alive_peers = None, {}, 0
-        self.plan, self.next_plan, self.progress = Plan(), 0.0, {}
+        self.schedule, self.next_schedule, self.progress = RunSchedule(), 0.0, {}
         self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
         self.table_period = FIRST_TABLE_PERIOD
 
@@ -139,7 +139,7 @@ class RunReport:
         if is_new:
             self.last, self.older_reads = current, 0
             self.progress = self.measure_progress(dht, believable, is_last)
-            course = f"{show_progress(current.epoch, self.progress)}  {show_samples(self.progress)}".strip()
+            course = f"{format_progress(current.epoch, self.progress)}  {format_samples(self.progress)}".strip()
             logger.info(
                 f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
                 f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
@@ -174,12 +174,12 @@ class RunReport:
 
     def measure_progress(self, dht: hivemind.DHT, records: list[tuple[str, LocalMetrics]], is_last: bool) -> dict:
         """How far the swarm has come, and when it ends: see utils.measure_progress."""
-        if time.monotonic() >= self.next_plan and not is_last:
-            self.plan = find_plan(dht, self.prefix, FINAL_FETCH_TIMEOUT) or self.plan
-            self.next_plan = time.monotonic() + (PLAN_PERIOD if self.plan.total_steps else 0.0)
-        final_epoch = find_final_epoch(records, self.plan.total_steps)
+        if time.monotonic() >= self.next_schedule and not is_last:
+            self.schedule = find_run_schedule(dht, self.prefix, FINAL_FETCH_TIMEOUT) or self.schedule
+            self.next_schedule = time.monotonic() + (SCHEDULE_PERIOD if self.schedule.total_steps else 0.0)
+        final_epoch = find_final_epoch(records, self.schedule.total_steps)
         recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [self.last.epoch_seconds]
-        return measure_progress(self.last.epoch, final_epoch, self.plan.target_batch_size, recent)
+        return measure_progress(self.last.epoch, final_epoch, self.schedule.target_batch_size, recent)
 
     def go_back(self, epoch: int) -> bool:
         """The swarm goes on from an older state, or, if True, has begun anew: what comes now is a curve of its own."""
@@ -219,7 +219,7 @@ class RunReport:
         finish_dashboard(self.dashboard)
 
     def write_summary(self) -> None:
-        """Write summary.json: the thanks, and what the next process needs to go on."""
+        """Write summary.json: the contributors, and what the next process needs to go on."""
         summary = {
             "experiment_prefix": self.prefix,
             "epochs": self.last.epoch if self.last else 0,
