@@ -158,7 +158,7 @@ class CollaborativeCallback:
         try:
             self.resume(saved_state)
         except CheckpointError as e:
-            raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts anew") from e
+            raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
         prefix, is_resumed = self.swarm.experiment_prefix, saved_state is not None
         self.dashboard = start_trainer_dashboard(self.args, prefix, self.arguments, is_resumed)
         logger.info(
@@ -184,7 +184,7 @@ class CollaborativeCallback:
         self.look_at_clock()
         if self.optimizer.local_epoch >= self.final_epoch:
             logger.info(
-                f"epoch {self.final_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts anew"
+                f"epoch {self.final_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts over"
             )
 
     def on_step_end(self, loss: torch.Tensor, is_finite: bool, waited: float) -> None:
@@ -362,7 +362,7 @@ class CollaborativeCallback:
             self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__}).dict()
         except ValidationError as e:
             self.evaluation, message = None, "; ".join(error["msg"] for error in e.errors())
-            logger.warning(f"the evaluation of epoch {measured['epoch']} came to nothing: {message}")
+            logger.warning(f"the evaluation of epoch {measured['epoch']} failed: {message}")
             return False
         seconds = time.monotonic() - start
         with self.bar.external_write_mode():
@@ -399,7 +399,7 @@ class CollaborativeCallback:
         self.starved_epochs = self.starved_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
         if self.starved_epochs == 3:
             logger.warning(
-                f"{self.wait_share:.0%} of the time goes into waiting for data: raise --dataloader_num_workers (now "
+                f"{self.wait_share:.0%} of the time is spent waiting for data: raise --dataloader_num_workers (now "
                 f"{self.args.dataloader_num_workers}), if this machine has cores to spare"
             )
 
@@ -482,7 +482,7 @@ class CollaborativeCallback:
         except CheckpointError as e:
             logger.warning(f"the backup did not load ({e}), asking the swarm")
             if not optimizer.load_state_from_peers():
-                logger.error("nobody gave a state: restart to go on from the newest checkpoint")
+                logger.error("nobody sent a state: restart to continue from the newest checkpoint")
                 raise SystemExit(1) from e
 
     def on_train_end(self) -> None:

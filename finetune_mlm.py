@@ -115,7 +115,7 @@ def load_old_checkpoint(path: Path) -> Pretrained:
     for part in ("config.json", "tokenizer/tokenizer.json"):
         if not (path.parent / part).is_file():
             raise UserError(
-                f"--checkpoint {path} needs {path.parent / part} beside it: get it from where the state is from"
+                f"--checkpoint {path} needs {path.parent / part} beside it: get it from where you got the state"
             )
     try:
         model = load_ruleanalbert(path.parent / "config.json", path)
@@ -134,7 +134,7 @@ def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
     is_exact = is_own and pretrained.config.model_type in ("albert", "lean_albert")
     if pieces > rows or (is_exact and pieces != rows):
         raise UserError(
-            f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, take the "
+            f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, use the "
             "tokenizer that it was trained with"
         )
     if pretrained.tokenizer.pad_token_id is None or not pretrained.tokenizer.is_fast:
@@ -418,7 +418,8 @@ def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
     wanted = json.loads(json.dumps(describe_settings(args)))
     if different := [name for name in wanted if settings.get(name) != wanted[name]]:
         raise UserError(
-            f"{folder / 'results.json'} is of another {', '.join(different)}: choose another --output_dir, or remove it"
+            f"{folder / 'results.json'} was made with a different {', '.join(different)}: choose another --output_dir, "
+            "or remove it"
         )
     return seeds
 
@@ -466,7 +467,7 @@ def main(args: FinetuneArguments) -> None:
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
-        raise UserError("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
+        raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
     folder = Path(args.output_dir or f"outputs/finetune/{task.name}")
     examples = load_examples(task, args.data_dir)
     pretrained = load_pretrained(args)

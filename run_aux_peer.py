@@ -65,7 +65,7 @@ def main(*groups) -> None:
     swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
     setup_logging("aux")
     if swarm.client_mode:
-        raise UserError("--client_mode is for trainers: an auxiliary peer is there for others to reach it")
+        raise UserError("--client_mode is for trainers: others must be able to reach an auxiliary peer")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
     report = RunReport(args, swarm.experiment_prefix)
@@ -115,8 +115,8 @@ def main(*groups) -> None:
             if metrics and optimizer and args.assist_in_averaging:
                 sent, received = (count / 1e6 for count in LINE.traffic)
                 logger.info(
-                    f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} came to nothing; sent {sent:,.1f} "
-                    f"MB, received {received:,.1f} MB"
+                    f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} failed; sent {sent:,.1f} MB, "
+                    f"received {received:,.1f} MB"
                 )
         if comparison is not None and comparison.done():
             comparison.result()

@@ -13,7 +13,7 @@ The same on a laptop's CPU, alone, on the sample corpus:
 
 The model is the same on every peer; the data order is not: it comes from the peer's id. The same command again goes on
 where the last one ended, however it ended: from the newest whole checkpoint in --output_dir, or from the swarm if that
-is further (--resume_from_checkpoint none starts anew). With --streaming it reads text on the way (see text/streams.py),
+is further (--resume_from_checkpoint none starts over). With --streaming it reads text on the way (see text/streams.py),
 and a restart goes on behind the last batch of the last whole epoch. With several GPUs each gets a process of its own,
 and all of them together are one peer (see machine/ranks.py).
 """
@@ -154,7 +154,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
         ranks.kill_others()
         if not STOP_REQUESTED.is_set():
             failure = e
-            logger.error(f"{e}; the state is saved: the same command goes on from there")
+            logger.error(f"{e}; the state is saved: the same command continues from there")
     feed.save_position()
     if is_main:
         callback.on_train_end()

@@ -95,7 +95,7 @@ def main(*groups) -> None:
     swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
     setup_logging("monitor", args.logging_dir)
     if swarm.client_mode:
-        raise UserError("--client_mode is for trainers: a monitor is there for others to reach it")
+        raise UserError("--client_mode is for trainers: others must be able to reach a monitor")
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
@@ -132,7 +132,7 @@ def main(*groups) -> None:
         )
     report.start_dashboard({**asdict(swarm), **asdict(args)})
     stop = handle_stop_signals()
-    logger.info(f"Waiting for trainers, looking every {args.refresh_period:g} s")
+    logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
     if page:
         page.serve(dht, report.read_progress)
     is_compared = False

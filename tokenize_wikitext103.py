@@ -106,7 +106,7 @@ def main():
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
     for flag, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
         if os.path.lexists(path) and not (is_tokenizer_kept and path is tokenizer_path):
-            raise UserError(f"{path} exists already: remove it, or give another {flag}")
+            raise UserError(f"{path} already exists: remove it, or give another {flag}")
     tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):
         raise UserError("--tokenizer_path and --dataset_path must be two folders, neither inside the other")

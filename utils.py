@@ -185,7 +185,7 @@ def keep_signing_key(path: Path) -> None:
             unfinished.rename(path)
     except (OSError, ValueError, TypeError) as e:
         key, reason = RSAPrivateKey(), getattr(e, "strerror", None) or "it holds no key"
-        logger.warning(f"{path}: {reason}; with a key for this start alone, others take this trainer for a new one")
+        logger.warning(f"{path}: {reason}; with a key for this start only, others take this trainer for a new one")
     RSAPrivateKey._process_wide_key = key  # hivemind has no other way in; it signs its progress with it too
 
 

@@ -318,7 +318,7 @@ def main() -> None:
         (logs := folder / f"row{number}").mkdir()
         try:
             print(f"| {' | '.join(measure(row, args.rounds, args.congestion, logs))} |", flush=True)
-        except AssertionError as e:  # from Script: the other rows are worth to have all the same
+        except AssertionError as e:  # from Script: the other rows are still worth having
             print(f"{row}: {e}", file=sys.stderr)
 
 

@@ -63,7 +63,7 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
     found = read_sources(args.sources, args.sentence_splitter)
     for source in found:
         if problem := source.find_problem(seed=0):
-            raise UserError(f"--sources {args.sources}: {source.name} gives no text: {problem}")
+            raise UserError(f"--sources {args.sources}: {source.name} yields no text: {problem}")
     return TrainingDataset(found, tokenizer, args.max_sequence_length, 0, args.shuffle_buffer, kind)
 
 

@@ -70,7 +70,7 @@ def find_objective(args: ModelArguments) -> Objective:
     found = {name: objective for name, objective in OBJECTIVES.items() if find_class(objective, config)}
     if not found:
         raise UserError(
-            f"the model type {config.model_type} is no language model of transformers: choose another model"
+            f"the model type {config.model_type} is not a language model of transformers: choose another model"
         )
     if args.objective and args.objective not in found:
         raise UserError(f"--objective {args.objective}: the model type {config.model_type} has {', '.join(found)}")

@@ -158,20 +158,20 @@ def check_announced(maddrs: list[str], initial_peers: list[str], client_mode: bo
         return Check("own addresses", "ok", "none announced: client mode")
     if initial_peers and any(map(is_public, initial_peers)) and not any(map(is_public, maddrs)):
         cure = "--announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards, or --client_mode"
-        return Check("own addresses", "warning", f"{shown}: of use in this machine's network alone", cure)
+        return Check("own addresses", "warning", f"{shown}: usable within this machine's network only", cure)
     return Check("own addresses", "ok", shown)
 
 
 def check_clock(seconds: float | None) -> Check:
     """:param seconds: by which this machine's clock is ahead of the swarm's; hivemind refuses more than 3"""
     if seconds is None:
-        return Check("clock", "warning", "no peer told its time", "look whether this machine sets its clock by NTP")
+        return Check("clock", "warning", "no peer reported its time", "check that this machine sets its clock by NTP")
     if abs(seconds) > 3:
         finding, cure = explain_clock(seconds).split(": ", 1)
         return Check("clock", "fatal", finding, cure)
     finding = f"{abs(seconds):.2f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's (3 s are allowed)"
     if abs(seconds) > 1:
-        return Check("clock", "warning", finding, "set it by the network: sudo timedatectl set-ntp true")
+        return Check("clock", "warning", finding, "synchronize it: sudo timedatectl set-ntp true")
     return Check("clock", "ok", finding)
 
 
@@ -198,7 +198,7 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: i
     if averagers:
         finding = f"others cannot reach this peer at {where}; {averagers} that average can be reached from here"
         return Check("connection", "warning", finding, f"{cure}. Without either, it will choose client mode by itself")
-    finding = f"others cannot reach this peer at {where}, and nobody averages here whom a client could reach"
+    finding = f"others cannot reach this peer at {where}, and no peer that averages here could be reached by a client"
     return Check(
         "connection", "warning", finding, f"{cure}. Without either, it will go through a relay, which is slower"
     )
@@ -362,7 +362,7 @@ def check_others(swarm: SwarmArguments, averaging: AveragingArguments, contract:
     for maddr, reason in reasons.items():
         # one that answers is enough
         level = "ok" if not reason else "fatal" if all(reasons.values()) else "warning"
-        yield Check("peer", level, f"{maddr}: {reason or 'answers, and is who it should be'}")
+        yield Check("peer", level, f"{maddr}: {reason or 'answers, and has the expected id'}")
     if not resolved.initial_peers:
         yield Check("peer", "ok", "no --initial_peers: a swarm of its own")
     if reasons and all(reasons.values()):
@@ -453,7 +453,7 @@ def check_swarm(dht: hivemind.DHT, swarm: SwarmArguments) -> Iterator[Check]:
 def check_contract(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> Check:
     others = list(fetch_contracts(dht, prefix).values())
     if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
-        finding = f"run {prefix!r} goes by others; {'; '.join(differences)}"
+        finding = f"run {prefix!r} uses different ones; {'; '.join(differences)}"
         return Check("settings", "fatal", finding, "take over its flags, or choose another --experiment_prefix")
     count = len(others)
     return Check(
@@ -476,7 +476,7 @@ def run_preflight(*groups) -> int:
         print(format_check(check), flush=True)
     fatal, warnings = (sum(check.level == level for check in checks) for level in ("fatal", "warning"))
     if fatal:
-        print(f"\n{fatal} fatal, {warnings} warning{'s'[: warnings != 1]}: mend what is fatal before you train")
+        print(f"\n{fatal} fatal, {warnings} warning{'s'[: warnings != 1]}: fix what is fatal before you train")
     else:
         print(f"\nready to train ({warnings} warning{'s'[: warnings != 1]})")
     return 2 if fatal else 0

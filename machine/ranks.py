@@ -66,8 +66,8 @@ def start_ranks(args: TrainerArguments) -> "DeviceGroup":
         devices *= count
     if len(devices) < count or (args.num_devices or count) != count:
         raise UserError(
-            f"torchrun has started {count} processes, and there are {len(devices)} devices for them "
-            "(--device, --num_devices): let --nproc_per_node be that number"
+            f"torchrun has started {count} processes, and there are {len(devices)} devices for them (--device, "
+            "--num_devices): set --nproc_per_node to that number"
         )
     if count == 1:
         return DeviceGroup(0, devices[:1])
@@ -223,7 +223,7 @@ class DeviceGroup:
     def require_same(self, what: str, value: object) -> None:
         """A UserError where this rank has found another value than rank 0."""
         if self.broadcast(value) != value:
-            raise UserError(f"{what} has changed while the ranks of this machine started: start them again")
+            raise UserError(f"{what} changed while the ranks of this machine were starting: start them again")
 
     def all_continue(self, goes_on: bool) -> bool:
         """Whether all ranks go on."""

@@ -34,7 +34,7 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
     except UserError:
         raise
     except Exception as e:  # of many kinds: each model's configuration looks at its values by itself
-        raise UserError(f"{flag} {name} is no model's configuration ({first_line(e)})") from e
+        raise UserError(f"{flag} {name} is not the configuration of a model ({first_line(e)})") from e
 
 
 def is_text_alone(config: PreTrainedConfig) -> bool:
@@ -99,11 +99,11 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                     options |= dict(config=config, output_loading_info=True, ignore_mismatched_sizes=True)
                     model, report = model_class.from_pretrained(name, trust_remote_code=False, **options)
                 if mismatched := [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]:
-                    raise ValueError(f"its weights have other shapes than its config.json says: {mismatched[0]}")
+                    raise ValueError(f"its weights have different shapes than its config.json says: {mismatched[0]}")
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
                 if report["missing_keys"]:
                     missing = ", ".join(sorted(report["missing_keys"]))
-                    logger.info(f"{name} lacks these weights, which begin at random: {missing}")
+                    logger.info(f"{name} lacks these weights, which start from random values: {missing}")
                 # rows of a pretrained vocabulary that was rounded up stay
                 if vocab_size > rows:
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)

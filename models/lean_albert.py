@@ -110,7 +110,7 @@ class LeanAlbertConfig(PreTrainedConfig):
         own_layers = groups * self.num_inner_groups
         head_size, remainder = divmod(self.hidden_size, heads)
         if remainder:
-            raise ValueError(f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {heads}")
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}")
         if self.position_embedding_type not in ("rotary", "absolute"):
             raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
         if self.position_embedding_type == "rotary" and head_size % 2:

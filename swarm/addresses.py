@@ -30,7 +30,7 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
             if needs_peer_id:
                 get_peer_id(maddr)
         except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
-            raise UserError(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})") from e
+            raise UserError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
 
 
 def get_peer_id(maddr: str) -> PeerID:

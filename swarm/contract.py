@@ -77,7 +77,7 @@ def find_differences(mine: RunContract, others: list[RunContract]) -> list[str]:
 
 def stop_different(prefix: str, differences: list[str]) -> NoReturn:
     raise UserError(
-        f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over its flags, or choose another "
+        f"run {prefix!r} uses different settings; {'; '.join(differences)}. Take over its flags, or choose another "
         "--experiment_prefix"
     )
 

@@ -27,7 +27,7 @@ P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "rel
 def check_versions(numpy_version: str = numpy.__version__) -> None:
     """Stop where hivemind would average nothing and log success: its 8-bit codecs fail silently on numpy >= 2.4."""
     if tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
-        raise UserError(f"numpy {numpy_version} breaks hivemind's compression in silence: pip install 'numpy<2.4'")
+        raise UserError(f"numpy {numpy_version} silently breaks hivemind's compression: pip install 'numpy<2.4'")
 
 
 async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:

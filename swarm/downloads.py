@@ -212,14 +212,14 @@ def read_description(
     own, own_tensors = dump_optimizer_state(optimizer) if optimizer else ([], [])
     theirs, count = metadata.get("optimizer_metadata", []), 0
     if not isinstance(theirs, list) or len(theirs) != len(own):
-        raise UnusableState("its optimizer is another one")
+        raise UnusableState("its optimizer differs")
     for item, own_item in zip(theirs, own, strict=True):
         own_tensor = own_tensors[own_item["index"]] if own_item["type"] == "tensor" else torch.zeros(())
         if item == {"type": "tensor", "index": count}:
             expected.append((own_tensor, TensorRole.OPTIMIZER))
             count += 1
         elif own_tensor.ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
-            raise UnusableState("its optimizer is another one")
+            raise UnusableState("its optimizer differs")
         elif isinstance(item["value"], (int, float)):
             plain_numbers.append([float(item["value"])] * 2)
     described = metadata.get("tensors")
@@ -343,7 +343,7 @@ class Download:
                     parts, size = [], 0
                 size += len(message.tensor_part.buffer)
                 if not asked or size > 16 * BLOCK:
-                    raise UnusableState("it gives more than it was asked for")
+                    raise UnusableState("it sent more than it was asked for")
                 parts.append(message.tensor_part)
             if parts:
                 self.complete(donor, asked, parts)

@@ -31,7 +31,7 @@ FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself give
 FIRST_LOOK = 2.0  # of waiting for a group, or without a report, before asking whether anybody is there
 SIGN_PERIOD = 3.0  # between two signs of life while this peer waits for a round
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
-RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
+RETRY_PERIOD = 10.0  # between two downloads of the state when nobody sent it the first time
 
 MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the others
 # A peer one epoch behind is waited for, for half of a round's time: at 20 Mbit/s it makes the step of the others while
@@ -42,7 +42,7 @@ MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop tha
 
 
 class AveragingFailed(Exception):
-    """A gradient averaging round came to nothing; its gradients are kept."""
+    """A gradient averaging round failed; its gradients are kept."""
 
 
 class CollaborativeOptimizer(hivemind.Optimizer):
@@ -53,7 +53,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     #: peers whose gradients verifiably entered the last step, this one included
     averaged_with = 1
-    #: rounds of this peer that came to an average, and to nothing
+    #: rounds of this peer that succeeded, and that failed
     rounds = 0
     failed_rounds = 0
     #: samples of this peer in the last step, and in all steps together
@@ -143,9 +143,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             ]
 
         if shapes(state["parameters"], moments) != shapes(params, own["state"]):
-            raise ValueError(
-                "its optimizer is another one (--optim, --min_8bit_size), or its tensors have other shapes"
-            )
+            raise ValueError("its optimizer differs (--optim, --min_8bit_size), or its tensors have different shapes")
         with averager.lock_optimizer, averager.lock_averaged_tensors, torch.no_grad():
             for param, saved in zip(params, state["parameters"], strict=True):
                 param.copy_(saved)
@@ -253,7 +251,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
         :param min_epoch: take an earlier state only after some seconds without this one; default: the swarm's epoch
         :param donors: ids of peers to ask first
-        :returns: whether a peer gave it; otherwise the local state stays, and peers that do not answer do not count
+        :returns: whether a peer sent it; otherwise the local state stays, and peers that do not answer do not count
             any more, so that training goes on without them
         """
         if self.scheduled_grads is not None and not self.scheduled_grads.done():
@@ -280,7 +278,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             )
         if not loaded:
             ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
-            logger.warning("no peer gave its state: going on with the local one")
+            logger.warning("no peer sent its state: continuing with the local one")
             self._question(ahead)
             self._download_after = time.monotonic() + RETRY_PERIOD
             return False
@@ -376,7 +374,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.grad_averager.set_expected_peers(others, at_least=1 + len(others) * self._averages_in_step())
         self.state_averager.set_expected_peers(others)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
-        # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
+        # that is cancelled late still goes on, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
             before = self.scheduled_grads
             super()._maybe_schedule_gradient_averaging()
@@ -390,7 +388,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
         if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
-            # hivemind steps alone when the group that it looked for in advance came to nothing, while others are there
+            # hivemind steps alone when the group that it looked for in advance failed, while others are there
             self.scheduled_grads = None
         if not self.delay_grad_averaging:
             self.averaged_with = 1

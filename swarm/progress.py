@@ -111,7 +111,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
         self.silent |= dict.fromkeys(gone, get_dht_time())
         if gone:
-            logger.warning(f"no answer from peer {name_peers(gone)}: going on with {len(self.present)} other peers")
+            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {len(self.present)} other peers")
             self.fetch_soon(0.0)
 
     def fetch_soon(self, seconds: float) -> None:

@@ -136,7 +136,7 @@ async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> l
         try:
             return [await measure_rate(node, peer_id, is_up) for is_up in (True, False)]
         except (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, ValueError) as e:
-            logger.debug(f"{peer_id} does not let itself be measured ({e!r})")
+            logger.debug(f"{peer_id} does not answer bandwidth tests ({e!r})")
     return None
 
 

@@ -145,7 +145,7 @@ class PromptRunner(AllReduceRunner):
         :param has_slowed: whether this peer's line has become too slow for what the round wants of it
         :param share: send each so many-th part of the tensors; the weight of the others is 0
         :param turn: with which of them to begin
-        :param takes_all: take the average of all parts all the same; otherwise keep the own values of those not sent
+        :param takes_all: take the average of all parts anyway; otherwise keep the own values of those not sent
         """
         super().__init__(*args, **kwargs)
         self.has_slowed, self.share, self.turn, self.takes_all = has_slowed, share, turn, takes_all

@@ -140,7 +140,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                     return_future=True,
                 )
             except Exception as e:  # of whatever kind the DHT's process raises: the next one may work
-                logger.debug(f"could not tell of this client's state: {e!r}")
+                logger.debug(f"could not announce this client's state: {e!r}")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period / 2)
 
@@ -372,8 +372,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     ) -> MPFuture:
         """Begin to download a state, see `load_state_from_peers`, without waiting for it.
 
-        :returns: of (metadata, tensors) to give to `take_over`, or of None: no peer gave its state. metadata["epoch"],
-            and metadata["donors"]: the ids of the peers that gave it; metadata["donor"]: of the one that gave most
+        :returns: of (metadata, tensors) to give to `take_over`, or of None: no peer sent its state. metadata["epoch"],
+            and metadata["donors"]: the ids of the peers that sent it; metadata["donor"]: of the one that sent most
         """
         future = MPFuture()
         # what clients declare may lag behind what they have, and an auxiliary peer has no state of its own to keep
@@ -489,7 +489,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     def _note_failure(self, failures: dict[PeerID, int], peer: PeerID, error: Exception) -> None:
         failures[peer] += 1
         reason = str(error) if isinstance(error, UnusableState) else f"{type(error).__name__}: {error}".splitlines()[0]
-        logger.warning(f"the state of peer {peer} is of no use ({reason}), asking another one")
+        logger.warning(f"the state of peer {peer} cannot be used ({reason}), asking another one")
 
     async def _ask_for_descriptions(
         self,
@@ -508,7 +508,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 async for message in stream:
                     metadata = self.serializer.loads(message.metadata)
                     return read_description(peer, metadata, request[0], wanted, optimizer)
-                raise UnusableState("it gave none")
+                raise UnusableState("it sent none")
             finally:
                 await stream.aclose()
 

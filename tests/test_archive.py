@@ -107,7 +107,7 @@ def test_a_restart_goes_on_where_the_archive_ends(save, tmp_path):
         folder = save(epoch).parent
     handler = make_handler(folder)
     due = [epoch for epoch in range(60) if handler.is_due(epoch)]
-    # reports lag behind the state by some epochs; more than that, and the run has begun anew
+    # reports lag behind the state by some epochs; more than that, and the run has started over
     assert due == [*range(35), *range(50, 60)]
     stamp = read_stamp(folder / "checkpoint-45") | {"experiment_prefix": "another"}
     (folder / "checkpoint-45" / "training_state.json").write_text(json.dumps(stamp))

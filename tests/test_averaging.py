@@ -163,7 +163,7 @@ def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
 
 @pytest.mark.slow
 def test_parameters_are_averaged_every_so_many_epochs(start):
-    """--average_state_every: what leads a peer astray is mended at the next epoch that it divides, and not before."""
+    """--average_state_every: what leads a peer astray is corrected at the next epoch that it divides, not before."""
     prefix, every = make_prefix(), 5
     flags = ("--average_state_every", every)
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=32, flags=flags)
@@ -308,7 +308,7 @@ def test_a_survivor_loses_no_gradients(start):
 
 @pytest.mark.slow
 def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
-    """It gives its state to nobody, so that the others could never catch up with it."""
+    """It sends its state to nobody, so that the others could never catch up with it."""
     prefix = make_prefix()
     public = start_peer(start, "public", prefix, gradient=1.0, batch_size=16)
     flags = ("--client_mode", "--leap_at", 6)
@@ -400,7 +400,7 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     megabytes, _, speed, made, _ = map(float, reason.groups())
     assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
-    assert "is of no use" not in newcomer.text  # who has neither state nor step to give says so
+    assert "cannot be used" not in newcomer.text  # who has neither state nor step to give says so
     newcomer.interrupt()
     newcomer.assert_clean_end()
 

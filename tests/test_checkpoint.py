@@ -393,7 +393,7 @@ def test_a_full_disk_does_not_end_the_training(start, small_disk, tiny_data, tmp
 
 
 def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
-    """The same command: the saved epoch, its learning rate and loss; then anew, and from a given checkpoint."""
+    """The same command: the saved epoch, its learning rate and loss; then from scratch, and from a given checkpoint."""
     prefix = make_prefix()
     own = {**tiny_data, "--overwrite_output_dir": []}
     first = kill_after_epoch(start_alone(start, "first", tmp_path / "out", prefix, own), tmp_path, "out", 21)

@@ -88,7 +88,7 @@ class Swarm:
     def stop_together(self, names: list[str], after: int) -> float:
         """Ctrl-C at the beginning of an epoch, so that all end with the same one; returns the time.
 
-        :param after: an epoch since which parameters shall have been averaged: that mends what a fault pulled apart.
+        :param after: an epoch since which parameters shall have been averaged, which brings them together again.
             Such a round goes on in the background, and misses those who end before it does: it gets one whole epoch.
         """
         period = SETTINGS["--average_state_every"]

@@ -140,7 +140,7 @@ def test_a_cut_download_goes_on_where_it_was(server, hosted, cache, validator):
     assert server.count("big.tar") == size  # no byte twice
 
 
-def test_a_cut_download_without_ranges_begins_anew(server, hosted, cache):
+def test_a_cut_download_without_ranges_starts_over(server, hosted, cache):
     server.has_ranges, server.cuts["/big.tar"] = False, [1_000_000]
     fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
     assert server.count("big.tar") == (hosted / "big.tar").stat().st_size + 1_000_000
@@ -187,8 +187,8 @@ FAULTS = {
     "missing": (None, "answers 404 Not Found: check the address"),
     "empty": (b"", "is empty"),
     "page": (b"<!DOCTYPE html><title>Sign in</title>", "begins with b'<!DOCTYPE html"),
-    "json": (b'{"a": 1}', "is no index of shards"),
-    "path": (b'{"common": {"name": "../a.tar", "sha256": "", "size": 1}, "shards": []}', "is no index of shards"),
+    "json": (b'{"a": 1}', "is not an index of shards"),
+    "path": (b'{"common": {"name": "../a.tar", "sha256": "", "size": 1}, "shards": []}', "is not an index of shards"),
     "gzip": (b"\x1f\x8b\x08 and no more", "is damaged"),
 }
 

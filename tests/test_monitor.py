@@ -144,7 +144,7 @@ def read_wandb_history(path: Path) -> dict[int, dict]:
 
 
 def test_curves_and_contributors_survive_a_restart(start, tmp_path):
-    """Killed and started again with what it has written; then the run itself begins anew."""
+    """Killed and started again with what it has written; then the run itself starts over."""
     prefix, output_dir, key = make_prefix(), tmp_path / "out", RSAPrivateKey()
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
 
@@ -174,7 +174,7 @@ def test_curves_and_contributors_survive_a_restart(start, tmp_path):
         publish_until_seen(monitor, [first], 42, output_dir, loss=14.0, total_samples=864)
         publish_until_seen(monitor, [first], 43, output_dir, loss=12.0, total_samples=928)
         (old_run,) = ask_trackio(environment, prefix, "list", "runs")["runs"]
-        # all begins anew, under the same name
+        # all starts over, under the same name
         publish_until_seen(monitor, [first], 2, output_dir, loss=22.0, total_samples=128)
         publish_until_seen(monitor, [first], 3, output_dir, loss=21.0, total_samples=192)
         monitor.process.send_signal(signal.SIGTERM)
@@ -198,7 +198,7 @@ def test_curves_and_contributors_survive_a_restart(start, tmp_path):
 
 
 def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
-    """As the same run again; and as another one when all begins anew."""
+    """As the same run again; and as another one when all starts over."""
     prefix, output_dir = make_prefix(), tmp_path / "out"
     flags = ["--wandb_project", "test"]
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}

@@ -263,7 +263,7 @@ class StreamedBatches:
     waiting), they are shuffled, grouped by length and the groups shuffled again; those beyond a multiple of batch_size
     sit out. While its batches are taken the next pool gathers. State: where the documents of the present pool begin,
     and how many of its batches have been taken. From there the same batches follow: nothing is lost,
-    nothing comes twice. Where batch size, sequence length or shuffle_buffer are others, the pool begins anew instead;
+    nothing comes twice. Where batch size, sequence length or shuffle_buffer are others, the pool starts over instead;
     where a source was late, part of the pool may be lost or come twice.
 
     :param collator: (instances, seed of the masks, sequence length) -> a batch
@@ -368,7 +368,7 @@ def load_stream_state(path: Path) -> dict | None:
     try:
         state = json.loads(path.read_text())
         count, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
-        logger.info(f"{path}: going on behind document {count:,}")
+        logger.info(f"{path}: continuing after document {count:,}")
         return state
     except (OSError, ValueError, KeyError, TypeError) as e:
         logger.warning(f"{path} is damaged ({type(e).__name__}): the text is read from a new beginning")

@@ -54,7 +54,7 @@ class NoRoomError(FetchError):
 
 
 class CutError(Exception):
-    """A download that has to be gone on with, or begun anew."""
+    """A download that has to be gone on with, or restarted."""
 
 
 @dataclass
@@ -88,10 +88,10 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedD
         except ValueError:
             is_known = False
         if not is_known:
-            raise UserError(f"--dataset_path {path} is no http(s) address: mend it, or fetch the file and name that")
+            raise UserError(f"--dataset_path {path} is not an http(s) address: fix it, or fetch the file and name that")
     if not is_url(path) and not Path(path).is_file():
         if sha256:
-            raise UserError(f"--dataset_sha256 is of an archive, and {path} is none: leave it away")
+            raise UserError(f"--dataset_sha256 is for an archive, and {path} is not one: omit it")
         return FetchedDataset(Path(path))
     try:
         found = fetch(path, sha256, cache_dir)
@@ -146,8 +146,8 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoRoomError(
-                f"no room for {source} in {cache_dir}: make some, or give another --dataset_cache_dir; "
-                "the same command goes on from there"
+                f"no room for {source} in {cache_dir}: free some, or give another --dataset_cache_dir; the same "
+                "command continues from there"
             ) from e
         raise FetchError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
 
@@ -246,7 +246,9 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
             if file_size(partial) > before:
                 delay, last_progress = 1.0, now
             if now + delay - last_progress > patience:
-                raise FetchError(f"{reason}; gave up. The same command goes on from {format_bytes(file_size(partial))}")
+                raise FetchError(
+                    f"{reason}; gave up. The same command continues from {format_bytes(file_size(partial))}"
+                )
             logger.warning(f"{reason}; {format_bytes(file_size(partial))} are here, trying again in {delay:.0f} s")
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_DELAY)
@@ -281,7 +283,7 @@ def receive(url: str, partial: Path, progress: "Progress") -> None:
             is_same = all(value is None or facts[name] == value for name, value in told.items() if name != "url")
             if not match or int(match[1]) != start or not is_same:
                 discard(partial)
-                raise CutError("the file there is another one than before: beginning anew")
+                raise CutError("the file there is another one than before: starting over")
         else:
             # the whole file: at first, from a server that knows no ranges, or because it has changed
             start = 0
@@ -389,13 +391,13 @@ def read_index(file: Path, source: str) -> list[Shard]:
         index = json.loads(file.read_text())
         for entry in [index["common"], *index["shards"]]:
             if not re.fullmatch(r"[\w-][\w.-]*", entry["name"]) or not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
-                raise ValueError(f"{entry['name']!r} is no name of a file, or its sha256 is none")
+                raise ValueError(f"{entry['name']!r} is not a file name, or its sha256 is not a SHA-256")
             name = entry["name"]
             place = urllib.parse.urljoin(source, name) if is_url(source) else str(Path(source).parent / name)
             shards.append(Shard(place, entry["sha256"]))
     except (ValueError, KeyError, TypeError) as e:
         raise FetchError(
-            f"{source} is no index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
+            f"{source} is not an index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
         ) from e
     if len(shards) < 2:
         raise FetchError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
@@ -432,7 +434,9 @@ def unpack(file: Path, source: str, folder: Path) -> None:
         with open(file, "rb") as opened:
             begin = opened.read(16)
         reason = f"{str(e).splitlines()[0]}; it begins with {begin!r}"
-        raise FetchError(f"{source} is damaged or no .tar, .tar.gz or index: fetch or pack it again ({reason})") from e
+        raise FetchError(
+            f"{source} is damaged, or not a .tar, .tar.gz or index: fetch or pack it again ({reason})"
+        ) from e
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

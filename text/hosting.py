@@ -31,7 +31,7 @@ def name_shards(archive: Path, count: int) -> list[Path]:
 def check_archive(archive: Path, args: TokenizeArguments):
     for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
         if os.path.lexists(path):
-            raise UserError(f"{path} exists already: remove it, or give another --archive")
+            raise UserError(f"{path} already exists: remove it, or give another --archive")
     if not archive.parent.is_dir():
         raise UserError(f"--archive {archive}: there is no folder {archive.parent}, make it first")
 
@@ -62,7 +62,7 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
             path.unlink(missing_ok=True)
         if isinstance(e, OSError):
             raise UserError(
-                f"cannot write {archive} ({e}): make room, then run the same command again to pack what is there"
+                f"cannot write {archive} ({e}): free some space, then run the same command again to pack what is there"
             ) from e
         raise
     size = sum(path.stat().st_size for path in made)

@@ -467,7 +467,7 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
     except ValueError as e:
         raise UserError(f"--sources {path} is not JSON ({e}); configs/sources.json is an example") from e
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"--sources {path} is no list of objects; configs/sources.json is an example")
+        raise UserError(f"--sources {path} is not a list of objects; configs/sources.json is an example")
     sources = []
     for entry in entries:
         where = f"--sources {path}, {entry.get('name') or entry.get('path') or entry}"
@@ -594,7 +594,7 @@ class DocumentStream:
                 if time.monotonic() > deadline:
                     break
             if not reader.is_late:
-                logger.warning(f"source {reader.source.name} is late: going on without it until it gives something")
+                logger.warning(f"source {reader.source.name} is late: continuing without it until it yields something")
             reader.is_late = True
         return None
 
@@ -607,7 +607,7 @@ class DocumentStream:
 
 class ChunkTokenizer:
     """Chunks of a DocumentStream to instances: (seq_length, chunk) -> (seq_length, columns joined end to end, lengths).
-    For DataLoader's workers. Full blocks begin anew with each chunk, the last of which is shorter. State: the
+    For DataLoader's workers. Full blocks start over with each chunk, the last of which is shorter. State: the
     tokenizer's engine, in each process its own."""
 
     def __init__(self, sources: list[Source], tokenizer, seed: int, kind: InstanceKind = PAIRS):

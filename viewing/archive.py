@@ -1,7 +1,7 @@
 """Keep states of the swarm and publish them on the Hugging Face Hub; for run_training_monitor.py and run_aux_peer.py.
 
 A checkpoint of the archive is a trainer's (see machine/checkpoint.py) with a model card beside it, stamped with its
-epoch, loss and the peer that gave it. Of the command line it holds what all peers of the run agree on, and nothing of
+epoch, loss and the peer that sent it. Of the command line it holds what all peers of the run agree on, and nothing of
 this machine: it may be published as it is. To publish the newest one at once, after the end of a run for instance:
 
     HF_TOKEN=hf_XXXX python -m viewing.archive --store_checkpoints --local_path outputs/monitor --repo_url ORG/NAME
@@ -101,7 +101,7 @@ class CheckpointHandler:
             if saved and read_stamp(saved[-1]).get("experiment_prefix") == self.prefix:
                 self.last_epoch = read_epoch(saved[-1])
             elif saved:
-                logger.info(f"{saved[-1]} is not of the run {self.prefix}")
+                logger.info(f"{saved[-1]} does not belong to the run {self.prefix}")
                 set_aside(self.folder, -1)
         except OSError as e:
             raise UserError(
@@ -133,17 +133,17 @@ class CheckpointHandler:
                 return  # the figures of its own epoch are about to be seen
             self.download = self.arrival = None
             if loaded is None:
-                logger.warning("No peer gave its state, will try to save a checkpoint at the next epoch")
+                logger.warning("No peer sent its state, will try to save a checkpoint at the next epoch")
             elif loaded[0]["epoch"] <= self.last_epoch < self.wanted_epoch:
                 logger.warning(
-                    f"The swarm gave a state of epoch {loaded[0]['epoch']}, epoch {self.last_epoch} is saved already. "
+                    f"The swarm sent a state of epoch {loaded[0]['epoch']}, epoch {self.last_epoch} is saved already. "
                     "Will try again at the next epoch"
                 )
             else:
                 self.save(*loaded, history)
 
     def is_due(self, epoch: int) -> bool:
-        """Whether it is time for a checkpoint; also when the swarm has gone back, as it does when a run begins anew."""
+        """Whether it is time for a checkpoint; also when the swarm has gone back, as it does when a run starts over."""
         return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_checkpoint_step_interval
 
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:

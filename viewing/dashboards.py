@@ -56,7 +56,7 @@ def start_trackio(prefix: str, run_name: str, config: dict):
                 auto_log_gpu=False,
             )
     except (ImportError, *DASHBOARD_ERRORS) as e:
-        logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are written all the same")
+        logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are still written")
         return None
     # beside the interpreter when .venv is not activated
     command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
@@ -111,7 +111,7 @@ def start_wandb(project: str, run_name: str, config: dict):
 def require_wandb(args: ReportArguments | TrainerArguments) -> None:
     """A UserError where --wandb_project is given and wandb is missing."""
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UserError("--wandb_project needs wandb: pip install wandb, or leave the flag away")
+        raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
 
 
 def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool):
@@ -153,7 +153,7 @@ def report_to_dashboard(dashboard, values: dict, contributors: Sequence[dict] = 
             )
         dashboard.log(group_metrics(values) | table, step=values["epoch"])
     except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
-        logger.warning(f"The dashboard failed ({e!r}) and gets no more")
+        logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
         return None
     return dashboard
 

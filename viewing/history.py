@@ -92,7 +92,7 @@ class Contributions:
     """Who has given how much, also those who have left.
 
     A trainer counts its samples itself, and goes on counting after a restart from its checkpoint; one that starts
-    without has an older number, or zero. What it gave before counts all the same.
+    without has an older number, or zero. What it contributed before still counts.
 
     :param saved: what `to_json` gave
     """

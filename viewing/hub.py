@@ -108,7 +108,7 @@ def upload_checkpoint(folder: Path, repo_id: str) -> str:
     """
     stamp = read_stamp(folder)
     if "settings" not in stamp:
-        raise ValueError(f"{folder} is not of an archive: a trainer's checkpoint holds its whole command line")
+        raise ValueError(f"{folder} does not belong to an archive: a trainer's checkpoint holds its whole command line")
     # a peer's id leads to its address: a digest tells as well whether two states are of one peer
     stamp["given_by"] = [hashlib.sha256(donor.encode()).hexdigest()[:8] for donor in stamp["given_by"]]
     api = huggingface_hub.HfApi(token=find_token())

@@ -51,7 +51,7 @@ CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of
 FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
 FINAL_FETCH_TIMEOUT = 5.0
 SCHEDULE_PERIOD = 60.0  # seconds between two looks at what never changes in a run
-# A read of the DHT may miss a record that is there; so many reads that miss all newer ones mean that a run began anew.
+# A read of the DHT may miss a record that is there; so many that miss all newer ones mean that a run started over.
 READS_BEFORE_GOING_BACK = 3
 # Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it goes on from an older
 # state of itself. A new run may have come that far before it is noticed.
@@ -130,7 +130,7 @@ class RunReport:
         is_new = current is not None and (
             self.last is None or current.epoch > last_epoch or self.older_reads >= READS_BEFORE_GOING_BACK
         )
-        begins_anew = is_new and self.last is not None and current.epoch < last_epoch and self.go_back(current.epoch)
+        starts_over = is_new and self.last is not None and current.epoch < last_epoch and self.go_back(current.epoch)
         if is_new or not self.older_reads:  # else it is not clear yet to which run they belong
             self.contributions.update({label: records[label] for label, _ in believable}, time.time())
         evaluation = None if self.older_reads and not is_new else find_evaluation(believable)
@@ -154,7 +154,7 @@ class RunReport:
             # an evaluation may come later than the metrics of its epoch: another line then, in place of the last
             entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(self.last), **self.progress}
             entry["total_samples"] = self.contributions.total_samples()
-            entry |= {"begins_anew": True} if begins_anew else {}
+            entry |= {"begins_anew": True} if starts_over else {}
             entry |= describe_evaluation(evaluation) if evaluation else {}
             self.history.add(entry)
             append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
@@ -182,18 +182,18 @@ class RunReport:
         return measure_progress(self.last.epoch, final_epoch, self.schedule.target_batch_size, recent)
 
     def go_back(self, epoch: int) -> bool:
-        """The swarm goes on from an older state, or, if True, has begun anew: what comes now is a curve of its own."""
-        begins_anew = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
-        self.history.forget_from(0 if begins_anew else epoch)
-        if begins_anew:
-            logger.info(f"Run {self.prefix} has begun anew, at epoch {epoch}")
+        """The swarm goes on from an older state, or, if True, has started over: a new curve begins."""
+        starts_over = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
+        self.history.forget_from(0 if starts_over else epoch)
+        if starts_over:
+            logger.info(f"Run {self.prefix} has started over, at epoch {epoch}")
             self.write_summary()
             self.put_summary_aside()
             self.contributions = Contributions({})
         finish_dashboard(self.dashboard)
         self.dashboard, self.run_name, self.reported_to = None, make_run_name(self.prefix), []
         self.start_dashboard(self.config)
-        return begins_anew
+        return starts_over
 
     def read_progress(self) -> dict:
         """For the status page, which asks from a thread of its own."""
@@ -211,7 +211,7 @@ class RunReport:
         self.write_summary()
         total = max(1, self.contributions.total_samples())
         for row in self.contributions.make_rows():
-            logger.info(f"Peer {row['peer']} gave {row['samples']:,} samples ({row['samples'] / total:.1%})")
+            logger.info(f"Peer {row['peer']} contributed {row['samples']:,} samples ({row['samples'] / total:.1%})")
         logger.info(f"Learning curve, metrics.jsonl and summary.json are in {self.output_dir}")
         if self.last:
             # the whole table once more, beside the last epoch's numbers
