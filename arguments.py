@@ -852,7 +852,7 @@ class TokenizeArguments:
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:
-    """`host:port`, `[IPv6]:port` or `host:*` (port None) in two; ValueError where it is none of them."""
+    """`host:port`, `[IPv6]:port` or `host:*` (port None), split in two; ValueError where it is none of these."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/\s]+)):(\*|\d{1,5})", text)
     port = None if match and match[3] == "*" else int(match[3]) if match else -1
     if port is not None and not 0 <= port < 2**16:

@@ -415,7 +415,7 @@ class CollaborativeCallback:
         }
 
     def read_progress(self) -> dict:
-        """For the status page, which asks from a thread of its own."""
+        """Return what the status page shows; it asks from its own thread."""
         peers = len(self.optimizer.tracker.present) + 1
         progress = {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
         validation = describe_evaluation(Evaluation(**self.evaluation)) if self.evaluation else {}

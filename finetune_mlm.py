@@ -142,7 +142,7 @@ def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
 
 
 def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch.nn.Module:
-    """The pretrained encoder with a new head, or one line that names the cure; random numbers: torch's."""
+    """The pretrained encoder with a new head, or a UserError; draws torch's random numbers."""
     config = pretrained.config
     config.pad_token_id = pretrained.tokenizer.pad_token_id
     if getattr(config, "is_decoder", False):
@@ -169,7 +169,7 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
 
 
 def load_weights(auto_class: type, pretrained: Pretrained) -> torch.nn.Module:
-    """from_pretrained, which begins with random numbers without a word where the weights have other names."""
+    """from_pretrained, which silently starts from random numbers where the weights have other names."""
     try:
         model, info = auto_class.from_pretrained(
             pretrained.name, config=pretrained.config, dtype=torch.float32, output_loading_info=True
@@ -512,5 +512,5 @@ def main(args: FinetuneArguments) -> None:
 
 
 if __name__ == "__main__":
-    with edge(interrupted="the same command again goes on with the seed that was not finished"):
+    with edge(interrupted="the same command resumes with the unfinished seed"):
         main(*groups)

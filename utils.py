@@ -38,7 +38,7 @@ logger = logging.getLogger("utils")
 # What we and hivemind store is far smaller: metrics with their signature take about 0.7 KB, a contract 2 KB, hivemind's
 # progress 0.6 KB. A whole dictionary of records must fit into one message of p2pd (4 MB), or nobody can read it.
 MAX_RECORD_BYTES = 16 * 1024
-# A record that never expires would count as a peer for ever. Ours live minutes (--statistics_expiration).
+# A record that never expires would count as a peer forever. Ours live minutes (--statistics_expiration).
 MAX_RECORD_LIFETIME = 24 * 3600.0
 # Records live for --statistics_expiration, 600 s, in which a swarm with epochs of 1 s advances 600 epochs: records
 # further apart than this do not belong to one run.

@@ -457,7 +457,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3, help="that are measured in each turn")
     parser.add_argument("--epoch_seconds", type=float, default=10, help="of the plain loop")
-    parser.add_argument("--no_transformers", action="store_true", help="leave transformers' Trainer away")
+    parser.add_argument("--no_transformers", action="store_true", help="skip transformers' Trainer")
     parser.add_argument("--folder", default="outputs/bench_trainer", help="for data and configurations")
     # what a process of this script is told
     for name, kind in dict(way=str, config_path=str, dataset_path=str, tokenizer_path=str, flop=float).items():

@@ -77,8 +77,8 @@ class BatchStatistics:
         fates = [count / max(1, c["chosen"]) for count in (c["masked"], other, c["kept"])]
         return (
             f"{c['rows']:,} instances: mask rate {c['chosen'] / max(1, c['tokens']):.1%} of the tokens; of these "
-            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} as they were\n"
-            f"{c['words']:,} words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted wholly, "
+            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} as they were\n{c['words']:,} "
+            f"words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted in full, "
             f"{c['divided_words'] / max(1, c['words']):.1%} in part\n"
             + padding
             + (f", {c['swapped'] / c['rows']:.1%} of the pairs are swapped" if self.has_pairs else "")

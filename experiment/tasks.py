@@ -580,7 +580,7 @@ def load_task_file(path: str | Path) -> Task:
         if len(labels) < 2:
             raise UserError(
                 f"--task_file {path}: {label} has the values {', '.join(labels) or 'none'} in {train}, whose columns "
-                f"are {', '.join(records[0])}: two labels are needed at least"
+                f"are {', '.join(records[0])}: at least two labels are needed"
             )
     return task
 

@@ -175,7 +175,7 @@ def load_checkpoint(folder: str | Path) -> dict:
 
 
 def load_state_file(path: str | Path) -> dict:
-    """The training state in a file that save_state_file has written; raises CheckpointError when it is none."""
+    """The training state in a file that save_state_file has written; raises CheckpointError when it is not one."""
     state = read_state(Path(path))
     if not isinstance(state.get("model"), dict):
         raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
@@ -210,7 +210,7 @@ def claim_folders(args: TrainerArguments) -> None:
 
 
 def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
-    """What a trainer goes on from, as --resume_from_checkpoint, --output_dir and --state_path say; None: from epoch 0.
+    """Return what a trainer resumes from, by --resume_from_checkpoint, --output_dir and --state_path; None: epoch 0.
 
     A path, as helper processes are yet to be forked and would hold on to the memory of a whole state.
 

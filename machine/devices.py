@@ -161,7 +161,7 @@ def make_trial_batch(
 
 
 def stretch_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """A batch of so many times this one row."""
+    """Return a batch of this one row, repeated."""
     return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in batch.items()}
 
 

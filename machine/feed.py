@@ -49,7 +49,7 @@ class DeviceFeed:
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.is_pinned else batch
 
     def take_seconds_waited(self) -> float:
-        """Seconds of waiting since the last call."""
+        """Return the seconds of waiting since the last call."""
         waited, self.waited = self.waited, 0.0
         return waited
 

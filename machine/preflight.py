@@ -210,10 +210,10 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: i
 def check_step_time(seconds: float, batch_size: int) -> Check:
     finding = f"{seconds:.2f} s per step of {batch_size} samples"
     if seconds < 0.5:
-        cure = "raise --per_device_train_batch_size or --gradient_accumulation_steps: 0.5 to 10 s are advised"
+        cure = "raise --per_device_train_batch_size or --gradient_accumulation_steps: 0.5 to 10 s are recommended"
         return Check("step time", "warning", f"{finding}: short", cure)
     if seconds > 10:
-        cure = "lower --gradient_accumulation_steps or --per_device_train_batch_size: 0.5 to 10 s are advised"
+        cure = "lower --gradient_accumulation_steps or --per_device_train_batch_size: 0.5 to 10 s are recommended"
         return Check("step time", "warning", f"{finding}: long, the others may wait for its end", cure)
     return Check("step time", "ok", finding)
 

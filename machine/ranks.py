@@ -36,7 +36,7 @@ logger = logging.getLogger("trainer")
 PATIENCE = timedelta(days=365)
 # Between two GPUs that are both there.
 NCCL_TIMEOUT = timedelta(minutes=5)
-# Numbers that travel in one piece: 100 MB of float32.
+# Elements that travel in one piece: 100 MB of float32.
 BUCKET = 25_000_000
 #: names the file in which the ranks that this script has started itself find each other
 STORE_VARIABLE = "TRAINER_RANKS_FILE"
@@ -149,7 +149,7 @@ class DeviceGroup:
             self.store.set(f"{what} {self.number}", b"1")
 
     def wait_for(self, what: str, numbers: Iterable[int]) -> None:
-        """Until these ranks have announced it."""
+        """Wait until these ranks have announced it."""
         keys = [f"{what} {number}" for number in numbers]
         while keys and not self.store.check(keys):
             for number, child in enumerate(self.children, start=1):
@@ -213,7 +213,7 @@ class DeviceGroup:
     # -- afterwards: each is called by all ranks, in the same order
 
     def broadcast(self, value: object = None) -> object:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         values = [value]
         if self.count > 1:
             with self.explain():
@@ -226,7 +226,7 @@ class DeviceGroup:
             raise UserError(f"{what} changed while the ranks of this machine were starting: start them again")
 
     def all_continue(self, goes_on: bool) -> bool:
-        """Whether all ranks go on."""
+        """Return whether all ranks continue."""
         if self.count == 1:
             return goes_on
         if self.device.type == "cuda":
@@ -286,7 +286,7 @@ class DeviceGroup:
 
 
 def gather_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """(some of these tensors, a copy of their numbers in one row): as many at a time as BUCKET holds, of one type."""
+    """(some of these tensors, a copy of their elements in one row): as many at a time as BUCKET holds, of one type."""
     bucket: list[torch.Tensor] = []
     for tensor in tensors:
         is_full = sum(map(torch.Tensor.numel, bucket)) + tensor.numel() > BUCKET
@@ -299,7 +299,7 @@ def gather_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch
 
 
 def spread_bucket(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
-    """Copy the numbers in a row back to where they were gathered."""
+    """Copy the elements in a row back to where they were gathered."""
     for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(part.view_as(tensor))
 

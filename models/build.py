@@ -21,7 +21,7 @@ logger = logging.getLogger("model")
 
 
 def load_config(args: ModelArguments) -> PreTrainedConfig:
-    """What --model_name_or_path or --config_path names; a UserError where that is none."""
+    """What --model_name_or_path or --config_path names; a UserError where that cannot be loaded."""
     flag = "--model_name_or_path" if args.model_name_or_path else "--config_path"
     name = args.model_name_or_path or args.config_path
     if name.endswith(".json") and args.model_name_or_path:

@@ -21,7 +21,7 @@ OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
 def make_folder(flag: str, folder: str | Path) -> None:
-    """With its parents, unless it is there; a UserError where it cannot be made."""
+    """Make this folder and its parents, unless it exists; a UserError where it cannot be made."""
     try:
         os.makedirs(folder or ".", exist_ok=True)
     except OSError as e:

@@ -30,7 +30,7 @@ class RunSchedule:
 
 
 def find_run_schedule(dht: hivemind.DHT, prefix: str, timeout: float) -> RunSchedule | None:
-    """By the contract that most trainers have published; None while there is none.
+    """Return the schedule in the contract that most trainers have published; None while there is none.
 
     :param timeout: seconds to wait for the DHT
     """

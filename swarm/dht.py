@@ -31,7 +31,7 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
 
 
 async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Runs in the DHT's process, for ever: look for peers that were lost.
+    """Runs in the DHT's process, forever: look for peers that were lost.
 
     hivemind forgets a peer that has failed to answer once. A monitor that was restarted would stay alone, and the two
     halves of a network that was cut in two might never meet again.
@@ -53,7 +53,7 @@ async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
 
 
 async def watch_line(_: hivemind.DHT, node: DHTNode) -> None:
-    """Runs in the DHT's process, for ever."""
+    """Runs in the DHT's process, forever."""
     await LINE.watch(node)
 
 

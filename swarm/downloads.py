@@ -25,14 +25,14 @@ from hivemind.utils.tensor_descr import TensorDescriptor
 
 logger = logging.getLogger("swarm")
 
-BLOCK = 2**16  # numbers that are asked for, checked and, when a donor breaks off, asked for again together
+BLOCK = 2**16  # elements that are asked for, checked and, when a donor breaks off, asked for again together
 MAX_BLOCKS = 256  # in one request
 MAX_HISTORY_DIGEST = 64  # bytes
 UNDER_WAY = 2  # requests to each donor: while one of them is on its way, the donor answers the other
 # of a donor's line that a request takes: more than it is under way, but all wait for the slowest one at the end
 LEAST_SECONDS, MOST_SECONDS = 0.1, 0.5
 SHORT_PATIENCE = 5.0  # seconds without a message until a donor is given up while there are others
-FIRST_REQUEST = 2**18  # numbers in a request, until the donor's speed is known
+FIRST_REQUEST = 2**18  # elements in a request, until the donor's speed is known
 # Of norm and sum together. Between honest peers with 8-bit gradients 0.03 was measured, and 0.02 through 8-bit moments.
 TOLERANCE = 0.1
 MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # of the usual size of their kind
@@ -148,7 +148,7 @@ class Donor:
     metadata: dict
     infos: list[CompressionInfo]
     digests: torch.Tensor
-    numbers: int = 0
+    elements: int = 0
     since: float = 0.0
     heard: float = 0.0
 
@@ -258,7 +258,7 @@ class Download:
     :param request: asks a peer for something, see `read_request`, and returns the stream of its answer
     :param patience: returns the seconds without a message after which the only donor is given up
     :param compression: all peers' own, as hivemind has it
-    :param received: counts what comes: bytes, numbers, milliseconds
+    :param received: counts what comes: bytes, elements, milliseconds
     """
 
     def __init__(
@@ -317,11 +317,11 @@ class Download:
     def take(self, donor: Donor, share: float) -> list[int]:
         """Blocks to ask this donor for next: fewer towards the end, which all donors should reach together."""
         sizes = [stop - start for _, start, stop in (self.blocks[number] for number in self.queue)]
-        speed = max(FIRST_REQUEST, donor.numbers) / max(MOST_SECONDS, time.monotonic() - donor.since)
+        speed = max(FIRST_REQUEST, donor.elements) / max(MOST_SECONDS, time.monotonic() - donor.since)
         rest = sum(sizes) / (UNDER_WAY * len(self.donors))
-        goal, taken, numbers = max(min(rest, MOST_SECONDS * speed), LEAST_SECONDS * speed) * share, [], 0
-        while self.queue and len(taken) < MAX_BLOCKS and (not taken or numbers + sizes[len(taken)] <= goal):
-            numbers += sizes[len(taken)]
+        goal, taken, elements = max(min(rest, MOST_SECONDS * speed), LEAST_SECONDS * speed) * share, [], 0
+        while self.queue and len(taken) < MAX_BLOCKS and (not taken or elements + sizes[len(taken)] <= goal):
+            elements += sizes[len(taken)]
             taken.append(self.queue.popleft())
         return taken
 
@@ -372,5 +372,5 @@ class Download:
             raise UnusableState(f"tensor {index} is not the one that it has described")
         target.copy_(block)
         self.received[1] += len(block)
-        donor.numbers += len(block)
+        donor.elements += len(block)
         asked.pop(0)

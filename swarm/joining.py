@@ -189,7 +189,7 @@ def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where
 
     :param where: at which address and port others cannot reach this peer
     """
-    reason = f"others cannot reach this peer {where} (a firewall or router is between)"
+    reason = f"others cannot reach this peer {where} (a firewall or router is in between)"
     averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
     relays = dht.run_coroutine(partial(find_relays, swarm.initial_peers))
     dht.shutdown()
@@ -243,7 +243,7 @@ async def probe_peers(maddrs: list[str], use_ipfs: bool = False) -> dict[str, st
                 await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [address]), 15)
             except (ControlFailure, asyncio.TimeoutError) as e:
                 if mismatch := re.search(r"remote key matches (\w+)", str(e)):
-                    return f"another peer is at this address: its id is {mismatch[1]}, take the address it prints now"
+                    return f"another peer is at this address: its id is {mismatch[1]}, use the address it prints now"
                 return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
             return None
 
@@ -263,7 +263,7 @@ def explain_clock(seconds: float) -> str:
     """:param seconds: by which this machine's clock is ahead of the swarm's"""
     return (
         f"this machine's clock is {abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's, which "
-        "allows 3 s: set it by the network, e.g. sudo timedatectl set-ntp true"
+        "allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
     )
 
 

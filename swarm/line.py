@@ -201,7 +201,7 @@ class Line:
     # --- looks
 
     async def watch(self, node: DHTNode) -> None:
-        """Runs in the DHT's process, for ever: ask some peers how long an answer takes, and keep the queue in front of
+        """Runs in the DHT's process, forever: ask some peers how long an answer takes, and keep the queue in front of
         the modem short by the rate (as LEDBAT does, RFC 6817)."""
         shortest: dict[PeerID, float] = {}
         sent, looked, is_told, wait = self._sent.value, time.monotonic(), False, 0.0

@@ -35,7 +35,7 @@ RETRY_PERIOD = 10.0  # between two downloads of the state when nobody sent it th
 
 MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the others
 # A peer one epoch behind is waited for, for half of a round's time: at 20 Mbit/s it makes the step of the others while
-# they accumulate the next one, and would come too late for ever. After a wait in vain not again in so many epochs.
+# they accumulate the next one, and would come too late forever. After a wait in vain not again in so many epochs.
 PATIENT_EVERY = 5
 QUESTIONED = 8  # peers pinged at once, by each peer before each round
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones

@@ -43,7 +43,7 @@ class QuietHivemindLogs(logging.Filter):
 
 
 def quiet_hivemind_logs() -> None:
-    """Spare the user hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
+    """Hide hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
     for name in (None, "hivemind"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(QuietHivemindLogs())
@@ -78,7 +78,7 @@ def become_helper() -> None:
 
 
 def exit_when_dead(process: multiprocessing.Process, name: str) -> None:
-    """End this process and its helpers when that helper dies: whoever waits for its answer would wait for ever."""
+    """End this process and its helpers when that helper dies: whoever waits for its answer would wait forever."""
     # a snapshot of what the helper itself has started: these are nobody's children once it is dead
     helpers = find_helpers(process.pid)
 

@@ -46,14 +46,14 @@ class OutOfStep(AllreduceException):
     """
 
     def __str__(self) -> str:
-        return f"the group goes on from another state, which is of epoch {self.args[0]} then"
+        return f"the group continues from another state, that of epoch {self.args[0]}"
 
 
 def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
-    """What each peer of a group averages, in proportion to the others: nothing where it would be fewer numbers than
+    """What each peer of a group averages, in proportion to the others: nothing where it would be fewer elements than
     min_vector_size.
 
-    :param shares: numbers that each would average
+    :param shares: elements that each would average
 
     hivemind drops nobody when all shares are small, as those of equals in a large group are.
     """
@@ -78,7 +78,7 @@ def choose_part_size(bandwidths: Sequence[float | None]) -> int:
 def count_bits(
     tensors: Sequence[torch.Tensor], compression: CompressionBase, infos: Sequence[CompressionInfo] | None = None
 ) -> float:
-    """Of these tensors as they are sent."""
+    """Return the size of these tensors as they are sent."""
     infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
     ratios = map(compression.estimate_compression_ratio, infos)
     return 8 * sum(tensor.nbytes * ratio for tensor, ratio in zip(tensors, ratios, strict=True))
@@ -424,7 +424,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._turn = (self._turn + 1) % self._share
 
     def _take_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
-        """Send each so many-th part of the tensors in this round."""
+        """Send every N-th part of the tensors in this round."""
         if is_other_share(share, self._share):
             logger.info(
                 f"this line carries {bandwidths[own]:.2g} Mbit/s up, others {max(filter(None, bandwidths)):.2g}: "
@@ -486,7 +486,7 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
     """Keeps the gradients of a failed round, which hivemind loses: it empties the accumulators when a round starts.
 
     Averages peers of one state only. hivemind lets a peer that has lost a round average its old gradients with
-    everybody's new ones, for ever one epoch behind; and two halves of a swarm that could not reach each other for a
+    everybody's new ones, forever one epoch behind; and two halves of a swarm that could not reach each other for a
     while, or a peer that has stepped alone, go on with other weights and moments than the rest. So peers gather where
     they stand, their epoch and their history digest (see StateAverager): the majority goes on, the others take over its
     state. And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops

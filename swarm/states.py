@@ -75,7 +75,7 @@ def name_step(digest: str) -> str:
 class StateAverager(TrainingStateAverager, VerifiedAverager):
     """Gives states to peers that join, and takes them: from several donors, of which some may fail, in bounded time.
 
-    hivemind (note 25) tries for ever, believes what it gets, and ends with the first answer that is truncated.
+    hivemind (note 25) tries forever, believes what it gets, and ends with the first answer that is truncated.
 
     Clients give no state in hivemind: where all trainers are clients nobody could join, and who has lost a round would
     be lost. Here they give it to peers that they have called, and auxiliary peers, which all clients call, pass it on.
@@ -98,7 +98,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self._wants_step = multiprocessing.Value(ctypes.c_bool)
         # an auxiliary peer's: how often clients have broken off, and who has described which state
         self._broken, self._origins = Counter(), {}
-        # of the last download: bytes, numbers, milliseconds
+        # of the last download: bytes, elements, milliseconds
         self.received = multiprocessing.Array(ctypes.c_longlong, 3)
         super().__init__(*args, **kwargs)
 
@@ -124,7 +124,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             self._outer_pipe.send(("_give_as_client", [], {}))
 
     async def _give_as_client(self) -> None:
-        """Runs in the process of a client's averager, for ever."""
+        """Runs in the process of a client's averager, forever."""
         name = self._get_handle_name(self.prefix, "rpc_download_state")
         options = dict(input_protobuf_type=BytesValue, stream_output=True)
         await self._p2p.add_protobuf_handler(name, self.rpc_download_state, **options)
@@ -334,8 +334,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         """
         future = self.start_download(min_epoch, donors, avoid, timeout)
         targets = (*list_params(self.optimizer), *self.extra_tensors)
-        numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
-        loaded = self._wait_for_download(future, numbers, "state")
+        elements = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
+        loaded = self._wait_for_download(future, elements, "state")
         if loaded is None:
             return False
         self.take_over(*loaded)
@@ -350,18 +350,18 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self._outer_pipe.send(("_run_download", [future, "_download_step"], dict(own=own, timeout=timeout)))
         return self._wait_for_download(future, sum(map(torch.Tensor.numel, list_params(self.optimizer))), "step")
 
-    def _wait_for_download(self, future: MPFuture, numbers: int, content: str):
+    def _wait_for_download(self, future: MPFuture, elements: int, content: str):
         """The download's result, or None when this peer is asked to stop."""
         next_report = time.monotonic()
         while True:
             try:
                 return future.result(timeout=0.5)
             except concurrent.futures.TimeoutError:
-                received_bytes, received_numbers, milliseconds = self.received
-                if received_numbers and time.monotonic() >= next_report + PROGRESS_PERIOD:
+                received_bytes, received_elements, milliseconds = self.received
+                if received_elements and time.monotonic() >= next_report + PROGRESS_PERIOD:
                     next_report = time.monotonic()
                     logger.info(
-                        f"downloading the swarm's {content}: {received_numbers / numbers:.0%}, "
+                        f"downloading the swarm's {content}: {received_elements / elements:.0%}, "
                         f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-3 / max(1, milliseconds):.1f} Mbit/s"
                     )
                 if STOP_REQUESTED.is_set():
@@ -466,7 +466,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                         if donor.key == group[0].key and donor not in group:
                             logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
                     if tensors := await self._fetch_from(group, timeout, failures):
-                        givers = sorted((donor for donor in group if donor.numbers), key=lambda d: -d.numbers)
+                        givers = sorted((donor for donor in group if donor.elements), key=lambda d: -d.elements)
                         names = list(dict.fromkeys(donor.name for donor in givers))
                         return group[0].metadata | {"donor": names[0], "donors": names}, tensors
         return None

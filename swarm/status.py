@@ -198,7 +198,7 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
 
 
 def check_maddr(maddr: object) -> str:
-    """The multiaddr of a page, which anybody may have written; ValueError when it is none."""
+    """The multiaddr of a page, which anybody may have written; ValueError when it is not one."""
     if not isinstance(maddr, str) or not maddr.startswith("/") or len(maddr) > 500 or any(c in maddr for c in ", \n"):
         raise ValueError(f"it lists {str(maddr)[:80]!r}, which is not a multiaddr")
     try:

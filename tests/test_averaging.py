@@ -77,7 +77,7 @@ def joint_epochs(a, b) -> list[int]:
     ],
 )
 def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
-    """Two peers give unequal numbers of samples; 8 bits fail in silence on numpy >= 2.4 (note 1).
+    """Two peers give unequal numbers of samples; 8 bits fail silently on numpy >= 2.4 (note 1).
 
     Steps are compared, not parameters: a peer that joins while the others step may hold those of an epoch before until
     the next averaging of parameters, which is switched off here.
@@ -198,7 +198,7 @@ def test_parameters_are_averaged_every_so_many_epochs(start):
     ],
 )
 def test_shares_that_are_too_small_go_to_the_others(min_vector_size, expected):
-    """Of 1,000 numbers; the third peer is a client, which averages none anyway."""
+    """Of 1,000 elements; the third peer is a client, which averages none anyway."""
     assert drop_small_shares((300, 100, 0, 400, 200), min_vector_size) == expected
 
 
@@ -271,7 +271,7 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     for script in rounds:
         script.assert_clean_end(120)
         facts += script.json_lines()
-    # a matrix and a bias have 1,010 numbers: two peers of the same bandwidth share them, unless 505 are too few
+    # a matrix and a bias have 1,010 elements: two peers of the same bandwidth share them, unless 505 are too few
     assert [fact["group_sizes"] for fact in facts] == [[2, 2], [2, 2]]
     assert [fact["shares"] for fact in facts] == [[0.5, 0.5], [0, 1]]
     # where one peer averages all, it may be either of them: it waits for the other's data, or for its averages
@@ -323,7 +323,7 @@ def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
 
 
 def test_a_peer_ends_when_its_helper_dies(start):
-    """Nobody answers a trainer whose DHT process is gone: it must say so and end instead of waiting for ever."""
+    """Nobody answers a trainer whose DHT process is gone: it must say so and end instead of waiting forever."""
     import psutil
 
     peer = start_peer(start, "peer", make_prefix(), gradient=1.0, batch_size=16)
@@ -398,7 +398,7 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
         90,
     )
     megabytes, _, speed, made, _ = map(float, reason.groups())
-    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes, of a state or a step
+    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million elements of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
     assert "cannot be used" not in newcomer.text  # who has neither state nor step to give says so
     newcomer.interrupt()

@@ -275,12 +275,12 @@ def test_a_wrong_checkpoint_is_one_line(saved, tmp_path):
     checkpoint.save_model(model, load_tokenizer(small / "checkpoint-2"), tmp_path / "model", {})
     (tmp_path / "text").write_text("no state")
     for output_dir, path, prefix, words in (
-        (big, None, "a", ["of another model", "--config_path", "none"]),
-        (tmp_path / "new", big / "checkpoint-2", "a", ["of another model", "--config_path"]),
-        (small, None, "b", ["of another run, a", "--output_dir", "none"]),
+        (big, None, "a", ["a different model", "--config_path", "none"]),
+        (tmp_path / "new", big / "checkpoint-2", "a", ["a different model", "--config_path"]),
+        (small, None, "b", ["a different run, a", "--output_dir", "none"]),
         (tmp_path / "new", tmp_path / "no", "a", ["No such file"]),
         (tmp_path / "new", tmp_path / "text", "a", ["no training state"]),
-        (tmp_path / "new", tmp_path, "a", ["not whole", "training_state.json"]),
+        (tmp_path / "new", tmp_path, "a", ["not intact", "training_state.json"]),
         (tmp_path / "new", tmp_path / "model", "a", ["no training state"]),
     ):
         arguments = TrainerArguments(output_dir=str(output_dir), resume_from_checkpoint=path and str(path))
@@ -528,5 +528,5 @@ def test_a_state_of_an_earlier_version_names_no_objective_and_is_accepted():
     weights = model.state_dict()
     for architecture in (None, "albert, 1 layers, 4 heads, 0123456789ab", describe_architecture(model)):
         assert check_weights({"model": weights, "architecture": architecture}, model).keys() == weights.keys()
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match="a different model"):
         check_weights({"model": weights, "architecture": "albert mlm_sop, 1 layers, 4 heads, 0123456789ab"}, model)

@@ -159,7 +159,7 @@ def test_the_type_decides_what_is_learned(write):
     [
         ("bert", dict(objective="mlm_sop"), ["--objective mlm_sop", "bert has mlm, clm"]),
         ("gpt2", dict(objective="mlm"), ["--objective mlm", "gpt2 has clm"]),
-        ("vit", {}, ["vit is no language model"]),
+        ("vit", {}, ["vit is not a language model"]),
         ("t5", {}, ["t5 needs more than one text"]),
         ("bart", dict(objective="clm"), ["bart needs more than one text"]),
         ("gemma3", {}, ["gemma3 needs more than one text", "the part that reads text"]),

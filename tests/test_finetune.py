@@ -752,4 +752,4 @@ def test_wrong_runs_for_lidirus(terra_run, tmp_path, capsys):
     shutil.rmtree(run / "model")
     assert "run/model cannot be loaded" in look("-m", run)
     (run / "results.json").write_text("[]")
-    assert "no run of finetune_mlm.py" in look("-m", run)
+    assert "not a run of finetune_mlm.py" in look("-m", run)

@@ -86,7 +86,7 @@ def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path
     sha256 = hash_file(hosted / "tiny.tar.gz")
     assert f"/other.tar.gz --dataset_sha256 {sha256}" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["other.tar.gz"]
-    with pytest.raises(UserError, match="other.tar.gz exists already"):
+    with pytest.raises(UserError, match="other.tar.gz already exists"):
         check_archive(tmp_path / "other.tar.gz", TokenizeArguments())
 
 
@@ -127,7 +127,7 @@ def test_a_folder_stays_what_it_is(tiny_data, cache):
     assert not cache.exists()
     expect_stop("--dataset_sha256", str(folder), "0" * 64, cache)
     for address in ("s3://bucket/a.tar", "http://[bad/a.tar", "http://host:x/a.tar"):
-        expect_stop("no http(s) address", address, None, cache)
+        expect_stop("is not an http(s) address", address, None, cache)
 
 
 @pytest.mark.parametrize("validator", ["ETag", "Last-Modified", None])

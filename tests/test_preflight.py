@@ -95,7 +95,7 @@ def test_the_file_limit_is_raised_where_the_system_allows():
 def test_silence_is_explained():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        assert "is no hivemind peer" in explain_silence(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
+        assert "is not a hivemind peer" in explain_silence(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
     assert "nothing listens" in explain_silence(f"/dns4/localhost/tcp/{port}/p2p/{PEER}")
     assert "does not resolve" in explain_silence(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}")
     assert explain_silence(f"/p2p/{PEER}") is None
@@ -168,7 +168,7 @@ def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     assert wrong.wait(90) == 2, wrong.text
     fatal = [line[8:23].strip() for line in wrong.text.splitlines() if line.startswith("fatal")]
     assert fatal == ["dataset", "peer"], wrong.text
-    assert "take the address it prints now" in wrong.text
+    assert "use the address it prints now" in wrong.text
     for script in (good, wrong):
         assert "Traceback" not in script.text
         wait_until(lambda script=script: not script.left_processes(), 5, f"no process left: {script.left_processes()}")

@@ -179,7 +179,7 @@ def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start,
             if ask(port, timeout=2)[0] == 200:
                 break
     else:
-        raise AssertionError("50 silent visitors keep the page from others for ever")
+        raise AssertionError("50 silent visitors keep the page from others forever")
     for visitor in idle:
         visitor.close()
 

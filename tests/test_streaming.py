@@ -199,7 +199,7 @@ def test_a_file_that_is_gone_is_left_out_and_a_changed_one_not_mixed(tmp_path):
         first = next(reading)[0]
         server.version = "2"
         *good, problem = [first, *(text for text, _ in reading)]
-        assert "has changed under way" in str(problem)
+        assert "has changed in the meantime" in str(problem)
         assert 1000 < len(good) < 30_000 and not [text for text in good if isinstance(text, Broken)]
 
 

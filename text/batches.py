@@ -371,5 +371,5 @@ def load_stream_state(path: Path) -> dict | None:
         logger.info(f"{path}: continuing after document {count:,}")
         return state
     except (OSError, ValueError, KeyError, TypeError) as e:
-        logger.warning(f"{path} is damaged ({type(e).__name__}): the text is read from a new beginning")
+        logger.warning(f"{path} is damaged ({type(e).__name__}): starting over with the text")
         return None

@@ -54,7 +54,7 @@ class NoRoomError(FetchError):
 
 
 class CutError(Exception):
-    """A download that has to be gone on with, or restarted."""
+    """A download that has to be continued or restarted."""
 
 
 @dataclass

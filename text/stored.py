@@ -88,7 +88,7 @@ def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
 
 
 def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
-    """Arrow tables of full blocks, of so many numbers each at most: offsets in a list column have 32 bits."""
+    """Arrow tables of full blocks, of at most so many elements each: offsets in a list column have 32 bits."""
     rows = most // int(lengths.max())
     ends = np.concatenate([[0], lengths.cumsum()])
     for start in range(0, len(lengths), rows):

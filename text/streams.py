@@ -128,7 +128,7 @@ class HttpFile(io.RawIOBase):
             if self.size is None:
                 self.retry(lambda: b" ")
             if self.size is None:
-                raise io.UnsupportedOperation(f"{self.url}: its server does not tell its size")
+                raise io.UnsupportedOperation(f"{self.url}: its server does not report its size")
         self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
         return self.position
 
@@ -155,12 +155,12 @@ class HttpFile(io.RawIOBase):
         headers = self.response.headers
         identity = headers["ETag"] or headers["Last-Modified"]
         if self.identity not in (None, identity):
-            raise Broken(f"{self.url} has changed under way")
+            raise Broken(f"{self.url} has changed in the meantime")
         self.identity = identity
         if self.response.status == http.client.PARTIAL_CONTENT:
             match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers["Content-Range"] or "")
             if not match or int(match[1]) != self.position:
-                raise Broken(f"{self.url} answers with another range than asked for")
+                raise Broken(f"{self.url} answers with a range that was not asked for")
             self.size = int(match[2])
         else:  # from the beginning: at first, or because the server knows no ranges
             self.size = int(headers["Content-Length"]) if headers["Content-Length"] else None
@@ -317,7 +317,7 @@ def take_text(record, column: str) -> str | Broken:
         found = ", ".join(map(str, record)) if isinstance(record, dict) else "no field at all"
         return Broken(f"has no {column} (there is {found[:200]}): give another text_column")
     if not isinstance(record[column], str):
-        return Broken(f"has a {column} that is no text: give another text_column")
+        return Broken(f"has a {column} that is not text: give another text_column")
     # JSON can spell half of a surrogate pair, which no tokenizer takes
     return record[column].encode("utf-8", "replace").decode()
 
@@ -406,7 +406,7 @@ class Source:
                             yield text, position
             except READ_ERRORS as e:
                 reason = getattr(e, "strerror", None) or e or type(e).__name__
-                yield Broken(f"{self.files[index]}: {reason}; the rest of it is left out"), position
+                yield Broken(f"{self.files[index]}: {reason}; skipping the rest of it"), position
 
     def read(self, seed: int, position: Position, stop: threading.Event) -> Iterator[tuple[str, Position]]:
         """Endless (document's text, position behind it), pass after pass; what is broken is counted and logged."""

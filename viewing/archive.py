@@ -225,7 +225,7 @@ def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Pat
 
     :param folders: by epoch
     :param newest: number of newest ones to keep
-    :param interval: epochs of which the first checkpoint is kept for ever; 0: of none
+    :param interval: epochs of which the first checkpoint is kept forever; 0: of none
     """
     first = {read_epoch(path) // interval: path for path in reversed(folders)} if interval else {}
     return [path for path in folders[:-newest] if path not in first.values()]

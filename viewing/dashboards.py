@@ -86,7 +86,7 @@ def start_wandb(project: str, run_name: str, config: dict):
         settings = wandb.Settings(
             init_timeout=20,  # without a network, wandb tries for 90 s
             login_timeout=60,  # who has no key is asked for one, in a terminal
-            finish_timeout=10,  # and then for ever; what is not uploaded stays on the disk for `wandb sync`
+            finish_timeout=10,  # and then forever; what is not uploaded stays on the disk for `wandb sync`
             console="off",
             disable_code=True,
             disable_git=True,

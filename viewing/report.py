@@ -196,13 +196,13 @@ class RunReport:
         return starts_over
 
     def read_progress(self) -> dict:
-        """For the status page, which asks from a thread of its own."""
+        """Return what the status page shows; it asks from its own thread."""
         last = self.last
         progress = {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
         return progress | self.progress | self.last_validation()
 
     def last_validation(self) -> dict:
-        """By the names of metrics.jsonl."""
+        """Return the last validation, by the names of metrics.jsonl."""
         values = self.history.validation[-1] if self.history.validation else {}
         return {f"validation_{name}": value for name, value in values.items()}
 

@@ -129,7 +129,7 @@ def take_snapshot(dht: hivemind.DHT, prefix: str, last_epoch: int | None) -> Swa
 
 
 def describe(swarm: SwarmMetrics, course: dict[str, float], evaluation: Evaluation | None) -> str:
-    """One line, for where there is no terminal."""
+    """Return one line, for where there is no terminal."""
     parts = [
         f"{time.strftime('%H:%M:%S')} epoch {swarm.epoch}  loss {swarm.loss:.4f}  peers {swarm.alive_peers}",
         f"{swarm.samples_per_second:.1f} samples/s  {swarm.epoch_seconds:.1f} s",
@@ -170,7 +170,7 @@ def make_screen(
     head.add_column(no_wrap=True, overflow="ellipsis")
     head.add_row("run", Text(prefix, style="bold"))
     if snapshot.epoch is None:
-        head.add_row("epoch", "no word from a trainer")
+        head.add_row("epoch", "no trainer has reported yet")
     else:
         clients = sum(report.client_mode for report in snapshot.progress.values())
         count = len(snapshot.progress)
