@@ -340,7 +340,7 @@ class CollaborativeCallback:
         return {"samples": sum(len(batch["input_ids"]) for batch in batches), **result}
 
     def measure(self) -> bool:
-        """Evaluate the model as it is, unless these weights have been; False where nothing came of it that could be
+        """Evaluate the model as it is, unless these weights have been; False where it yielded nothing that could be
         reported."""
         versions = [param._version for param in self.model.parameters()]
         if versions == self.evaluated:

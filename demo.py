@@ -1,10 +1,10 @@
-"""The demo: a monitor and two trainers on this machine, as processes of their own, learn English together.
+"""The demo: a monitor and two trainers on this machine, each its own process, learn English together.
 
     make demo
 
 or, with everything installed, `python demo.py`; with --clients neither trainer accepts a connection, and an auxiliary
 peer averages for them; with --config_path configs/lean-demo.json they train a LeanALBERT. It only starts the project's
-scripts and reads what they write: each command is printed, and you can type it yourself. It ends by itself after two to
+scripts and reads what they write: each command is printed, and you can run it yourself. It ends on its own after two to
 three minutes on two cores; all that it writes is in --output_dir.
 Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
 Ctrl-C.
@@ -251,7 +251,7 @@ def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
 
 
 def report(output_dir: Path, epochs: int) -> str | None:
-    """Print what came of it, from the files that the trainers have written.
+    """Print the outcome, from the files that the trainers have written.
 
     :returns: why that is a failure, or None
     """

@@ -6,13 +6,13 @@ The model that a run has trained, and one from the Hub or any folder, on the sam
         --grad-acc-steps 1 --dropout 0.1 --weight-decay 0.01 --num-seeds 3
     python finetune_mlm.py -t terra --model-name ruroberta-large --data-dir . --bf16
 
-A tiny run of your own task on a CPU (experiment/tasks.py says what is in the file):
+A tiny run of your own task on a CPU (experiment/tasks.py describes the file):
 
     python finetune_mlm.py --task_file my.json --checkpoint demo_output/trainer1/model --num_train_epochs 3
 
 After each epoch the validation data are measured; the best epoch counts. --output_dir gets results.json, the
-predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/, both of the best seed. The same command again
-goes on with the first seed that is not in results.json.
+predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/, both of the best seed. Running the same
+command again resumes with the first seed that is not in results.json.
 """
 
 import contextlib

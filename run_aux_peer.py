@@ -1,4 +1,4 @@
-"""An auxiliary peer: a server without a GPU that stands by the trainers. Several may run at once, and any may die.
+"""An auxiliary peer: a server without a GPU that supports the trainers. Several may run at once, and any may fail.
 
     python run_aux_peer.py --experiment_prefix my_albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX \
         --host_maddrs /ip4/0.0.0.0/tcp/12345 --identity_path aux.id --assist_in_averaging
@@ -8,8 +8,8 @@ On one machine, to try it out with the model of a tiny run (see run_trainer.py):
     python run_aux_peer.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2 \
         --config_path configs/demo.json --optim adamw --assist_in_averaging
 
-Without further flags it welcomes others onto the DHT, relays for peers behind firewalls, and follows the learning curve
-as the monitor does. --assist_in_averaging: it also averages for the others, without a gradient of its own; trainers in
+Without other flags it welcomes others onto the DHT, relays for peers behind firewalls, and follows the learning curve
+as the monitor does. --assist_in_averaging: it also averages for the others, without gradients of its own; trainers in
 client mode need one peer that does, and can join late through it. --store_checkpoints: it keeps the swarm's
 states, and uploads them with --repo_url. These two need the trainers' model, optimizer and averaging flags.
 """

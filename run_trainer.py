@@ -11,11 +11,11 @@ The same on a laptop's CPU, alone, on the sample corpus:
         --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
         --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30
 
-The model is the same on every peer; the data order is not: it comes from the peer's id. The same command again goes on
-where the last one ended, however it ended: from the newest whole checkpoint in --output_dir, or from the swarm if that
-is further (--resume_from_checkpoint none starts over). With --streaming it reads text on the way (see text/streams.py),
-and a restart goes on behind the last batch of the last whole epoch. With several GPUs each gets a process of its own,
-and all of them together are one peer (see machine/ranks.py).
+The model is the same on every peer; the data order is derived from the peer's id. Running the same command again
+resumes where the last run ended, however it ended: from the newest complete checkpoint in --output_dir, or from the
+swarm if that is further ahead (--resume_from_checkpoint none starts over). With --streaming, text is read on the fly
+(see text/streams.py), and a restart continues after the last batch of the last complete epoch. With several GPUs, each
+gets its own process, and together they are one peer (see machine/ranks.py).
 """
 
 import logging
@@ -64,9 +64,7 @@ def main(*groups) -> None:
     setup_logging("trainer", args.logging_dir)
     require_wandb(args)
     if args.num_train_epochs and data_args.streaming:
-        raise UserError(
-            "--num_train_epochs: --streaming reads text without end, in no passes: give --max_steps instead"
-        )
+        raise UserError("--num_train_epochs: --streaming reads text endlessly, not in passes: give --max_steps instead")
     if args.preflight:
         raise SystemExit(run_preflight(*groups))
     with start_ranks(args) as ranks:

@@ -44,7 +44,7 @@ logger = logging.getLogger("checkpoint")
 
 
 class CheckpointError(Exception):
-    """What is there cannot be taken for a training state, or not for one of this model; the text says why."""
+    """This is not a usable training state, or belongs to a different model; the text says why."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra
 
 
 def remove_checkpoints(folders: Iterable[Path]) -> None:
-    """Remove each folder as a whole, or not at all."""
+    """Remove each folder completely, or not at all."""
     for folder in folders:
         # under another name, or who is killed meanwhile leaves half a checkpoint
         outdated = folder.with_name(f".{folder.name}.outdated")
@@ -283,7 +283,7 @@ def collect_state(
 
     :param optimizer: the CollaborativeOptimizer of this model; its copy of the parameters is the one that counts
     :param arguments: of the command line, by name
-    :param counters: what else shall go on counting
+    :param counters: other counters that shall continue
     """
     state = optimizer.training_state()
     masters = zip(optimizer.state_averager.main_parameters, state.pop("parameters"), strict=True)

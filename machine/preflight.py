@@ -1,10 +1,10 @@
-"""The preflight: what may go wrong on this machine and on the way to the others, found before training starts.
+"""The preflight: what may go wrong on this machine and between it and the others, found before training starts.
 
     python run_trainer.py --preflight --experiment_prefix my_albert --initial_peers 203.0.113.1:8080
 
 prints a table, a cure beside each finding, and ends with exit code 0 when nothing is fatal, else 2. It joins the run's
-DHT as any peer does, but publishes and trains nothing. A trainer that starts logs what of it is quick to find and not
-in order, and later what its own first epochs tell of its speed. Which batch size suits this machine is measured by
+DHT as any peer does, but publishes and trains nothing. A trainer logs at its start those problems that are quick to
+find, and later what its first epochs reveal of its speed. Which batch size suits this machine is measured by
 
     python -m machine.preflight --experiment_prefix my_albert --fp16
 
@@ -219,7 +219,7 @@ def check_step_time(seconds: float, batch_size: int) -> Check:
 
 
 def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Check:
-    """:param peers: of the swarm, this one included; a group starts when all are there, who is alone looks for none"""
+    """:param peers: of the swarm, this one included; a group starts when all are there; a single peer looks for none"""
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
     if peers > 1 and seconds < matchmaking_time:
         finding += f": others wait for a peer that is late for up to {matchmaking_time:.3g} s (--matchmaking_time)"

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, locks that keep other processes out, and fingerprints."""
+"""Files that exist complete or not at all, locks that keep other processes out, and fingerprints."""
 
 import contextlib
 import fcntl
@@ -50,7 +50,7 @@ def lock_folder(flag: str, folder: str | Path) -> None:
 
 
 def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> bool:
-    """Have `write` write a file, which is there whole or not at all; a full disk is a warning and False."""
+    """Have `write` write a file, which then exists complete or not at all; a full disk is a warning and False."""
     path = Path(path).absolute()
     unfinished = path.with_name(f".{path.name}.unfinished")
     with warn_of_full_disk(path, str(path), unfinished) as success:

@@ -29,7 +29,7 @@ BLOCK = 2**16  # elements that are asked for, checked and, when a donor breaks o
 MAX_BLOCKS = 256  # in one request
 MAX_HISTORY_DIGEST = 64  # bytes
 UNDER_WAY = 2  # requests to each donor: while one of them is on its way, the donor answers the other
-# of a donor's line that a request takes: more than it is under way, but all wait for the slowest one at the end
+# of a donor's line that a request takes: more than that is in flight, but all wait for the slowest one at the end
 LEAST_SECONDS, MOST_SECONDS = 0.1, 0.5
 SHORT_PATIENCE = 5.0  # seconds without a message until a donor is given up while there are others
 FIRST_REQUEST = 2**18  # elements in a request, until the donor's speed is known

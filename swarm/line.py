@@ -97,13 +97,13 @@ class Line:
         return self._sent.value, self._received.value
 
     def seconds_for(self, size: int) -> float:
-        """At a tenth of the rate: longer than a download of so many bytes may take."""
+        """Seconds for this many bytes at a tenth of the rate: longer than a download may take."""
         return 10 * size / self._rate.value if self._rate.value else 0.0
 
     def reserve(self, size: int, is_round: bool) -> float:
-        """Take the next free time of the line for so many bytes.
+        """Reserve the line's next free time for this many bytes.
 
-        :returns: seconds until then; negative: it is not their turn, ask again after so many seconds
+        :returns: seconds until then; negative: it is not their turn, ask again after that many seconds
         """
         with self.lock:
             now, rate = time.monotonic(), self._rate.value

@@ -1,4 +1,4 @@
-"""The collaborative optimizer: failed rounds lose no gradients and take no step, and nobody is waited for in vain."""
+"""The collaborative optimizer: failed rounds lose no gradients and take no step, and nobody waits in vain."""
 
 import asyncio
 import concurrent.futures
@@ -46,7 +46,7 @@ class AveragingFailed(Exception):
 
 
 class CollaborativeOptimizer(hivemind.Optimizer):
-    """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that waits for nobody in vain.
+    """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that never waits in vain.
 
     After a failed round the epoch stays, the gradients are kept, and a later `step` tries again.
     """
@@ -65,7 +65,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     _download_from = 0  # the swarm's epoch before which none is tried
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
     _patient_from = 0  # the epoch before which nobody who is behind is waited for
-    _questions: list = []  # pings under way
+    _questions: list = []  # pings in flight
     #: of an auxiliary peer: when its epoch began
     _epoch_start = -float("inf")
 

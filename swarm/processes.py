@@ -38,7 +38,7 @@ class QuietHivemindLogs(logging.Filter):
             # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
             record.exc_info = record.exc_text = None
             if record.name.startswith(("hivemind.averaging", "asyncio")):
-                return False  # CollaborativeOptimizer says what became of a round
+                return False  # CollaborativeOptimizer reports the outcome of a round
         return not STOPPING.value
 
 

@@ -1,4 +1,4 @@
-"""Who is there: the progress of the other peers, as far as it can be believed."""
+"""Which peers are there, and how far they are: as far as their reports can be believed."""
 
 import contextlib
 import logging
@@ -84,7 +84,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     @property
     def peers_at_epoch(self) -> list[bytes]:
         """Ids of the other peers that are there and at this peer's epoch, or about to be."""
-        # who is one epoch behind makes the others' step just now; worth to wait for, once
+        # who is one epoch behind makes the others' step just now; worth waiting for, once
         epoch = self.local_progress.epoch - (not self.is_impatient)
         return [peer_id for peer_id, record in self.present.items() if record.epoch >= epoch]
 

@@ -78,7 +78,7 @@ def choose_part_size(bandwidths: Sequence[float | None]) -> int:
 def count_bits(
     tensors: Sequence[torch.Tensor], compression: CompressionBase, infos: Sequence[CompressionInfo] | None = None
 ) -> float:
-    """Return the size of these tensors as they are sent."""
+    """Return the size in bits of these tensors as they are sent."""
     infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
     ratios = map(compression.estimate_compression_ratio, infos)
     return 8 * sum(tensor.nbytes * ratio for tensor, ratio in zip(tensors, ratios, strict=True))
@@ -132,7 +132,7 @@ def plan_round(
 
 
 def is_other_share(share: int, before: int) -> bool:
-    """Whether it is worth to send another share than before: a line's speed varies."""
+    """Whether it is worth sending a different share than before: a line's speed varies."""
     return share != before and not (min(share, before) > 1 and 0.6 < share / before < 1.6)
 
 
@@ -340,7 +340,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
-        # for others who have gone on
+        # for others who have moved on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
     def set_expected_peers(self, peer_ids: Iterable[bytes], at_least: int = 1) -> None:

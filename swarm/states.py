@@ -324,7 +324,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     def load_state_from_peers(
         self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
     ) -> bool:
-        """Download the state of the peers that are furthest, and take it over as a whole or not at all.
+        """Download the state of the peers that are furthest, and take it over completely or not at all.
 
         :param min_epoch: wait some seconds for a state of this epoch before taking an earlier one
         :param donors: ids of peers to ask before the others

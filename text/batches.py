@@ -224,7 +224,7 @@ class BatchLoader:
         self.under_way, self.again = deque(), deque()
 
     def set_sequence_length(self, sequence_length: int | None) -> None:
-        """From the next batch on, cut instances to so many tokens (None: to none).
+        """From the next batch on, truncate instances to this many tokens (None: do not).
 
         What workers have prepared is thrown away and made anew: the batches are the same with any number of workers.
         """
@@ -322,7 +322,7 @@ class StreamedBatches:
         chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
 
         def gather(pool: dict, count: int) -> bool:
-            """Whether the pool has so many instances now; False when there are no more."""
+            """Whether the pool has this many instances now; False when there are no more."""
             while len(pool["instances"]) < count and (result := next(chunks, None)):
                 length, columns, lengths = result
                 begin = begins.popleft()

@@ -306,7 +306,7 @@ def receive(url: str, partial: Path, progress: "Progress") -> None:
 
 
 def discard(partial: Path) -> None:
-    """Remove a download that is of no more use."""
+    """Remove a download that is no longer needed."""
     partial.unlink(missing_ok=True)
     partial.with_suffix(".part.json").unlink(missing_ok=True)
 

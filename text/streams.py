@@ -1,4 +1,4 @@
-"""Text that is read, tokenized and shuffled while the model trains on it: a mixture of sources without end.
+"""Text that is read, tokenized and shuffled while the model trains on it: an endless mixture of sources.
 
     python run_trainer.py --streaming --sources configs/sources.json --experiment_prefix my_albert
 
@@ -17,8 +17,8 @@ Hub dataset. A document is a record, or about 10,000 characters of a text file, 
 Each pass over a source has an order of its own, made from the peer's seed, of its files and of their parts: pieces of
 16 MiB of a plain file, row groups of parquet. A packed file can only be read from its beginning: divide large ones.
 
-A position of each source is enough to go on from: what happens to a document depends on its number and the seed alone.
-datasets' own mixtures were tried (5.2): a line that is no JSON ends them; a resumed shuffle buffer loses some records
+A position in each source is enough to resume from: what happens to a document depends on its number and the seed alone.
+datasets' own mixtures were tried (5.2): a line that is not JSON ends them; a resumed shuffle buffer loses some records
 and repeats others; each pass has the order of the one before; and no more workers take part than there are files.
 """
 

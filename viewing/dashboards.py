@@ -40,7 +40,7 @@ def make_run_name(prefix: str) -> str:
 
 
 def start_trackio(prefix: str, run_name: str, config: dict):
-    """The module trackio with a run begun or gone on with, or None: no dashboard."""
+    """The module trackio with a run started or continued, or None: no dashboard."""
     try:
         import trackio
 
@@ -66,7 +66,7 @@ def start_trackio(prefix: str, run_name: str, config: dict):
 
 
 def start_wandb(project: str, run_name: str, config: dict):
-    """The module wandb with a run begun or gone on with, or None: no dashboard.
+    """The module wandb with a run started or continued, or None: no dashboard.
 
     Sends the config and what is logged: no host name, no command line, no console output, which holds addresses.
     """

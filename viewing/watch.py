@@ -1,7 +1,8 @@
-"""The swarm live in a terminal, for whoever wants to look: `python run_training_monitor.py --watch`.
+"""The swarm live in a terminal, for anyone who wants to watch: `python run_training_monitor.py --watch`.
 
-It joins the DHT as a client that only reads: it is no peer of the run, counts nowhere and writes no file. What it shows
-is what trainers have published, signed: their metrics of the last epoch, their progress in this one, their contract.
+It joins the DHT as a client that only reads: it is not a peer of the run, is not counted and writes no file. What it
+shows is what trainers have published, signed: their metrics of the last epoch, their progress in this one, their
+contract.
 """
 
 import contextlib
