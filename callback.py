@@ -373,7 +373,7 @@ class CollaborativeCallback:
             if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
                 logger.warning(
                     f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
-                    f"{measured['samples']:,}), or the swarm goes on without this trainer meanwhile"
+                    f"{measured['samples']:,}), or the swarm continues without this trainer meanwhile"
                 )
         return True
 

@@ -125,7 +125,7 @@ def main(*groups) -> None:
         if args.assist_in_averaging:
             optimizer.step()
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)
-    # after a look that is going on; not at all if that waits, for up to half a minute, for a DHT that does not answer
+    # after a look in progress; not at all if that waits, for up to half a minute, for a DHT that does not answer
     last_look = watching.submit(report.update, dht, is_last=True)
     if archive:
         archive.finish()

@@ -164,7 +164,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
 
 
 def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch: int, max_epoch: int) -> None:
-    """The loop: each rank computes gradients of data of its own, rank 0 goes on with their mean.
+    """The loop: each rank computes gradients of data of its own, rank 0 continues with their mean.
 
     :param optimizer: of rank 0; None on the others, as the callback is
     """

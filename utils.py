@@ -2,7 +2,7 @@
 
 Every trainer publishes two records, each under its own public key as subkey and signed with the matching private key,
 so that nobody can overwrite another's: its metrics of the epoch just finished (`{prefix}_metrics`, LocalMetrics) and
-the contract that it trains by (`{prefix}_run`, RunContract). To look at the metrics of a run that is going on:
+the contract that it trains by (`{prefix}_run`, RunContract). To look at the metrics of a live run:
 
     python -c "import hivemind, utils; dht = hivemind.DHT(initial_peers=['/ip4/127.0.0.1/tcp/31337/p2p/XXXX'], \
         start=True, record_validators=utils.make_validators('my_albert')[0]); \

@@ -266,7 +266,7 @@ def gains(trainer: Trainer) -> list[dict]:
     result = []
     for run, lines in trainer.histories():
         begin = run["ready"]
-        # a run may go on from what a checkpoint has counted
+        # a run may continue from what a checkpoint has counted
         last = None
         for line in lines:
             if last is None:

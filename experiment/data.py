@@ -129,7 +129,7 @@ def make_train_batches(
     :param dataset: a Dataset; or a ShardedSplit: its order of shards is begun with this seed unless it has begun; or
         what make_training_dataset has returned
     :param stop: ends the iteration when it is set while data is waited for
-    :param state: of StreamedBatches: where to go on, and with which seed
+    :param state: of StreamedBatches: where to continue, and with which seed
     """
     collate = partial(make_collator, tokenizer=tokenizer, args=args)
     if isinstance(dataset, IterableDataset):

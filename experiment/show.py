@@ -85,7 +85,7 @@ class BatchStatistics:
         )
 
     def format_row(self, ids: np.ndarray, labels: np.ndarray) -> str:
-        """A row without padding as text: what the model sees, and in brackets behind it what it is to predict, unless
+        """A row without padding as text: what the model sees, and in brackets after it what it is to predict, unless
         that is just the next word."""
         if self.is_causal:
             return " ".join(self.tokenizer.decode(ids).split())

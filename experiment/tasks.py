@@ -32,7 +32,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from support.console import UserError, first_line
 
-Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character behind the last
+Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character after the last
 
 
 @dataclass
@@ -188,7 +188,7 @@ def read_choices(record: dict, task: Task) -> Example:
 
 
 def read_answer(record: dict, task: Task) -> Example:
-    """MuSeRC: a paragraph, and one answer behind its question."""
+    """MuSeRC: a paragraph, and one answer after its question."""
     check_index(record, "paragraph", "question", "answer")
     texts = [(record["paragraph"], f"{record['question']} {record['answer']}")]
     return Example(record, texts, find_label(record, task))
@@ -460,7 +460,7 @@ def read_file(task: Task, path: Path) -> list[tuple[str, dict]] | None:
     except (KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
     except csv.Error as e:
-        raise UserError(f"{path} cannot be read behind line {rows.line_num} ({e}): fix its quotation marks") from e
+        raise UserError(f"{path} cannot be read after line {rows.line_num} ({e}): fix its quotation marks") from e
     except (ValueError, OSError) as e:
         raise UserError(f"{where} cannot be read ({e}): get it from {task.address}") from e
     return records

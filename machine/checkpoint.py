@@ -65,7 +65,7 @@ def save_model(
     training is worth more than one checkpoint.
 
     :param state: a training state, whose weights and whose rest are written instead of the model's own weights
-    :param beside: further files by name, for people: they may edit them, and the folder still counts as complete
+    :param beside: other files by name, for people: they may edit them, and the folder still counts as complete
     """
     folder = Path(folder).absolute()
     # one name, not a random one: what a killed process left behind is overwritten
@@ -279,7 +279,7 @@ def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
 def collect_state(
     model: torch.nn.Module, optimizer, arguments: dict, scaler=None, counters: dict | None = None
 ) -> dict:
-    """A copy, in host memory, of all that a process needs to go on from here.
+    """A copy, in host memory, of all that a process needs to continue from here.
 
     :param optimizer: the CollaborativeOptimizer of this model; its copy of the parameters is the one that counts
     :param arguments: of the command line, by name
@@ -317,7 +317,7 @@ def collect_state(
 
 
 def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> None:
-    """Have model, optimizer, scaler and random numbers go on from a state; raises CheckpointError before it changes
+    """Have model, optimizer, scaler and random numbers continue from a state; raises CheckpointError before it changes
     anything when the state is not of this model and optimizer."""
     own = model.state_dict(keep_vars=True)
     saved = check_weights(state, model)
@@ -361,7 +361,7 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
     if unknown := sorted(state["model"].keys() - own.keys()):
         raise CheckpointError(f"{where} belongs to a different model: it has {unknown[0]}")
     saved, ours = state.get("architecture"), describe_architecture(model)
-    # in states of earlier versions no objective stands behind the model's type, and the digest is of other fields
+    # in states of earlier versions no objective stands after the model's type, and the digest is of other fields
     is_old = saved is None or " " not in saved.split(",")[0]
     if not is_old and saved != ours:
         raise CheckpointError(f"{where} belongs to a different model (see --config_path): {saved} there, {ours} here")

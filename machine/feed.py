@@ -62,7 +62,7 @@ class DeviceFeed:
             self.save_position()
 
     def save_position(self) -> None:
-        """Note behind which batch of a stream a restart reads on."""
+        """Note after which batch of a stream a restart continues."""
         if self.position and (state := self.source.state()):
             text = json.dumps(state) + "\n"
             write_file(self.position, lambda file: file.write(text.encode()))
@@ -71,7 +71,7 @@ class DeviceFeed:
 def make_feed(
     split, tokenizer, data_args: DataArguments, args: TrainerArguments, *, seed: int, rank: int, device: torch.device
 ) -> DeviceFeed:
-    """Batches of the train split for this rank; of a stream, behind those that an earlier start has read."""
+    """Batches of the train split for this rank; of a stream, after those that an earlier start has read."""
     name = f"stream_{rank}.json" if rank else "stream.json"
     position = Path(args.output_dir) / name if data_args.streaming else None
     batches = make_train_batches(

@@ -4,7 +4,7 @@
     python run_trainer.py ...          # does the same with all GPUs that are visible
     python run_trainer.py --device cpu --num_devices 2 ...
 
-Each rank computes gradients of its own data; they are averaged among the ranks once per step, and rank 0 goes on with
+Each rank computes gradients of its own data; they are averaged among the ranks once per step, and rank 0 continues with
 them as a trainer with one device does. The others wait for it, in a round as well, without using a core: over sockets,
 by gloo, whose connections end when a process does. GPUs exchange gradients and weights by NCCL, but only when all ranks
 have said that they are there.

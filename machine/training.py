@@ -123,7 +123,7 @@ def evaluate(
             if "sop_loss" in losses:
                 sums["sop_loss"] += losses["sop_loss"] * size
             labels, rows = labels + count, rows + size
-    finally:  # training goes on where memory was short here
+    finally:  # training continues where memory was short here
         model.train()
     result = {"loss": float(sums["loss"]) / max(1, labels), "accuracy": float(sums["correct"]) / max(1, labels)}
     return result | ({"sop_loss": float(sums["sop_loss"]) / max(1, rows)} if "sop_loss" in sums else {})

@@ -50,7 +50,7 @@ def find_masked_class(config: PreTrainedConfig) -> type | None:
 
 
 def find_causal_class(config: PreTrainedConfig) -> type | None:
-    # where a type has both, is_decoder is what keeps a position from seeing those behind it
+    # where a type has both, is_decoder is what keeps a position from seeing those after it
     is_causal = not find_masked_class(config) or hasattr(config, "is_decoder")
     has_class = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForCausalLM if has_class and is_causal else None
@@ -167,7 +167,7 @@ def find_longest_sequence(model: PreTrainedModel) -> float:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     if longest <= 0:
         return math.inf
-    # RoBERTa and its like count from behind the number of the token of padding
+    # RoBERTa and similar models count from behind the number of the token of padding
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     offsets = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
     return longest - max(offsets, default=0)

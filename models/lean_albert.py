@@ -287,7 +287,7 @@ class LeanAlbertMatrices(nn.Module):
 
 
 class LeanAlbertLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to what came in."""
+    """Attention and feed-forward, each after a norm and added to what came in."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()

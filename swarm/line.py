@@ -30,7 +30,7 @@ PAYLOAD_SHARE = 0.93
 # queue for seconds, as the line has little to spare: from a quarter of the rate on, doubled in so many seconds.
 TCP_PAUSE, RAMP = 0.5, 0.15
 BURST = 0.002  # seconds ahead of its time that a message may go, as sleeping is not more precise
-ROUND_SHARE = 5  # a byte in the background costs as many in a round while one is going on
+ROUND_SHARE = 5  # a byte in the background costs as many in a round while one is in progress
 ROUND_PAUSE = 0.5  # seconds after a round's last message in which it counts as going on
 
 LOOK_PERIOD, IDLE_PERIOD = 0.5, 5.0  # seconds between two looks at the line, with traffic and without

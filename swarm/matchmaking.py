@@ -104,7 +104,7 @@ class PromptMatchmaking(Matchmaking):
 
     @property
     def min_group_size(self) -> int:
-        """More than there are while too few of the expected peers have come, so that hivemind goes on looking."""
+        """More than there are while too few of the expected peers have come, so that hivemind keeps looking."""
         if len(self.list_here() & self.wanted) < self.at_least:
             return len(self.current_followers) + 2
         return self.__dict__["min_group_size"]

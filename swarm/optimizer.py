@@ -252,7 +252,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         :param min_epoch: take an earlier state only after some seconds without this one; default: the swarm's epoch
         :param donors: ids of peers to ask first
         :returns: whether a peer sent it; otherwise the local state stays, and peers that do not answer do not count
-            any more, so that training goes on without them
+            any more, so that training continues without them
         """
         if self.scheduled_grads is not None and not self.scheduled_grads.done():
             if self.scheduled_grads.stage != AveragingStage.RUNNING_ALLREDUCE and self._averages_in_step():
@@ -396,7 +396,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return super()._begin_averaging_gradients(grad_scaler)
 
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control) -> None:
-        # hivemind would go on with its accumulators here, which are zeros by now (note 16)
+        # hivemind would continue with its accumulators here, which are zeros by now (note 16)
         try:
             group = self._wait_for_round(maybe_step_control)
         except (Exception, asyncio.CancelledError) as e:
@@ -460,7 +460,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 at_least = 1
             elif not has_waited:
                 at_least = 1 + len(others)
-            else:  # most of them: two halves of a swarm would go on with different states; in the end, anybody
+            else:  # most of them: two halves of a swarm would continue with different states; in the end, anybody
                 # they may be busy with a round that this peer has left
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2

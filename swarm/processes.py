@@ -85,7 +85,7 @@ def exit_when_dead(process: multiprocessing.Process, name: str) -> None:
     def watch() -> None:
         wait_for_processes([process.sentinel])
         if not STOPPING.value:
-            logger.error(f"the {name} process died, this peer cannot go on (out of memory?)")
+            logger.error(f"the {name} process died, this peer cannot continue (out of memory?)")
             end_process(1, helpers)
 
     threading.Thread(target=watch, name=f"watch {name}", daemon=True).start()

@@ -40,7 +40,7 @@ NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of noth
 
 
 class OutOfStep(AllreduceException):
-    """The group goes on without this peer, which has to take over the state of one of those that do.
+    """The group continues without this peer, which has to take over the state of one of those that do.
 
     Arguments: the epoch of that state, and the ids (bytes) of the peers that have it.
     """
@@ -137,7 +137,7 @@ def is_other_share(share: int, before: int) -> bool:
 
 
 class PromptRunner(AllReduceRunner):
-    """A round that ends as soon as it cannot succeed any more: hivemind's goes on to its end without the parts of a
+    """A round that ends as soon as it cannot succeed any more: hivemind's continues to its end without the parts of a
     reducer that has failed, and tells nobody why."""
 
     def __init__(self, *args, has_slowed: Callable[[], bool], share: int, turn: int, takes_all: bool, **kwargs):
@@ -487,10 +487,9 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
     Averages peers of one state only. hivemind lets a peer that has lost a round average its old gradients with
     everybody's new ones, forever one epoch behind; and two halves of a swarm that could not reach each other for a
-    while, or a peer that has stepped alone, go on with other weights and moments than the rest. So peers gather where
-    they stand, their epoch and their history digest (see StateAverager): the majority goes on, the others take over its
-    state. And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops
-    them.
+    while, or a peer that has stepped alone, continue with other weights and moments than the rest. So peers gather
+    their epoch and their history digest (see StateAverager): the majority continues, the others take over its state.
+    And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
     """
 
     is_urgent = True

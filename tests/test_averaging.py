@@ -299,7 +299,7 @@ def test_a_survivor_loses_no_gradients(start):
     for line in after:
         assert line["total_samples"] == 16 * line["steps"]
         assert line["averaged_with"] == 1
-    # and it stepped by its own gradient, not by the zeros that hivemind goes on with
+    # and it stepped by its own gradient, not by the zeros that hivemind continues with
     before = epochs(survivor)[after[0]["epoch"] - 1]["parameter"][1]
     assert after[0]["parameter"][1] == pytest.approx(before - 1.0, rel=1e-4)
     survivor.interrupt()
@@ -336,7 +336,7 @@ def test_a_peer_ends_when_its_helper_dies(start):
 
 
 def test_helpers_end_when_their_parent_dies(start):
-    """kill -9 of the trainer alone, by the system that runs out of memory: no orphan goes on taking part (note 21)."""
+    """kill -9 of the trainer alone, by the system that runs out of memory: no orphan keeps taking part (note 21)."""
     peer = start_peer(start, "peer", make_prefix(), gradient=1.0, batch_size=16)
     wait_until(lambda: epochs(peer), 60, "an epoch")
     os.kill(peer.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Training states on disk: bit for bit, whole or not there, and what a trainer goes on from after kill -9."""
+"""Training states on disk: bit for bit, whole or not there, and what a trainer continues from after kill -9."""
 
 import json
 import math
@@ -120,7 +120,7 @@ with clean_end():
             "scale": other_scaler.get_scale(),
             "draws": equal(draws, [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]),
         }
-        # what it goes on with is a copy: a step leaves the state that was loaded alone
+        # what it continues with is a copy: a step leaves the state that was loaded alone
         moment = loaded["optimizer"]["state"][0]["exp_avg_codes" if optim == "lamb_8bit" else "exp_avg"]
         before_step = moment.clone()
         for param in other_model.parameters():
@@ -493,7 +493,7 @@ def test_all_dead_and_one_back(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
-    """What the monitor saves is a whole training state: where all trainers are lost, a new one goes on from it."""
+    """What the monitor saves is a whole training state: where all trainers are lost, a new one continues from it."""
     prefix = make_prefix()
     trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
     shared = {**ALONE, **tiny_data, "--target_batch_size": 256}

@@ -43,7 +43,7 @@ def test_history_is_thinned_out_evenly(monkeypatch):
     assert epochs[0] == 1 and len(epochs) >= 50
     assert set(gaps) == {history.stride} and 0 < epochs[-1] - epochs[-2] <= history.stride
 
-    # the swarm goes on from an older state
+    # the swarm continues from an older state
     history.add({"epoch": 5_000})
     assert [entry["epoch"] for entry in history] == [epoch for epoch in epochs if epoch < 5_000] + [5_000]
     for epoch in range(5_001, 12_000):

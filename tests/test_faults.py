@@ -170,7 +170,7 @@ def test_a_frozen_trainer_catches_up(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 def test_a_monitor_that_died_is_found_again(start, tmp_path, tiny_data):
-    """Training goes on without it, newcomers join through a trainer; restarted, it is where and who it was."""
+    """Training continues without it, newcomers join through a trainer; restarted, it is where and who it was."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

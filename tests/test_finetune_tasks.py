@@ -352,7 +352,7 @@ def test_labels_of_a_task_file(tmp_path):
         ({"train": "list.jsonl"}, ["list.jsonl"]),
         ({"train": "empty.csv"}, ["empty.csv", "no record"]),
         ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
-        ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read behind line 2", "quotation marks"]),
+        ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read after line 2", "quotation marks"]),
     ],
     ids=str,
 )

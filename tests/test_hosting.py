@@ -149,7 +149,7 @@ def test_a_cut_download_without_ranges_starts_over(server, hosted, cache):
 @pytest.mark.parametrize("has_if_range", [True, False])
 @pytest.mark.parametrize("change", ["larger", "smaller"])
 def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tmp_path, has_if_range, change):
-    """Also from a server that goes on with the new file, or has no such range of it any more."""
+    """Also from a server that continues with the new file, or has no such range of it any more."""
     first, second = ("tiny.tar.gz", "big.tar") if change == "larger" else ("big.tar", "tiny.tar.gz")
     server.folder, server.has_if_range = tmp_path, has_if_range
     (tmp_path / "data.tar").write_bytes((hosted / first).read_bytes())

@@ -164,7 +164,7 @@ def test_curves_and_contributors_survive_a_restart(start, tmp_path):
         stayed, left = peer_label(first.subkey), peer_label(second.subkey)
     assert contributors() == {stayed: 1064, left: 1064}
 
-    # the one that is back goes on from a checkpoint; a monitor that is killed at once loses nothing
+    # the one that is back continues from a checkpoint; a monitor that is killed at once loses nothing
     for name in ("two", "three"):
         monitor, address = start_monitor(start, prefix, output_dir, env=environment, name=name)
         if name == "two":

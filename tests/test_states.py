@@ -186,7 +186,7 @@ def test_who_is_one_step_behind_makes_it_with_the_gradients_of_the_others(start)
     first.wait_for('"epoch": 2')
     (first1, first2), (late1, late2) = ([line for line in p.json_lines() if "epoch" in line] for p in (first, late))
     assert late1["parameter"] == first1["parameter"] == [-1, -1, -1] and late1["rounds"] == 0
-    # and goes on with the same history digest, or they would not have averaged
+    # and continues with the same history digest, or they would not have averaged
     assert late2["averaged_with"] == first2["averaged_with"] == 2 and late2["samples"] > 1
     expected = -1 - (128 * 1 + late2["samples"] * 4) / (128 + late2["samples"])
     assert late2["parameter"] + first2["parameter"] == pytest.approx([expected] * 6)

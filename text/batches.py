@@ -27,7 +27,7 @@ CollatorMaker = Callable[[list[str], int], DataCollator]
 def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
     """Seed of one peer's data order, 63 bits: the same in every process, unlike hash().
 
-    :param epoch: where the peer begins: one that goes on from a checkpoint does not read the first batches once more
+    :param epoch: where the peer begins: one that continues from a checkpoint does not read the first batches once more
     """
     start = f":{epoch}" if epoch else ""
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}{start}".encode()).digest()[:8], "big") >> 1
@@ -76,8 +76,8 @@ def cut_rows(
     """Columns and lengths of rows, joined end to end, with no row longer than sequence_length.
 
     [CLS] A [SEP] B [SEP] stays that: each segment keeps its first tokens and its [SEP], and the longer one gives first.
-    With the end of A kept, text would go on from A to B in unswapped pairs alone, which would tell them apart. A block
-    keeps its first tokens, and its [SEP] if it has one.
+    With the end of A kept, text would continue from A to B in unswapped pairs only, which would tell them apart. A
+    block keeps its first tokens, and its [SEP] if it has one.
     """
     if lengths.max() <= sequence_length:
         return flat, lengths
@@ -268,7 +268,7 @@ class StreamedBatches:
 
     :param collator: (instances, seed of the masks, sequence length) -> a batch
     :param stop: ends the iteration when it is set while data is waited for
-    :param state: where to go on; None: at the beginning
+    :param state: where to continue; None: at the beginning
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class StreamedBatches:
         self.sequence_length = length
 
     def state(self) -> dict | None:
-        """For JSON: what to begin with to go on behind the batch that was taken last; None before the first."""
+        """For JSON: what to begin with to continue after the batch that was taken last; None before the first."""
         return self.progress
 
     def describe(self) -> dict:

@@ -74,7 +74,7 @@ LONGEST_LINE = 2**26  # bytes; a longer one is broken, not a reason to run out o
 TEXT_CHARACTERS = 10_000  # of a text file that make a document
 CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # that a worker gets at a time: a tenth of a second
 READ_AHEAD = 64  # documents of each source
-LATE_SECONDS = 10.0  # until the others go on without a source
+LATE_SECONDS = 10.0  # until the others continue without a source
 STALL_SECONDS = 30.0  # without a byte in one connection
 START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a byte, over all tries, before a file is given up
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two tries
@@ -234,7 +234,7 @@ def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
 
 
 def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> Iterator[tuple[bytes, int]]:
-    """(line, offset behind it) of the lines that begin within the part, from the offset `start` on if it is not 0."""
+    """(line, offset after it) of the lines that begin within the part, from the offset `start` on if it is not 0."""
     begin, end = part
     position = start or max(begin - 1, 0)
     if is_packed(path):
@@ -254,7 +254,7 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
 
 
 def read_jsonl(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[str | Broken, int, int]]:
-    """(text or why there is none, offset behind it, number of the line) of each line; the first is behind `record`."""
+    """(text or why there is none, offset after it, number of the line) of each line; the first is behind `record`."""
     for number, (line, offset) in enumerate(lines, start=record + 1):
         if line.isspace():
             continue
@@ -381,7 +381,7 @@ class Source:
     def read_pass(
         self, seed: int, position: Position, stop: threading.Event, patience: float = PATIENCE
     ) -> Iterator[tuple[str | Broken, Position]]:
-        """(document's text, or what is broken, position behind it) from a position to the end of its pass."""
+        """(document's text, or what is broken, position after it) from a position to the end of its pass."""
         self.ask_hub()
         key = [seed, zlib.crc32(self.name.encode()), position.number]
         order = np.random.default_rng(key).permutation(len(self.files))
@@ -409,7 +409,7 @@ class Source:
                 yield Broken(f"{self.files[index]}: {reason}; skipping the rest of it"), position
 
     def read(self, seed: int, position: Position, stop: threading.Event) -> Iterator[tuple[str, Position]]:
-        """Endless (document's text, position behind it), pass after pass; what is broken is counted and logged."""
+        """Endless (document's text, position after it), pass after pass; what is broken is counted and logged."""
         while not stop.is_set():
             is_empty = position.files == 0
             for text, behind in self.read_pass(seed, position, stop):
@@ -534,7 +534,7 @@ class Reader(threading.Thread):
 class DocumentStream:
     """Endless documents of a mixture in chunks: (state before it, [(number, of which source, text)]).
 
-    From that state another stream of the same seed goes on with the same chunk, unless a source was late: then the
+    From that state another stream of the same seed continues with the same chunk, unless a source was late: then the
     others go on, and it may come in later.
 
     :param interrupted: ends the iteration when it is set
@@ -642,7 +642,7 @@ def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[
 
 class TrainingDataset(IterableDataset):
     """Endless instances, see data.make_training_dataset. The trainer's own loader, batches.StreamedBatches, takes its
-    parts instead: there, one process reads for all workers, and goes on where an earlier one has ended."""
+    parts instead: there, one process reads for all workers, and continues where an earlier one has ended."""
 
     def __init__(
         self,

@@ -150,9 +150,9 @@ class CheckpointHandler:
         """Take over a state that has just been downloaded, and begin to write it."""
         averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
         averager.take_over(metadata, tensors)
-        # a whole training state: should all trainers die, one can go on from it (--resume_from_checkpoint)
+        # a whole training state: should all trainers die, one can continue from it (--resume_from_checkpoint)
         state = collect_state(self.model, self.optimizer, self.settings)
-        # who averages for the trainers meanwhile goes on where it was
+        # who averages for the trainers meanwhile continues where it was
         averager.set_epoch(epoch)
         self.last_epoch = epoch = state["local_epoch"]
         # up to the state's own epoch, or the last one before it in which this observer looked
@@ -191,7 +191,7 @@ class CheckpointHandler:
             remove_checkpoints(select_outdated(find_checkpoints(self.folder), self.args.save_total_limit, interval))
 
     def finish(self) -> None:
-        """Let a checkpoint that is being written get ready, and give up an upload that is going on."""
+        """Let a checkpoint that is being written get ready, and give up an upload in progress."""
         if self.saving:
             self.saving.join(FINAL_WAIT)
         if self.publisher and (folder := self.publisher.find_new()):
@@ -264,7 +264,7 @@ predict = pipeline("{task}", "{where}"{trust})
 print(predict({example}))
 ```
 
-{heads}`training_state.pt` holds the optimizer and everything else that training goes on from: download the folder and
+{heads}`training_state.pt` holds the optimizer and everything else that training continues from: download the folder and
 give it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each file.
 """
 

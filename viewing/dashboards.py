@@ -119,7 +119,7 @@ def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, i
 
     Call it when hivemind's helper processes are forked.
 
-    :param is_resumed: go on with the curves of the trainer that used this --output_dir before
+    :param is_resumed: continue with the curves of the trainer that used this --output_dir before
     """
     project = args.wandb_project or os.environ.get("WANDB_PROJECT")
     if not project:

@@ -91,7 +91,7 @@ class Contribution:
 class Contributions:
     """Who has given how much, also those who have left.
 
-    A trainer counts its samples itself, and goes on counting after a restart from its checkpoint; one that starts
+    A trainer counts its samples itself, and continues counting after a restart from its checkpoint; one that starts
     without has an older number, or zero. What it contributed before still counts.
 
     :param saved: what `to_json` gave

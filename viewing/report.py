@@ -53,7 +53,7 @@ FINAL_FETCH_TIMEOUT = 5.0
 SCHEDULE_PERIOD = 60.0  # seconds between two looks at what never changes in a run
 # A read of the DHT may miss a record that is there; so many that miss all newer ones mean that a run started over.
 READS_BEFORE_GOING_BACK = 3
-# Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it goes on from an older
+# Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it continues from an older
 # state of itself. A new run may have come that far before it is noticed.
 NEW_RUN_EPOCH = 30
 
@@ -61,7 +61,7 @@ NEW_RUN_EPOCH = 30
 class RunReport:
     """Follows a run's metrics and writes what people look at; the state that lives from one look to the next.
 
-    It goes on where an earlier process with the same --output_dir ended, and keeps others out of that folder. An
+    It continues where an earlier process with the same --output_dir ended, and keeps others out of that folder. An
     --output_dir that is in use, or cannot be written, is a UserError when it is made.
     """
 
@@ -182,7 +182,7 @@ class RunReport:
         return measure_progress(self.last.epoch, final_epoch, self.schedule.target_batch_size, recent)
 
     def go_back(self, epoch: int) -> bool:
-        """The swarm goes on from an older state, or, if True, has started over: a new curve begins."""
+        """The swarm continues from an older state, or, if True, has started over: a new curve begins."""
         starts_over = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
         self.history.forget_from(0 if starts_over else epoch)
         if starts_over:
@@ -219,7 +219,7 @@ class RunReport:
         finish_dashboard(self.dashboard)
 
     def write_summary(self) -> None:
-        """Write summary.json: the contributors, and what the next process needs to go on."""
+        """Write summary.json: the contributors, and what the next process needs to continue."""
         summary = {
             "experiment_prefix": self.prefix,
             "epochs": self.last.epoch if self.last else 0,
