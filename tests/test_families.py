@@ -213,7 +213,7 @@ def test_weights_that_are_none_of_the_model_are_one_line(write, tmp_path):
         [line] = str(error.value).splitlines()
         return line
 
-    assert "other shapes than its config.json says: bert.encoder" in said(tmp_path / "model")
+    assert "different shapes than its config.json says: bert.encoder" in said(tmp_path / "model")
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "cannot be made" in said(tmp_path / "model")
     assert "--config_path" in said(config)

@@ -158,7 +158,7 @@ def test_answers_of_rucos():
         ("terra", {"label": "perhaps"}, ["'perhaps'", "entailment, not_entailment"]),
         ("terra", {"label": 2}, ["2", "entailment, not_entailment"]),
         ("terra", {"premise": None}, ["premise", "hypothesis", "found are"]),
-        ("terra", {"premise": 7}, ["7", "no text"]),
+        ("terra", {"premise": 7}, ["7", "is not text"]),
         ("russe", {"start1": "here"}, ["here"]),
         ("muserc", {"idx": 3}, ["idx 3", "paragraph, question, answer"]),
         ("rucos", {"query": "Где?"}, ["@placeholder"]),
