@@ -279,7 +279,7 @@ def test_a_wrong_checkpoint_is_one_line(saved, tmp_path):
         (tmp_path / "new", big / "checkpoint-2", "a", ["a different model", "--config_path"]),
         (small, None, "b", ["a different run, a", "--output_dir", "none"]),
         (tmp_path / "new", tmp_path / "no", "a", ["No such file"]),
-        (tmp_path / "new", tmp_path / "text", "a", ["no training state"]),
+        (tmp_path / "new", tmp_path / "text", "a", ["not a training state"]),
         (tmp_path / "new", tmp_path, "a", ["not intact", "training_state.json"]),
         (tmp_path / "new", tmp_path / "model", "a", ["no training state"]),
     ):
