@@ -42,7 +42,7 @@ setup: .venv/complete
 define step
 	@echo "set-up: $(1)"
 	@$(2) || { echo "set-up: $(1) failed, for the reason above; often there is no network, or the disk is full \
-	(df -h .). The same command again goes on from here" >&2; exit 1; }
+	(df -h .). The same command again continues from here" >&2; exit 1; }
 endef
 
 # the stamp comes last: an interrupted set-up starts again, and finds what it has downloaded in pip's cache

@@ -24,13 +24,13 @@ DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
 
 LOGGING_DIR_HELP = (
-    "Folder where log files and the dashboard's data go, beside what is printed. TRACKIO_DIR and WANDB_DIR of the "
-    "environment go before. Default: no log file, and the dashboard's own folder."
+    "Folder for log files and the dashboard's data; messages are printed as well. The environment's TRACKIO_DIR and "
+    "WANDB_DIR take precedence. Default: no log file, and the dashboard's own folder."
 )
 
 SENTENCE_SPLITTER_HELP = (
-    "How the ends of sentences are found: punkt, which has a model of each language, or razdel, which knows Russian "
-    "better. Default: razdel for Russian, else punkt."
+    "How text is split into sentences: punkt, which has a model for each of many languages, or razdel, which is better "
+    "at Russian. Default: razdel for Russian, else punkt."
 )
 
 
@@ -66,39 +66,39 @@ class SwarmArguments:
     )
     initial_peers: list[str] = flag(
         [],
-        "One or more peers that welcome you into the run: multiaddrs as the monitor prints them, e.g. "
-        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer that was started with --status_port. None: start "
-        "a new swarm.",
+        "One or more peers through which to join the run: multiaddrs as the monitor prints them, e.g. "
+        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer that was started with --status_port. Default: "
+        "none, which starts a new swarm.",
     )
     use_ipfs: bool = flag(
         False,
-        "Find the initial peers through the public IPFS network: then /p2p/XXXX is enough of an address. Use it when "
+        "Find the initial peers through the public IPFS network: /p2p/XXXX is then a sufficient address. Use it when "
         "no peer has a stable address.",
     )
     host_maddrs: list[str] = flag(
         ["/ip4/0.0.0.0/tcp/0"],
         "Multiaddrs to listen on, /ip6/::/tcp/0 among them for IPv6; port 0 lets the system choose. Give a port that "
-        "your router forwards. Also understood: host:port, with '[::]:*' for all addresses and any port.",
+        "your router forwards. host:port is accepted too, with '[::]:*' for all addresses and any port.",
         aliases=["--dht_listen_on"],
     )
     announce_maddrs: list[str] = flag(
-        [], "Multiaddrs to tell the others, if not those listened on: your public IP and forwarded port."
+        [], "Multiaddrs to announce, if different from those listened on: your public IP and forwarded port."
     )
     use_google_dns: bool = flag(
         False,
         "Ask an echo service (--public_ip_url) for this machine's public address and announce it, with the ports of "
-        "--host_maddrs, for a machine that does not know its own, as in a cloud. The name is that of old guides; "
-        "Google is not asked.",
+        "--host_maddrs, for a machine that does not know its own, as in a cloud. Despite the name, Google is not "
+        "asked.",
     )
     public_ip_url: str = flag(
         "https://api.ipify.org",
-        "With --use_google_dns: address of a page that holds nothing but the visitor's IP address.",
+        "With --use_google_dns: URL of a page that contains nothing but the visitor's IP address.",
     )
-    authorize: bool = flag(False, "As old commands name membership by an authority. There is none yet: False only.")
+    authorize: bool = flag(False, "Kept for old commands: membership is not implemented yet, only False is accepted.")
     client_mode: bool = flag(
         False,
         "Accept no incoming connection: for trainers behind a firewall. A trainer that others cannot reach chooses it "
-        "by itself. One trainer of the run must do without.",
+        "automatically. At least one trainer of the run must accept connections.",
     )
     use_relay: bool = flag(True, "Reach, and be reached by, peers behind routers through a third peer.")
     use_auto_relay: bool = flag(
@@ -108,8 +108,8 @@ class SwarmArguments:
     )
     identity_path: str | None = flag(
         None,
-        "File with this peer's private key, made when it does not exist. Keeps the peer id, and so the address others "
-        "have noted, over restarts.",
+        "File with this peer's private key, created if it does not exist. Keeps the peer id, and thus the address "
+        "that others have noted, across restarts.",
     )
     status_port: int | None = flag(
         None,
@@ -120,11 +120,11 @@ class SwarmArguments:
     def __post_init__(self):
         self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
         if self.status_port is not None and not 0 <= self.status_port < 2**16:
-            raise UserError(f"--status_port {self.status_port} is no TCP port: choose one from 1024 to 65535, or 0")
+            raise UserError(f"--status_port {self.status_port} is not a TCP port: choose one from 1024 to 65535, or 0")
         if self.use_google_dns and self.announce_maddrs:
-            raise UserError("--use_google_dns and --announce_maddrs exclude each other: give one of them")
+            raise UserError("--use_google_dns and --announce_maddrs are mutually exclusive: give one of them")
         if self.use_auto_relay and not self.use_relay:
-            raise UserError("--use_auto_relay and --no_use_relay exclude each other: give one of them")
+            raise UserError("--use_auto_relay and --no_use_relay are mutually exclusive: give one of them")
         if not self.experiment_prefix:
             raise UserError("--experiment_prefix is empty: give the run a name, e.g. --experiment_prefix my_albert")
         if "." in self.experiment_prefix:
@@ -132,7 +132,7 @@ class SwarmArguments:
             name = self.experiment_prefix
             raise UserError(f"--experiment_prefix {name} contains a dot, try {name.replace('.', '_')}")
         if self.use_ipfs and not self.initial_peers:
-            raise UserError("--use_ipfs needs --initial_peers /p2p/XXXX: the id of a peer to look for")
+            raise UserError("--use_ipfs needs --initial_peers /p2p/XXXX: the id of the peer to look for")
 
 
 @dataclass
@@ -148,32 +148,32 @@ class ModelArguments:
     )
     model_name_or_path: str | None = flag(
         None,
-        "A pretrained model to go on training instead: its folder, or its name on the Hugging Face Hub. Heads that it "
-        "lacks begin with random weights. ALL PEERS.",
+        "A pretrained model to continue training instead: its folder, or its name on the Hugging Face Hub. Heads that "
+        "it lacks start from random weights. ALL PEERS.",
     )
     objective: OBJECTIVES | None = flag(
         None,
-        "What the model learns to predict: mlm: masked words; mlm_sop: these and the order of sentences; clm: the next "
-        "word. Default: what suits the model's type: mlm_sop for ALBERT and LeanALBERT, mlm for BERT, RoBERTa and "
-        "their like, clm for GPT-2, Llama and their like. ALL PEERS.",
+        "What the model learns to predict: mlm: masked words; mlm_sop: masked words and the order of sentences; clm: "
+        "the next word. Default: what suits the model's type: mlm_sop for ALBERT and LeanALBERT, mlm for BERT, "
+        "RoBERTa and similar models, clm for GPT-2, Llama and similar models. ALL PEERS.",
     )
     attn_implementation: str | None = flag(
         None,
-        "How attention is computed: eager, sdpa, flash_attention_2, or what else transformers knows. Default: the "
-        "fastest that the model has without further packages. Each peer as it likes.",
+        "How attention is computed: eager, sdpa, flash_attention_2, or any other that transformers knows. Default: "
+        "the fastest that the model has without additional packages. May differ between peers.",
     )
     tokenizer_path: str | None = flag(
         None,
-        "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Default: that "
-        f"of --model_name_or_path, if one is given, else {DEFAULT_TOKENIZER_PATH}; a trainer whose --dataset_path "
-        "is an archive takes the tokenizer in there. ALL PEERS.",
+        "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Default: that of "
+        f"--model_name_or_path, if one is given, else {DEFAULT_TOKENIZER_PATH}; a trainer whose --dataset_path is an "
+        "archive uses the tokenizer in it. ALL PEERS.",
         aliases=["--tokenizer", "--tokenizer_name"],
     )
     seed: int = flag(42, "Seed of the initial weights. ALL PEERS. (The data order comes from the peer id.)")
 
     def __post_init__(self):
         if self.model_name_or_path and self.config_path:
-            raise UserError("--model_name_or_path and --config_path exclude each other: give one of them")
+            raise UserError("--model_name_or_path and --config_path are mutually exclusive: give one of them")
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
@@ -186,11 +186,11 @@ class OptimizerArguments:
     optim: Literal["lamb", "lamb_8bit", "adamw"] = flag(
         "lamb",
         "LAMB (arxiv.org/abs/1904.00962) suits the real run's large batches, AdamW small ones. lamb_8bit keeps its "
-        "moments in 2 bytes per parameter instead of 8: choose it where memory, disk, or the download of the state is "
-        "short; its step takes twice as long. ALL PEERS.",
+        "moments in 2 bytes per parameter instead of 8: choose it where memory, disk space or bandwidth for "
+        "downloading the state is scarce; its step takes twice as long. ALL PEERS.",
     )
     min_8bit_size: int = flag(
-        2**16, "lamb_8bit alone: tensors of fewer numbers keep 32-bit moments. Lower it for small models. ALL PEERS."
+        2**16, "lamb_8bit only: tensors with fewer elements keep 32-bit moments. Lower it for small models. ALL PEERS."
     )
     learning_rate: float = flag(0.00176, "Peak learning rate. ALL PEERS.")
     warmup_steps: int = flag(
@@ -199,17 +199,15 @@ class OptimizerArguments:
     total_steps: int = flag(125_000, "Epoch at which the linear decay reaches min_learning_rate. ALL PEERS.")
     min_learning_rate: float = flag(
         0.0,
-        "Learning rate at which the decay ends, and which remains from total_steps on. Raise it where the run may go "
-        "on beyond that (--max_steps). ALL PEERS.",
+        "Learning rate at which the decay ends, and which stays constant from total_steps on. Raise it if the run may "
+        "continue beyond that (--max_steps). ALL PEERS.",
     )
     adam_beta1: float = flag(0.9, "Decay of the first moment, per epoch. ALL PEERS.")
     adam_beta2: float = flag(0.999, "Decay of the second moment, per epoch. ALL PEERS.")
     adam_epsilon: float = flag(1e-6, "Added to the root of the second moment. ALL PEERS.")
-    weight_decay: float = flag(0.01, "Decay of every weight but norms and biases, per epoch. ALL PEERS.")
+    weight_decay: float = flag(0.01, "Decay of all weights except norms and biases, per epoch. ALL PEERS.")
     max_grad_norm: float = flag(1.0, "The averaged gradient is clipped to this norm before each step. ALL PEERS.")
-    clamp_value: float = flag(
-        10000.0, "Both LAMBs alone: upper bound of the weight norm in the trust ratio. ALL PEERS."
-    )
+    clamp_value: float = flag(10000.0, "Both LAMBs only: upper bound of the weight norm in the trust ratio. ALL PEERS.")
 
     def __post_init__(self):
         if not 0 <= self.warmup_steps <= self.total_steps:
@@ -233,46 +231,46 @@ class AveragingArguments:
     target_batch_size: int = flag(4096, "Samples that the whole swarm gathers before each optimizer step. ALL PEERS.")
     batch_size_lead: int = flag(
         0,
-        "Begin to look for a group this many samples before target_batch_size is reached; raise it when rounds start "
+        "Start looking for a group this many samples before target_batch_size is reached; raise it when rounds start "
         "late.",
     )
     matchmaking_time: float | None = flag(
         None,
-        "Seconds to wait for others when a group forms; an epoch should take several times as long. Default: follows "
-        "from how long answers take here, 7.5 s on a good line.",
+        "Seconds to wait for others when a group forms; an epoch should take several times as long. Default: derived "
+        "from the response times measured here, 7.5 s on a good line.",
         aliases=["--averaging_expiration"],
     )
     request_timeout: float | None = flag(
         None,
-        "Seconds before a peer that does not answer a request to form a group is passed over. Default: follows from "
-        "how long answers take here, 3 s on a good line.",
+        "Seconds after which a peer that does not answer a request to form a group is skipped. Default: derived from "
+        "the response times measured here, 3 s on a good line.",
     )
     averaging_timeout: float | None = flag(
         None,
-        "Seconds after which an averaging round is given up and its gradients kept. Default: three times what the "
+        "Seconds after which an averaging round is abandoned; its gradients are kept. Default: three times what the "
         "group's lines need for the model, or what the last rounds took, at least 30 s, and matchmaking_time.",
     )
     next_chunk_timeout: float | None = flag(
         None,
-        "Seconds without a piece of data after which a peer that still answers is left out of the running round. "
+        "Seconds without a piece of data after which a peer that still answers is excluded from the current round. "
         "Default: half of what a round takes, at least 10 s.",
     )
-    target_group_size: int = flag(256, "Peers in one averaging group at most; a full group starts at once. ALL PEERS.")
+    target_group_size: int = flag(256, "Peers in an averaging group, at most; a full group starts at once. ALL PEERS.")
     bandwidth: float | None = flag(
         None,
         "This peer's upload bandwidth in Mbit/s. It limits what this peer sends: give less than your line has to keep "
         "some of it for yourself. A slower peer averages a smaller share for the others. Default: measured against "
-        "--initial_peers in a few seconds, and then followed: pings must not wait behind data.",
+        "--initial_peers in a few seconds, then adjusted continuously: pings must not queue behind data.",
     )
     min_vector_size: int = flag(
         0,
-        "Numbers that one peer averages at least; the slowest of a group average none where there are not enough. "
-        "Raise it in large groups, where each would send many small messages. ALL PEERS.",
+        "Minimum number of elements that one peer averages; where there are too few, the slowest peers of a group "
+        "average none. Raise it in large groups, where each peer would send many small messages. ALL PEERS.",
     )
     compression: Literal["none", "float16", "8bit"] = flag(
         "float16",
-        "Gradients on the wire; 8bit halves float16's bytes at an error of 1.6e-2 in tensors of more than 65,536 "
-        "numbers. ALL PEERS.",
+        "Compression of gradients on the wire; 8bit halves the bytes of float16, with an error of 1.6e-2 in tensors "
+        "of more than 65,536 elements. ALL PEERS.",
         aliases=["--grad_compression"],
     )
     state_compression: Literal["none", "float16"] = flag(
@@ -280,26 +278,24 @@ class AveragingArguments:
     )
     load_state_compression: Literal["none", "float16", "8bit"] = flag(
         "8bit",
-        "Compression of the state on its way to a peer that joins or has lost a round. float16: parameters in 16 bits; "
-        "8bit: moments in 8 bits as well, which changed no loss by more than 0.01 percent where it was measured; none: "
-        "as it is, 3 times the bytes. ALL PEERS.",
+        "Compression of the state that is sent to a peer that joins or has missed a round. float16: parameters in 16 "
+        "bits; 8bit: moments in 8 bits as well, which changed no measured loss by more than 0.01 percent; none: "
+        "uncompressed, 3 times the bytes. ALL PEERS.",
     )
     average_state_every: int = flag(
         10,
-        "Average parameters every so many epochs, in the background: this brings together what failed rounds pulled "
-        "apart. As many bytes as two rounds of gradients in 16 bits. ALL PEERS.",
+        "Average parameters every N epochs, in the background: this brings peers that have diverged in failed rounds "
+        "together again. It costs as many bytes as two rounds of gradients in 16 bits. ALL PEERS.",
     )
     delay_optimizer_step: bool = flag(False, "Step in the background. For large models with long steps. ALL PEERS.")
     delay_grad_averaging: bool = flag(
         False,
-        "Average gradients in the background, needs --delay_optimizer_step. For large models with long rounds: "
+        "Average gradients in the background; needs --delay_optimizer_step. For large models with long rounds: "
         "gradients are then one epoch old and small models stop learning. ALL PEERS.",
     )
-    min_refresh_period: float = flag(0.5, "Seconds between two looks at the swarm's progress, at least.")
-    max_refresh_period: float = flag(30, "Seconds between two looks at the swarm's progress, at most.")
-    default_refresh_period: float = flag(
-        3, "Seconds between two looks at the swarm's progress while there is none yet."
-    )
+    min_refresh_period: float = flag(0.5, "Minimum seconds between two checks of the swarm's progress.")
+    max_refresh_period: float = flag(30, "Maximum seconds between two checks of the swarm's progress.")
+    default_refresh_period: float = flag(3, "Seconds between two checks of the swarm's progress before there is any.")
     expected_drift_peers: float = flag(3, "Peers expected to join within one epoch.")
     expected_drift_rate: float = flag(0.2, "Share of the swarm expected to join or leave within one epoch.")
     performance_ema_alpha: float = flag(0.1, "Weight of the newest step in the moving average of samples per second.")
@@ -321,7 +317,7 @@ class AveragingArguments:
         if self.matchmaking_time and self.averaging_timeout and self.matchmaking_time >= self.averaging_timeout:
             raise UserError(
                 f"--averaging_timeout {self.averaging_timeout:g} must be greater than --matchmaking_time "
-                f"{self.matchmaking_time:g}, or no round has time to form"
+                f"{self.matchmaking_time:g}, or no round would have time to form"
             )
         if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
             raise UserError("--bandwidth must be greater than 0 Mbit/s (and less than a million)")
@@ -340,24 +336,24 @@ class DataArguments:
     )
     dataset_sha256: str | None = flag(
         None,
-        "sha256 of that archive or index, as tokenize_wikitext103.py --archive prints it: another file is refused. "
-        "With an URL, give it whenever you know it.",
+        "sha256 of that archive or index, as tokenize_wikitext103.py --archive prints it: any other file is rejected. "
+        "With a URL, give it whenever you know it.",
     )
     dataset_cache_dir: str = flag(
         "data/cache",
-        "Folder for what is fetched and unpacked; a second start finds it there, and several trainers may share it. Of "
-        "data in shards, those that were read longest ago go when the disk is full.",
+        "Folder for downloaded and unpacked data, which later starts reuse and several trainers may share. When the "
+        "disk is full, the shards that were read longest ago are removed.",
     )
     dataset_name: str | None = flag(
         None,
         "Text to train on, instead of --dataset_path: a dataset of the Hugging Face Hub, or its folder. The trainer "
         "tokenizes it at its first start, into --dataset_cache_dir.",
     )
-    dataset_config_name: str | None = flag(None, "With --dataset_name: which configuration of it, if it has several.")
+    dataset_config_name: str | None = flag(None, "With --dataset_name: its configuration, if it has several.")
     train_file: str | None = flag(
         None,
-        "As --dataset_name: a file of your own, plain text, .jsonl, .csv or .tsv (field --text_column), also .gz or "
-        ".xz. tokenize_wikitext103.py takes several files, and has more settings.",
+        "Like --dataset_name, but a file of your own: plain text, .jsonl, .csv or .tsv (field --text_column), also "
+        ".gz or .xz. tokenize_wikitext103.py takes several files, and has more settings.",
     )
     validation_file: str | None = flag(
         None,
@@ -367,9 +363,9 @@ class DataArguments:
     text_column: str = flag("text", "With --dataset_name, .jsonl, .csv and .tsv: the field that holds the text.")
     streaming: bool = flag(
         False,
-        "Train on text that is read, tokenized and shuffled on the way, without end, instead of a dataset that was "
-        "tokenized before. Needs --sources and the swarm's tokenizer in --tokenizer_path; --dataset_path is then for "
-        "--do_eval alone.",
+        "Train on an endless stream of text that is read, tokenized and shuffled on the fly, instead of a dataset "
+        "that was tokenized beforehand. Needs --sources and the swarm's tokenizer in --tokenizer_path; --dataset_path "
+        "is then used by --do_eval only.",
     )
     sources: str = flag(
         "configs/sources.json",
@@ -378,57 +374,57 @@ class DataArguments:
     )
     language: str = flag(
         "english",
-        "With --dataset_name or --train_file: language of the text, for finding the ends of its sentences. With "
-        "--streaming each source names its own.",
+        "With --dataset_name or --train_file: language of the text, for splitting it into sentences. With --streaming "
+        "each source names its own.",
     )
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag(
         "auto", f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."
     )
     shuffle_buffer: int = flag(
         8192,
-        "With --streaming: instances that are shuffled together, of about 3 kB each at 512 tokens, twice over. Raise "
-        "it where neighbours in the sources are much alike.",
+        "With --streaming: number of instances that are shuffled together, twice; each takes about 3 kB at 512 "
+        "tokens. Raise it if neighbours in the sources are very similar.",
     )
     mlm_probability: float = flag(
         0.15,
-        "Share of the tokens that are to be predicted: of ten of them, eight become [MASK], one another token. All "
+        "Share of the tokens to be predicted: 80 percent of them become [MASK], 10 percent another token. All "
         "trainers should use the same.",
     )
     whole_word_mask: bool = flag(
         True,
-        "Choose whole words rather than single pieces of them. Without: for tokenizers that do not mark words, and for "
-        "text without spaces. All trainers should use the same.",
+        "Mask whole words rather than single pieces. Turn it off for tokenizers that do not mark words, and for text "
+        "without spaces. All trainers should use the same.",
     )
     max_sequence_length: int | None = flag(
         None,
-        "Tokens of an instance, at most: longer ones are cut, at the end of both segments. Default: as in the dataset; "
-        "512 with --streaming, --train_file or --dataset_name. All trainers should use the same.",
+        "Maximum number of tokens of an instance; longer ones are truncated, at the end of both segments. Default: as "
+        "in the dataset; 512 with --streaming, --train_file or --dataset_name. All trainers should use the same.",
         aliases=["--block_size", "--max_seq_length"],
     )
     initial_sequence_length: int | None = flag(
         None,
-        "Tokens of an instance at epoch 0, at most; grows to max_sequence_length. Short ones train faster, and memory "
-        "for them is not yet needed. Default: no growth. All trainers should use the same.",
+        "Maximum number of tokens of an instance at epoch 0; grows to max_sequence_length. Short instances train "
+        "faster and need less memory. Default: no growth. All trainers should use the same.",
     )
     sequence_length_warmup_steps: int = flag(
         0,
-        "With --initial_sequence_length: epochs of the swarm of linear growth to max_sequence_length, in steps of "
-        "pad_to_multiple_of. All trainers should use the same.",
+        "With --initial_sequence_length: epochs of the swarm over which it grows linearly to max_sequence_length, in "
+        "steps of pad_to_multiple_of. All trainers should use the same.",
     )
     pad_to_multiple_of: int | None = flag(
         None,
-        "Pad batches to widths that are multiples of this, for tensor cores. Default: 8, and 1 where no instance has "
-        "128 tokens. All trainers should use the same if sequences grow.",
+        "Pad batches to multiples of this length, for tensor cores. Default: 8, or 1 where no instance has 128 "
+        "tokens. All trainers should use the same if sequences grow.",
     )
 
     def __post_init__(self):
         if self.dataset_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", self.dataset_sha256):
-            raise UserError(f"--dataset_sha256 {self.dataset_sha256} is none: it has 64 hexadecimal digits")
+            raise UserError(f"--dataset_sha256 {self.dataset_sha256} is not a SHA-256, which has 64 hexadecimal digits")
         texts = [self.dataset_name, self.train_file]
         if all(texts):
-            raise UserError("--dataset_name and --train_file exclude each other: give one of them")
+            raise UserError("--dataset_name and --train_file are mutually exclusive: give one of them")
         if self.streaming and any(texts):
-            raise UserError("--streaming reads --sources: leave --dataset_name and --train_file away")
+            raise UserError("--streaming reads --sources: omit --dataset_name and --train_file")
         if self.validation_file and not any(texts):
             raise UserError("--validation_file needs --train_file or --dataset_name: add one of them")
         if self.dataset_config_name and not self.dataset_name:
@@ -461,109 +457,109 @@ class TrainerArguments:
     """One trainer's own work. Read by run_trainer.py."""
 
     preflight: bool = flag(
-        False, "Train nothing: check this machine, the data and the way to the others, and print a table."
+        False, "Do not train: check this machine, the data and the connection to the others, and print a table."
     )
     per_device_train_batch_size: str = flag(
         "4",
-        "Samples per forward pass of each device. As many as memory holds; auto: try at the start what the first of "
-        "them can do, and choose gradient_accumulation_steps too, whatever that flag says.",
+        "Samples per forward pass of each device. Use as many as fit into memory; auto: find out at the start what "
+        "the first device can do, and choose gradient_accumulation_steps too, overriding that flag.",
     )
     gradient_accumulation_steps: int = flag(
         2,
         "Batches per step of this peer (this one flag counts batches, not epochs). A step should take 0.5 to 10 "
-        "seconds: each may report progress to the swarm.",
+        "seconds: after each, this peer may report its progress to the swarm.",
     )
     device: str = flag(
         "auto",
         "What to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, untested) or xla "
-        "(a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu. Each peer as it has.",
+        "(a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu. May differ between peers.",
     )
     num_devices: int | None = flag(
         None,
-        "Devices of this machine to use, each in a process of its own; together they are one peer. Default: all "
-        "visible GPUs, or one CPU. With torchrun it says how many.",
+        "Number of this machine's devices to use, each in its own process; together they are one peer. Default: all "
+        "visible GPUs, or one CPU. Under torchrun, its number of processes.",
     )
     fp16: bool = flag(False, "Mixed precision with float16 and loss scaling; needs a CUDA GPU.")
     bf16: bool = flag(False, "Mixed precision with bfloat16; needs a GPU or CPU that supports it.")
     tf32: bool = flag(
         False,
-        "Let NVIDIA GPUs from 2020 on multiply float32 numbers with 10 bits of mantissa, several times as fast. Useful "
-        "without --bf16 and --fp16; each peer as it likes.",
+        "Let NVIDIA GPUs from 2020 on multiply float32 numbers with 10 bits of mantissa, several times as fast. "
+        "Useful without --bf16 and --fp16; may differ between peers.",
     )
     torch_compile: bool = flag(
         False,
-        "Compile the model's forward and backward passes: a slower start (up to minutes), faster steps. Each peer as "
-        "it likes; needs a C++ compiler, and on GPUs triton.",
+        "Compile the model's forward and backward passes: a slower start (up to minutes), faster steps. May differ "
+        "between peers; needs a C++ compiler, and on GPUs triton.",
     )
     gradient_checkpointing: bool = flag(
         False,
-        "Keep less for the backward pass and compute more of it again: longer sequences and larger batches fit, each "
-        "step takes somewhat longer. Each peer as it needs; only for models that have it.",
+        "Keep fewer activations for the backward pass and recompute the others: longer sequences and larger batches "
+        "fit, each step takes somewhat longer. May differ between peers; only for models that support it.",
         aliases=["--gradient_checkpoints"],
     )
     dataloader_num_workers: int = flag(4, "Processes that prepare batches; 0: the training process does it itself.")
     max_steps: int | None = flag(
-        None, "End at this epoch of the swarm; default: at total_steps, where the learning rate is lowest."
+        None, "Stop at this epoch of the swarm; default: at total_steps, where the learning rate is lowest."
     )
     num_train_epochs: float | None = flag(
         None,
-        "Leave the swarm after so many passes over this trainer's own data (here, as in other scripts, not epochs of "
-        "the swarm), if --max_steps does not come first; restarts from a checkpoint go on counting. What it has "
-        "computed for the epoch under way is lost, as at any end. Default: no such end.",
+        "Leave the swarm after N passes over this trainer's own data (as in other scripts, these are not epochs of "
+        "the swarm), unless --max_steps comes first; the count continues after a restart from a checkpoint. What it "
+        "has computed for the current epoch is lost, as at any end. Default: no such limit.",
     )
-    logging_steps: int = flag(1, "Log every so many epochs. The progress bar of a terminal shows all of them.")
+    logging_steps: int = flag(1, "Log every N epochs. The progress bar of a terminal shows all of them.")
     logging_first_step: bool = flag(False, "Log this trainer's first epoch too, when --logging_steps is larger.")
     logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
     wandb_project: str | None = flag(
         None,
-        "Report this trainer's own curves to this project on Weights & Biases; default: WANDB_PROJECT of the "
-        "environment, or not at all. WANDB_MODE=offline records for a later upload.",
+        "Report this trainer's own curves to this project on Weights & Biases; default: the environment's "
+        "WANDB_PROJECT, or none. WANDB_MODE=offline records for a later upload.",
     )
     output_dir: str = flag(
         "outputs/trainer",
         "Folder for checkpoints, the trained model (from_pretrained format), history.jsonl and summary.json; each "
-        "trainer needs one of its own. The same command again resumes from it.",
+        "trainer needs its own. Running the same command again resumes from it.",
     )
     overwrite_output_dir: bool = flag(
         False,
-        "Permit an existing output_dir, as old commands ask for; it is always permitted, and a run that is in there is "
-        "resumed all the same.",
+        "Kept for commands of older guides: an existing output_dir is always permitted, and a run in it is resumed "
+        "even with this flag.",
     )
     resume_from_checkpoint: str | None = flag(
         None,
-        "Checkpoint folder or state file to go on from, or none to start anew; default: the newest whole one of "
-        "output_dir and state_path. A swarm that is further gives its state in any case.",
+        "Checkpoint folder or state file to resume from, or none to start over; default: the newest complete one in "
+        "output_dir or at state_path. A swarm that is further ahead sends its state in any case.",
     )
-    save_steps: int = flag(500, "Save a checkpoint every so many epochs (and at a normal end).")
+    save_steps: int = flag(500, "Save a checkpoint every N epochs (and at a normal end).")
     save_total_limit: int = flag(
-        2, "Keep so many checkpoints; each is three times as large as the weights, with lamb_8bit half of it."
+        2, "Keep N checkpoints; each is three times as large as the weights, with lamb_8bit half of that."
     )
     do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before training and after it.")
     eval_steps: int | None = flag(
         None,
-        "With --do_eval: measure every so many epochs too, and at the last one, and report it to the monitor; one "
-        "trainer of a swarm is enough. It trains nothing meanwhile, and the others do not wait for it: when an epoch "
-        "ends before it is done, they step without it and it takes over their state. Choose --max_eval_samples so that "
+        "With --do_eval: also measure every N epochs, and at the last one, and report it to the monitor; one trainer "
+        "of a swarm is enough. It does not train meanwhile, and the others do not wait for it: when an epoch ends "
+        "before it is done, they step without it and it takes over their state. Choose --max_eval_samples so that "
         "this is rare.",
     )
     per_device_eval_batch_size: int = flag(32, "Samples per forward pass in evaluation.")
-    max_eval_samples: int | None = flag(None, "Validation samples to use, at most; default: the whole split.")
+    max_eval_samples: int | None = flag(None, "Maximum number of validation samples; default: the whole split.")
     statistics_expiration: float = flag(600, "Seconds for which this peer's published metrics stay on the DHT.")
     backup_every_epochs: int = flag(
         10,
-        "Back the training state up every so many epochs, in memory or to state_path, to restore should parameters "
-        "turn non-finite.",
+        "Back up the training state every N epochs, in memory or to state_path, to restore it should parameters turn "
+        "non-finite.",
         aliases=["--backup_every_steps"],
     )
     state_path: str | None = flag(
         None,
-        "File for that backup; a start loads it when it is newer than all checkpoints. Give one to lose fewer epochs "
-        "in a crash than save_steps, on a disk that writes it in seconds.",
+        "File for that backup, loaded at the start if it is newer than all checkpoints. Give one to lose fewer epochs "
+        "than save_steps in a crash, if the disk writes it in seconds.",
     )
 
     def __post_init__(self):
         if self.fp16 and self.bf16:
-            raise UserError("--fp16 and --bf16 exclude each other: give one of them")
+            raise UserError("--fp16 and --bf16 are mutually exclusive: give one of them")
         if self.eval_steps is not None and not self.do_eval:
             raise UserError("--eval_steps needs --do_eval: add it")
         if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
@@ -574,10 +570,10 @@ class TrainerArguments:
             try:
                 self.per_device_train_batch_size = int(self.per_device_train_batch_size)
             except ValueError:
-                raise UserError("--per_device_train_batch_size must be a number, or auto") from None
+                raise UserError("--per_device_train_batch_size must be a number or auto") from None
             check_at_least(1, self, "per_device_train_batch_size")
         if self.max_steps is not None and self.max_steps < 0:
-            raise UserError("--max_steps must not be negative: leave it away to end at --total_steps")
+            raise UserError("--max_steps must not be negative: omit it to stop at --total_steps")
         check_at_least(1, self, "num_devices", "gradient_accumulation_steps", "per_device_eval_batch_size")
         check_at_least(1, self, "max_eval_samples", "eval_steps", "logging_steps", "backup_every_epochs")
         check_at_least(1, self, "save_steps", "save_total_limit")
@@ -587,7 +583,7 @@ class TrainerArguments:
 class ReportArguments:
     """How a role that watches the whole swarm reports what it sees. Read by viewing/report.py."""
 
-    refresh_period: float = flag(30, "Seconds between two looks at the swarm's metrics.")
+    refresh_period: float = flag(30, "Seconds between two checks of the swarm's metrics.")
     report_to: Literal["trackio", "wandb", "none"] = flag(
         "trackio", "Dashboard: trackio is local and needs no account; wandb needs --wandb_project."
     )
@@ -614,13 +610,13 @@ class MonitorArguments(ReportArguments):
 
     watch: bool = flag(
         False,
-        "Be no monitor, but show the swarm of --initial_peers live in this terminal. Joins as a reader alone, and "
+        "Instead of monitoring, show the swarm of --initial_peers live in this terminal. Joins as a reader only, and "
         "writes nothing.",
     )
     plot: str | None = flag(
         None,
-        "Be no monitor, but draw the loss over epochs, samples and hours into this PNG file, from what a monitor has "
-        "written to --output_dir.",
+        "Instead of monitoring, plot the loss over epochs, samples and hours to this PNG file, from what a monitor "
+        "has written to --output_dir.",
     )
 
     def __post_init__(self):
@@ -628,7 +624,7 @@ class MonitorArguments(ReportArguments):
         if self.plot == "":
             raise UserError("--plot needs the name of a file, e.g. --plot loss.png")
         if self.watch and self.plot:
-            raise UserError("--watch and --plot exclude each other: give one of them")
+            raise UserError("--watch and --plot are mutually exclusive: give one of them")
 
 
 @dataclass
@@ -639,9 +635,9 @@ class AuxPeerArguments(ReportArguments):
         "outputs/aux_peer", "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
     )
     assist_in_averaging: bool = flag(
-        False, "Average for the others, clients above all. Needs the trainers' model and averaging flags."
+        False, "Average for the others, above all for clients. Needs the trainers' model and averaging flags."
     )
-    assist_refresh: float = flag(1.0, "With --assist_in_averaging: seconds between two looks at the epoch's progress.")
+    assist_refresh: float = flag(1.0, "With --assist_in_averaging: seconds between two checks of the epoch's progress.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -658,35 +654,35 @@ class ArchiveArguments:
     )
     save_checkpoint_step_interval: int = flag(
         5,
-        "With --store_checkpoints: save a state every so many epochs; raise it where an epoch takes seconds, as each "
-        "download costs a trainer the upload of the whole state.",
+        "With --store_checkpoints: save a state every N epochs; raise it if an epoch takes seconds, as each download "
+        "costs a trainer the upload of the whole state.",
         aliases=["--save_checkpoint_epoch_interval"],
     )
     save_total_limit: int = flag(
         2,
-        "With --store_checkpoints: keep so many newest checkpoints; each is three times as large as the weights, with "
+        "With --store_checkpoints: keep the N newest checkpoints; each is three times as large as the weights, with "
         "lamb_8bit half of that.",
     )
     keep_one_in: int = flag(
         0,
-        "With --store_checkpoints: besides the newest ones, keep one in every so many checkpoints for ever, e.g. 100; "
-        "0: none. Raise it where the disk is small.",
+        "With --store_checkpoints: besides the newest ones, keep one in every N checkpoints forever, e.g. 100; 0: "
+        "none. Raise it if the disk is small.",
     )
     local_path: str | None = flag(
         None,
-        "With --store_checkpoints: folder for the checkpoints, of this peer alone; default: output_dir.",
+        "With --store_checkpoints: folder for the checkpoints, used by this peer only; default: output_dir.",
         aliases=["--repo_path"],
     )
     repo_url: str | None = flag(
         None,
         "With --store_checkpoints: upload the newest checkpoint to this model repository of the Hugging Face Hub: "
-        "ORG/NAME, its address, or NAME of the organization in HF_ORGANIZATION_NAME. Made, and public, if it does not "
+        "ORG/NAME, its URL, or NAME in the organization HF_ORGANIZATION_NAME. Created as a public one if it does not "
         "exist. The token comes from HF_TOKEN or HF_USER_ACCESS_TOKEN, or from `hf auth login`.",
     )
     upload_interval: float | None = flag(
         None,
         "With --repo_url: seconds between two uploads; default: 43200, twice a day. What the Hub keeps of each upload "
-        "counts towards the quota: lower it for short runs alone.",
+        "counts towards the quota: lower it only for short runs.",
     )
 
     def __post_init__(self):
@@ -696,7 +692,7 @@ class ArchiveArguments:
             if getattr(self, flag) is not None and not self.store_checkpoints:
                 raise UserError(f"--{flag} needs --store_checkpoints: add it")
         if self.upload_interval is not None and self.repo_url is None:
-            raise UserError("--upload_interval needs --repo_url ORG/NAME: where to?")
+            raise UserError("--upload_interval needs --repo_url ORG/NAME: add it")
         if self.repo_url is not None:
             self.repo_url = make_repo_id(self.repo_url)
             self.upload_interval = 43_200.0 if self.upload_interval is None else self.upload_interval
@@ -731,35 +727,35 @@ class FinetuneArguments:
     )
     data_dir: str = flag(
         ".",
-        "Folder with the benchmark's files: TERRa/train.jsonl, RuCoLA/in_domain_train.csv, ... What is not there is "
+        "Folder with the benchmark's files: TERRa/train.jsonl, RuCoLA/in_domain_train.csv, ... Missing files are "
         "loaded from the Hub, except for RuCoLA.",
         aliases=["-d"],
     )
     output_dir: str | None = flag(
         None, "Folder for results.json, predictions and model; default: outputs/finetune/TASK."
     )
-    num_seeds: int = flag(1, "Train so many times, with the seeds 0, 1, ...")
+    num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
     num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
-    batch_size: int = flag(32, "Samples per forward pass. As many as memory holds.")
+    batch_size: int = flag(32, "Samples per forward pass. Use as many as fit into memory.")
     grad_acc_steps: int = flag(
         1, "Batches, not epochs, per optimizer step; batch_size x grad_acc_steps samples are one."
     )
-    learning_rate: float = flag(1e-5, "Peak; raise it for models much smaller than BERT.")
+    learning_rate: float = flag(1e-5, "Peak learning rate; raise it for models much smaller than BERT.")
     warmup_ratio: float = flag(0.1, "Share of the steps in which the learning rate rises.")
-    weight_decay: float = flag(0.01, "AdamW's, on all but biases and norms.")
+    weight_decay: float = flag(0.01, "AdamW's, on all weights except biases and norms.")
     max_grad_norm: float = flag(1.0, "Clip the gradient's norm to this.")
-    dropout: float = flag(0.1, "Wherever the model has some; LeanALBERT: before the head.")
-    max_length: int = flag(512, "Tokens of a text or pair, at most; longer ones are cut.")
+    dropout: float = flag(0.1, "Wherever the model has dropout; in LeanALBERT before the head.")
+    max_length: int = flag(512, "Maximum number of tokens of a text or pair; longer ones are truncated.")
     fp16: bool = flag(False, "Mixed precision with float16 and loss scaling; needs a CUDA GPU.")
     bf16: bool = flag(False, "Mixed precision with bfloat16; needs a GPU or CPU that supports it.")
 
     def __post_init__(self):
         if (self.task is None) == (self.task_file is None):
-            raise UserError("give --task or --task_file, one of them")
+            raise UserError("give either --task or --task_file")
         if (self.checkpoint is None) == (self.model_name is None):
-            raise UserError("give --checkpoint FOLDER or --model-name NAME, one of them")
+            raise UserError("give either --checkpoint FOLDER or --model-name NAME")
         if self.fp16 and self.bf16:
-            raise UserError("--fp16 and --bf16 exclude each other: give one of them")
+            raise UserError("--fp16 and --bf16 are mutually exclusive: give one of them")
         check_at_least(1, self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps")
         if self.max_length < 8:
             raise UserError("--max_length must be at least 8: two texts and three special tokens")
@@ -775,15 +771,15 @@ class PredictArguments:
     model: str = flag(MISSING, "The --output_dir of a run of finetune_mlm.py on TERRa.", aliases=["-m"])
     arch: str = flag(
         "lean_albert",
-        "lean_albert: the tokenizer that the run has saved with its model, whatever it is; else the id or folder of "
-        "another copy of it.",
+        "lean_albert: the tokenizer that the run has saved with its model, of whatever kind; otherwise the id or "
+        "folder of another copy of it.",
         aliases=["-a"],
     )
     data_dir: str = flag(
-        ".", "Folder that LiDiRus/LiDiRus.jsonl is in; if it is not there, it is loaded from the Hub.", aliases=["-d"]
+        ".", "Folder that contains LiDiRus/LiDiRus.jsonl; if it is missing, it is loaded from the Hub.", aliases=["-d"]
     )
     batch_size: int = flag(32, "Samples per forward pass.")
-    max_length: int = flag(512, "Tokens of a pair, at most; longer ones are cut.")
+    max_length: int = flag(512, "Maximum number of tokens of a pair; longer ones are truncated.")
 
     def __post_init__(self):
         check_at_least(1, self, "batch_size")
@@ -796,12 +792,12 @@ class TokenizeArguments:
 
     objective: OBJECTIVES = flag(
         "mlm_sop",
-        "What the dataset is for: mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and its like can take "
-        "them too); mlm: full blocks of text, for BERT, RoBERTa and their like; clm: the same without special tokens "
-        "but an end token behind each document, for GPT-2, Llama and their like.",
+        "What the dataset is for: mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and similar models can "
+        "use them too); mlm: full blocks of text, for BERT, RoBERTa and similar models; clm: the same without special "
+        "tokens except an end token after each document, for GPT-2, Llama and similar models.",
     )
     corpus: Literal["wikitext103", "sample"] = flag(
-        "wikitext103", "WikiText-103 from the Hugging Face Hub, or the sample that this repository carries."
+        "wikitext103", "WikiText-103 from the Hugging Face Hub, or the sample included in this repository."
     )
     text_files: list[str] = flag(
         [],
@@ -814,31 +810,31 @@ class TokenizeArguments:
         False,
         "Train a tokenizer on the text instead: ALBERT's kind (Unigram), with --objective clm GPT-2's (BPE of bytes).",
     )
-    vocab_size: int = flag(30_000, "With --train_tokenizer: pieces in the vocabulary, at most.")
-    cased: bool = flag(False, "With --train_tokenizer: tell capital letters from small, as that for clm always does.")
+    vocab_size: int = flag(30_000, "With --train_tokenizer: maximum number of pieces in the vocabulary.")
+    cased: bool = flag(False, "With --train_tokenizer: distinguish upper and lower case; always done for clm.")
     keep_accents: bool = flag(
-        False, "With --train_tokenizer: keep marks on letters; Russian needs them. For clm always kept."
+        False, "With --train_tokenizer: keep accents on letters; Russian needs them. Always kept for clm."
     )
-    language: str = flag("english", "Language of the text, for finding the ends of its sentences.")
+    language: str = flag("english", "Language of the text, for splitting it into sentences.")
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag("auto", SENTENCE_SPLITTER_HELP)
-    seq_length: int = flag(512, "Tokens of an instance, at most.")
+    seq_length: int = flag(512, "Maximum number of tokens of an instance.")
     validation_fraction: float = flag(
         0.05, "Share of documents held out for validation (WikiText-103 brings its own validation split)."
     )
     seed: int = flag(42, "Seed of the split, the cuts and the swaps.")
     num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.")
-    cache_dir: str = flag("data/cache", "Folder for downloads from the hub.")
+    cache_dir: str = flag("data/cache", "Folder for downloads from the Hub.")
     dataset_path: str = flag("data/albert_tokenized_wikitext", "Folder to write the dataset to; must not exist yet.")
     tokenizer_path: str = flag("data/tokenizer", "Folder to write the tokenizer to; must not exist yet.")
     archive: str | None = flag(
         None,
-        "File to pack dataset and tokenizer into, for hosting: NAME.tar.gz or NAME.tar. Prints its sha256. Where both "
-        "folders exist already they are packed as they are.",
+        "File to pack dataset and tokenizer into, for hosting: NAME.tar.gz or NAME.tar. Its sha256 is printed. If "
+        "both folders exist already, they are packed as they are.",
     )
     archive_shards: int = flag(
         1,
-        "With --archive NAME.tar.gz: divide large data into so many archives NAME-00000-of-0000N.tar.gz, which "
-        "trainers fetch one after the other while they train, and NAME.json, the index to give them.",
+        "With --archive NAME.tar.gz: divide large data into N archives NAME-00000-of-0000N.tar.gz, which trainers "
+        "fetch one after the other while they train, and NAME.json, the index to give them.",
     )
 
     def __post_init__(self):
@@ -850,17 +846,17 @@ class TokenizeArguments:
         if self.train_tokenizer:
             check_at_least(100, self, "vocab_size")
         if self.archive and not re.fullmatch(r"[^/.][^/.]*\.(tar|tar\.gz|tgz)", self.archive.rsplit("/", 1)[-1]):
-            raise UserError(f"--archive {self.archive} is no name such as wikitext.tar.gz, without another dot")
+            raise UserError(f"--archive {self.archive} is not a name such as wikitext.tar.gz, without another dot")
         if self.archive_shards < 1 or (self.archive_shards > 1 and not self.archive):
             raise UserError("--archive_shards must be at least 1, and needs --archive NAME.tar.gz")
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:
-    """`host:port`, `[IPv6]:port` or `host:*` (port None) in two; ValueError where it is none of them."""
+    """`host:port`, `[IPv6]:port` or `host:*` (port None), split in two; ValueError where it is none of these."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/\s]+)):(\*|\d{1,5})", text)
     port = None if match and match[3] == "*" else int(match[3]) if match else -1
     if port is not None and not 0 <= port < 2**16:
-        raise ValueError(f"{text!r} is neither an address like /ip4/203.0.113.1/tcp/31337 nor HOST:PORT")
+        raise ValueError(f"{text!r} is neither an address such as /ip4/203.0.113.1/tcp/31337 nor HOST:PORT")
     return match[1] or match[2], port
 
 
@@ -873,7 +869,7 @@ def make_host_maddrs(text: str) -> list[str]:
         address = ipaddress.ip_address(host)
     except ValueError:
         raise UserError(
-            f"--host_maddrs {text!r} is no address to listen on, such as /ip4/0.0.0.0/tcp/31337 or '[::]:31337'"
+            f"--host_maddrs {text!r} is not an address to listen on, such as /ip4/0.0.0.0/tcp/31337 or '[::]:31337'"
         ) from None
     # a socket on [::] accepts IPv4 too, libp2p's does not
     addresses = ["ip4/0.0.0.0", "ip6/::"] if address == ipaddress.ip_address("::") else [f"ip{address.version}/{host}"]
@@ -885,7 +881,7 @@ def make_repo_id(text: str) -> str:
     try:
         address, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
     except ValueError as e:
-        raise UserError(f"--repo_url {text} is no address ({e}): give ORG/NAME, e.g. me/my-albert") from e
+        raise UserError(f"--repo_url {text} is not an address ({e}): give ORG/NAME, e.g. me/my-albert") from e
     # guides for git write https://USER:TOKEN@huggingface.co/...: the token goes nowhere from here
     if address.scheme and address.hostname not in ("huggingface.co", "hf.co", endpoint.hostname):
         raise UserError(f"--repo_url is on {address.hostname}, which is not the Hugging Face Hub: give ORG/NAME")
@@ -900,7 +896,9 @@ def make_repo_id(text: str) -> str:
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
-        raise UserError(f"--repo_url {repo_id} is no name of a repository: give ORG/NAME, e.g. me/my-albert") from None
+        raise UserError(
+            f"--repo_url {repo_id} is not the name of a repository: give ORG/NAME, e.g. me/my-albert"
+        ) from None
     return repo_id
 
 

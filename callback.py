@@ -42,7 +42,7 @@ from swarm.addresses import select_for_others
 from swarm.contract import publish_contract
 from swarm.joining import warn_of_local_addresses
 from swarm.line import LINE
-from swarm.optimizer import Optimizer
+from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import StatusServer
@@ -53,10 +53,10 @@ from utils import (
     RunContract,
     compute_seconds,
     describe_evaluation,
+    format_progress,
+    format_samples,
     measure_progress,
     perplexity,
-    show_progress,
-    show_samples,
 )
 from viewing.dashboards import finish_dashboard, report_to_dashboard, start_trainer_dashboard
 
@@ -76,7 +76,7 @@ class CollaborativeCallback:
     def __init__(
         self,
         dht: DHT,
-        optimizer: Optimizer,
+        optimizer: CollaborativeOptimizer,
         groups: tuple,
         public_key: bytes,
         contract: RunContract,
@@ -118,7 +118,7 @@ class CollaborativeCallback:
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_bar_time = 0.0
         #: for how long the device has waited for data in this epoch, and for how many epochs that was too long
-        self.waited, self.wait_share, self.hungry_epochs = 0.0, 0.0, 0
+        self.waited, self.wait_share, self.starved_epochs = 0.0, 0.0, 0
         #: wandb, when this trainer reports its own curves
         self.dashboard = None
         self.start_loss: float | None = None
@@ -129,7 +129,7 @@ class CollaborativeCallback:
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
         #: that this trainer is to compute, earlier starts included, where --num_train_epochs says so
         passes = self.args.num_train_epochs
-        self.most_samples = passes * len(dataset["train"]) if passes else math.inf
+        self.sample_limit = passes * len(dataset["train"]) if passes else math.inf
         self.samples_before, self.train_start = 0, time.monotonic()
 
     def resume(self, path: Path | None) -> None:
@@ -158,7 +158,7 @@ class CollaborativeCallback:
         try:
             self.resume(saved_state)
         except CheckpointError as e:
-            raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts anew") from e
+            raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
         prefix, is_resumed = self.swarm.experiment_prefix, saved_state is not None
         self.dashboard = start_trainer_dashboard(self.args, prefix, self.arguments, is_resumed)
         logger.info(
@@ -184,7 +184,7 @@ class CollaborativeCallback:
         self.look_at_clock()
         if self.optimizer.local_epoch >= self.final_epoch:
             logger.info(
-                f"epoch {self.final_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts anew"
+                f"epoch {self.final_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts over"
             )
 
     def on_step_end(self, loss: torch.Tensor, is_finite: bool, waited: float) -> None:
@@ -222,7 +222,7 @@ class CollaborativeCallback:
         if now >= self.next_bar_time:
             self.next_bar_time = now + 0.5
             self.bar.set_description_str(self.describe_progress())
-        has_read_all = self.samples_before + self.computed_samples >= self.most_samples
+        has_read_all = self.samples_before + self.computed_samples >= self.sample_limit
         if has_read_all and self.optimizer.local_epoch < self.final_epoch:
             passes, size = self.args.num_train_epochs, len(self.dataset["train"])
             logger.info(f"{passes:g} passes over {size:,} samples are done: ending")
@@ -299,7 +299,7 @@ class CollaborativeCallback:
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}  "
-                f"{show_progress(epoch, progress)}  {show_samples(progress)}".rstrip()
+                f"{format_progress(epoch, progress)}  {format_samples(progress)}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
         # a peer that takes over the swarm's state leaps over epochs, maybe over one that is due
@@ -340,7 +340,7 @@ class CollaborativeCallback:
         return {"samples": sum(len(batch["input_ids"]) for batch in batches), **result}
 
     def measure(self) -> bool:
-        """Evaluate the model as it is, unless these weights have been; False where nothing came of it that could be
+        """Evaluate the model as it is, unless these weights have been; False where it yielded nothing that could be
         reported."""
         versions = [param._version for param in self.model.parameters()]
         if versions == self.evaluated:
@@ -362,7 +362,7 @@ class CollaborativeCallback:
             self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__}).dict()
         except ValidationError as e:
             self.evaluation, message = None, "; ".join(error["msg"] for error in e.errors())
-            logger.warning(f"the evaluation of epoch {measured['epoch']} came to nothing: {message}")
+            logger.warning(f"the evaluation of epoch {measured['epoch']} failed: {message}")
             return False
         seconds = time.monotonic() - start
         with self.bar.external_write_mode():
@@ -373,7 +373,7 @@ class CollaborativeCallback:
             if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
                 logger.warning(
                     f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
-                    f"{measured['samples']:,}), or the swarm goes on without this trainer meanwhile"
+                    f"{measured['samples']:,}), or the swarm continues without this trainer meanwhile"
                 )
         return True
 
@@ -384,22 +384,22 @@ class CollaborativeCallback:
         progress = measure_progress(
             self.optimizer.local_epoch, self.final_epoch, target_batch_size, list(self.recent_seconds)
         )
-        if self.computed_samples and self.most_samples < math.inf:
+        if self.computed_samples and self.sample_limit < math.inf:
             seconds = (time.monotonic() - self.train_start) / self.computed_samples
             computed = self.samples_before + self.computed_samples
-            left = max(0.0, self.most_samples - computed) * seconds
+            left = max(0.0, self.sample_limit - computed) * seconds
             if left <= progress.get("seconds_left", left):  # its data end before the run does
-                progress |= {"seconds_left": left, "own_samples": computed, "most_samples": int(self.most_samples)}
+                progress |= {"seconds_left": left, "own_samples": computed, "sample_limit": int(self.sample_limit)}
         return progress
 
     def check_data_wait(self, seconds: float) -> None:
         """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
         self.wait_share, self.waited = min(1.0, self.waited / max(seconds, 1e-9)), 0.0
         # not the first epoch, in which the data's workers start
-        self.hungry_epochs = self.hungry_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
-        if self.hungry_epochs == 3:
+        self.starved_epochs = self.starved_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
+        if self.starved_epochs == 3:
             logger.warning(
-                f"{self.wait_share:.0%} of the time goes into waiting for data: raise --dataloader_num_workers (now "
+                f"{self.wait_share:.0%} of the time is spent waiting for data: raise --dataloader_num_workers (now "
                 f"{self.args.dataloader_num_workers}), if this machine has cores to spare"
             )
 
@@ -415,7 +415,7 @@ class CollaborativeCallback:
         }
 
     def read_progress(self) -> dict:
-        """For the status page, which asks from a thread of its own."""
+        """Return what the status page shows; it asks from its own thread."""
         peers = len(self.optimizer.tracker.present) + 1
         progress = {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
         validation = describe_evaluation(Evaluation(**self.evaluation)) if self.evaluation else {}
@@ -428,7 +428,7 @@ class CollaborativeCallback:
         eta = progress.eta_next_epoch - get_dht_time()
         speed = (progress.target_batch_size - progress.samples_accumulated) / eta if 0 < eta < math.inf else math.nan
         percent = min(100, 100 * progress.samples_accumulated // progress.target_batch_size)
-        course = show_progress(optimizer.local_epoch, self.measure_progress())
+        course = format_progress(optimizer.local_epoch, self.measure_progress())
         return (
             f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  "
             f"peers {peers}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
@@ -482,7 +482,7 @@ class CollaborativeCallback:
         except CheckpointError as e:
             logger.warning(f"the backup did not load ({e}), asking the swarm")
             if not optimizer.load_state_from_peers():
-                logger.error("nobody gave a state: restart to go on from the newest checkpoint")
+                logger.error("nobody sent a state: restart to continue from the newest checkpoint")
                 raise SystemExit(1) from e
 
     def on_train_end(self) -> None:

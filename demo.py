@@ -1,10 +1,10 @@
-"""The demo: a monitor and two trainers on this machine, as processes of their own, learn English together.
+"""The demo: a monitor and two trainers on this machine, each its own process, learn English together.
 
     make demo
 
 or, with everything installed, `python demo.py`; with --clients neither trainer accepts a connection, and an auxiliary
 peer averages for them; with --config_path configs/lean-demo.json they train a LeanALBERT. It only starts the project's
-scripts and reads what they write: each command is printed, and you can type it yourself. It ends by itself after two to
+scripts and reads what they write: each command is printed, and you can run it yourself. It ends on its own after two to
 three minutes on two cores; all that it writes is in --output_dir.
 Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
 Ctrl-C.
@@ -74,7 +74,7 @@ class Scripts:
         print(f"\n{what} (log: {self.log(name)})" if is_shown else f"\n{what}", flush=True)
         if is_shown:
             settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
-            print(wrap_command(f"{settings}{shlex.quote(show_path(sys.executable))} {command}"), flush=True)
+            print(wrap_command(f"{settings}{shlex.quote(format_path(sys.executable))} {command}"), flush=True)
         with open(self.log(name), "w") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *shlex.split(command)],
@@ -154,7 +154,7 @@ class ProgressLine:
             print(flush=True)
 
 
-def show_path(path: str | Path) -> str:
+def format_path(path: str | Path) -> str:
     """Short, where it lies in the project's folder, in which the demo runs."""
     return os.path.relpath(path) if Path(path).absolute().is_relative_to(ROOT) else str(path)
 
@@ -251,7 +251,7 @@ def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
 
 
 def report(output_dir: Path, epochs: int) -> str | None:
-    """Print what came of it, from the files that the trainers have written.
+    """Print the outcome, from the files that the trainers have written.
 
     :returns: why that is a failure, or None
     """
@@ -279,7 +279,7 @@ def report(output_dir: Path, epochs: int) -> str | None:
     difference = max(float(abs(weights[0][name] - weights[1][name]).max()) for name in weights[0])
     agreement = "agree" if difference <= SAME_WEIGHTS else "do NOT agree"
 
-    trackio = show_path(Path(sys.executable).with_name("trackio"))
+    trackio = format_path(Path(sys.executable).with_name("trackio"))
     print(f"final loss {final_loss:.3f} (start {start_loss:.3f}, unigram entropy {entropy:.3f})")
     print(", ".join(shares))
     print(f"averaged with 2 of 2 in {len(averaged)} of {epochs} epochs")

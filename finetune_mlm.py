@@ -6,13 +6,13 @@ The model that a run has trained, and one from the Hub or any folder, on the sam
         --grad-acc-steps 1 --dropout 0.1 --weight-decay 0.01 --num-seeds 3
     python finetune_mlm.py -t terra --model-name ruroberta-large --data-dir . --bf16
 
-A tiny run of your own task on a CPU (experiment/tasks.py says what is in the file):
+A tiny run of your own task on a CPU (experiment/tasks.py describes the file):
 
     python finetune_mlm.py --task_file my.json --checkpoint demo_output/trainer1/model --num_train_epochs 3
 
 After each epoch the validation data are measured; the best epoch counts. --output_dir gets results.json, the
-predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/, both of the best seed. The same command again
-goes on with the first seed that is not in results.json.
+predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/, both of the best seed. Running the same
+command again resumes with the first seed that is not in results.json.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def load_old_checkpoint(path: Path) -> Pretrained:
     for part in ("config.json", "tokenizer/tokenizer.json"):
         if not (path.parent / part).is_file():
             raise UserError(
-                f"--checkpoint {path} needs {path.parent / part} beside it: get it from where the state is from"
+                f"--checkpoint {path} needs {path.parent / part} beside it: get it from where you got the state"
             )
     try:
         model = load_ruleanalbert(path.parent / "config.json", path)
@@ -134,7 +134,7 @@ def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
     is_exact = is_own and pretrained.config.model_type in ("albert", "lean_albert")
     if pieces > rows or (is_exact and pieces != rows):
         raise UserError(
-            f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, take the "
+            f"{pretrained.name} has {rows:,} pieces, its tokenizer {pieces:,}: they do not belong together, use the "
             "tokenizer that it was trained with"
         )
     if pretrained.tokenizer.pad_token_id is None or not pretrained.tokenizer.is_fast:
@@ -142,7 +142,7 @@ def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
 
 
 def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch.nn.Module:
-    """The pretrained encoder with a new head, or one line that names the cure; random numbers: torch's."""
+    """The pretrained encoder with a new head, or a UserError; draws torch's random numbers."""
     config = pretrained.config
     config.pad_token_id = pretrained.tokenizer.pad_token_id
     if getattr(config, "is_decoder", False):
@@ -169,7 +169,7 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
 
 
 def load_weights(auto_class: type, pretrained: Pretrained) -> torch.nn.Module:
-    """from_pretrained, which begins with random numbers without a word where the weights have other names."""
+    """from_pretrained, which silently starts from random numbers where the weights have other names."""
     try:
         model, info = auto_class.from_pretrained(
             pretrained.name, config=pretrained.config, dtype=torch.float32, output_loading_info=True
@@ -408,7 +408,7 @@ def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
     try:
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         seeds, settings = results["seeds"], dict(results["settings"])
-        show_table(results)  # it reads all that is read of a seed
+        format_table(results)  # it reads all that is read of a seed
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
@@ -418,7 +418,8 @@ def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
     wanted = json.loads(json.dumps(describe_settings(args)))
     if different := [name for name in wanted if settings.get(name) != wanted[name]]:
         raise UserError(
-            f"{folder / 'results.json'} is of another {', '.join(different)}: choose another --output_dir, or remove it"
+            f"{folder / 'results.json'} was made with a different {', '.join(different)}: choose another --output_dir, "
+            "or remove it"
         )
     return seeds
 
@@ -439,7 +440,7 @@ def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: 
     }
 
 
-def show_table(results: dict) -> str:
+def format_table(results: dict) -> str:
     """Each metric's mean and spread over the seeds beside what the most frequent answer would score; then the seeds."""
     columns = ("mean", "deviation", "lowest", "highest", "most frequent answer")
     lines = [f"{results['task'] + ', validation':24}" + "".join(f"{column:>{len(column) + 3}}" for column in columns)]
@@ -466,7 +467,7 @@ def main(args: FinetuneArguments) -> None:
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.fp16 and device.type != "cuda":
-        raise UserError("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
+        raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
     folder = Path(args.output_dir or f"outputs/finetune/{task.name}")
     examples = load_examples(task, args.data_dir)
     pretrained = load_pretrained(args)
@@ -506,10 +507,10 @@ def main(args: FinetuneArguments) -> None:
         # last: a seed that is in there is finished
         text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
         write_file(folder / "results.json", lambda file, text=text: file.write(text.encode()))
-    print(show_table(summarize(args, task, seeds, majority, counts)))
+    print(format_table(summarize(args, task, seeds, majority, counts)))
     print(f"model, predictions and results.json: {folder}")
 
 
 if __name__ == "__main__":
-    with edge(interrupted="the same command again goes on with the seed that was not finished"):
+    with edge(interrupted="the same command resumes with the unfinished seed"):
         main(*groups)

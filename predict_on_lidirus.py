@@ -40,7 +40,7 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
     try:
         task = json.loads((folder / "results.json").read_text(encoding="utf-8"))["task"]
     except (OSError, ValueError, LookupError, TypeError) as e:
-        raise UserError(f"--model {folder} is no run of finetune_mlm.py ({e!r}): {cure}") from e
+        raise UserError(f"--model {folder} is not a run of finetune_mlm.py ({e!r}): {cure}") from e
     if task != "TERRa":
         raise UserError(f"--model {folder} was tuned for {task}: {cure}")
     transformers.utils.logging.set_verbosity_error()

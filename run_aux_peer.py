@@ -1,4 +1,4 @@
-"""An auxiliary peer: a server without a GPU that stands by the trainers. Several may run at once, and any may die.
+"""An auxiliary peer: a server without a GPU that supports the trainers. Several may run at once, and any may fail.
 
     python run_aux_peer.py --experiment_prefix my_albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX \
         --host_maddrs /ip4/0.0.0.0/tcp/12345 --identity_path aux.id --assist_in_averaging
@@ -8,8 +8,8 @@ On one machine, to try it out with the model of a tiny run (see run_trainer.py):
     python run_aux_peer.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2 \
         --config_path configs/demo.json --optim adamw --assist_in_averaging
 
-Without further flags it welcomes others onto the DHT, relays for peers behind firewalls, and follows the learning curve
-as the monitor does. --assist_in_averaging: it also averages for the others, without a gradient of its own; trainers in
+Without other flags it welcomes others onto the DHT, relays for peers behind firewalls, and follows the learning curve
+as the monitor does. --assist_in_averaging: it also averages for the others, without gradients of its own; trainers in
 client mode need one peer that does, and can join late through it. --store_checkpoints: it keeps the swarm's
 states, and uploads them with --repo_url. These two need the trainers' model, optimizer and averaging flags.
 """
@@ -65,7 +65,7 @@ def main(*groups) -> None:
     swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
     setup_logging("aux")
     if swarm.client_mode:
-        raise UserError("--client_mode is for trainers: an auxiliary peer is there for others to reach it")
+        raise UserError("--client_mode is for trainers: others must be able to reach an auxiliary peer")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
     report = RunReport(args, swarm.experiment_prefix)
@@ -115,8 +115,8 @@ def main(*groups) -> None:
             if metrics and optimizer and args.assist_in_averaging:
                 sent, received = (count / 1e6 for count in LINE.traffic)
                 logger.info(
-                    f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} came to nothing; sent {sent:,.1f} "
-                    f"MB, received {received:,.1f} MB"
+                    f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} failed; sent {sent:,.1f} MB, "
+                    f"received {received:,.1f} MB"
                 )
         if comparison is not None and comparison.done():
             comparison.result()
@@ -125,7 +125,7 @@ def main(*groups) -> None:
         if args.assist_in_averaging:
             optimizer.step()
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)
-    # after a look that is going on; not at all if that waits, for up to half a minute, for a DHT that does not answer
+    # after a look in progress; not at all if that waits, for up to half a minute, for a DHT that does not answer
     last_look = watching.submit(report.update, dht, is_last=True)
     if archive:
         archive.finish()

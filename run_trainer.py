@@ -11,11 +11,11 @@ The same on a laptop's CPU, alone, on the sample corpus:
         --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
         --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30
 
-The model is the same on every peer; the data order is not: it comes from the peer's id. The same command again goes on
-where the last one ended, however it ended: from the newest whole checkpoint in --output_dir, or from the swarm if that
-is further (--resume_from_checkpoint none starts anew). With --streaming it reads text on the way (see text/streams.py),
-and a restart goes on behind the last batch of the last whole epoch. With several GPUs each gets a process of its own,
-and all of them together are one peer (see machine/ranks.py).
+The model is the same on every peer; the data order is derived from the peer's id. Running the same command again
+resumes where the last run ended, however it ended: from the newest complete checkpoint in --output_dir, or from the
+swarm if that is further ahead (--resume_from_checkpoint none starts over). With --streaming, text is read on the fly
+(see text/streams.py), and a restart continues after the last batch of the last complete epoch. With several GPUs, each
+gets its own process, and together they are one peer (see machine/ranks.py).
 """
 
 import logging
@@ -42,7 +42,7 @@ from machine.checkpoint import choose_state, claim_folders
 from machine.devices import all_finite, make_trial_batch, place_model, stop_when_out_of_memory, tune_to_device
 from machine.feed import make_feed
 from machine.preflight import run_preflight, warn_at_start
-from machine.ranks import RankLost, Ranks, list_gradients, start_ranks
+from machine.ranks import DeviceGroup, RankLost, list_gradients, start_ranks
 from machine.training import make_trained_model, move_batch
 from models.build import find_longest_sequence
 from swarm.contract import join_run
@@ -64,16 +64,14 @@ def main(*groups) -> None:
     setup_logging("trainer", args.logging_dir)
     require_wandb(args)
     if args.num_train_epochs and data_args.streaming:
-        raise UserError(
-            "--num_train_epochs: --streaming reads text without end, in no passes: give --max_steps instead"
-        )
+        raise UserError("--num_train_epochs: --streaming reads text endlessly, not in passes: give --max_steps instead")
     if args.preflight:
         raise SystemExit(run_preflight(*groups))
     with start_ranks(args) as ranks:
         train(ranks, *groups)
 
 
-def train(ranks: Ranks, *groups) -> None:
+def train(ranks: DeviceGroup, *groups) -> None:
     """A trainer's life from its first look at the data to the saved model. With several devices each has a process, its
     rank, that lives this life; rank 0 alone speaks to the swarm and to the user."""
     swarm, model_args, optimizer_args, averaging_args, data_args, args = groups
@@ -109,7 +107,7 @@ def train(ranks: Ranks, *groups) -> None:
     handle_stop_signals()
     ranks.connect()
     ranks.require_same(tokenizer.name_or_path, tokenizer_fingerprint(tokenizer))
-    reader = ranks.share(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)
+    reader = ranks.broadcast(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)
 
     # device
     seed = data_seed(reader, model_args.seed)
@@ -120,7 +118,7 @@ def train(ranks: Ranks, *groups) -> None:
             optimizer.accumulate_on(device)
         target_batch_size = averaging_args.target_batch_size if is_main else None
         args = tune_to_device(model, make_trial, args, device, autocast, target_batch_size, ranks.count)
-    args = ranks.share(args)  # with the batch size that suits rank 0
+    args = ranks.broadcast(args)  # with the batch size that suits rank 0
 
     # the loop
     if is_main:
@@ -140,7 +138,7 @@ def train(ranks: Ranks, *groups) -> None:
             page=page,
         )
         callback.on_train_begin(saved_state)
-    epoch = ranks.follow(model, optimizer.local_epoch if is_main else 0, scaler)
+    epoch = ranks.broadcast_state(model, optimizer.local_epoch if is_main else 0, scaler)
     seed = data_seed(reader, model_args.seed, epoch)
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
@@ -154,7 +152,7 @@ def train(ranks: Ranks, *groups) -> None:
         ranks.kill_others()
         if not STOP_REQUESTED.is_set():
             failure = e
-            logger.error(f"{e}; the state is saved: the same command goes on from there")
+            logger.error(f"{e}; the state is saved: the same command continues from there")
     feed.save_position()
     if is_main:
         callback.on_train_end()
@@ -166,14 +164,14 @@ def train(ranks: Ranks, *groups) -> None:
 
 
 def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch: int, max_epoch: int) -> None:
-    """The loop: each rank computes gradients of data of its own, rank 0 goes on with their mean.
+    """The loop: each rank computes gradients of data of its own, rank 0 continues with their mean.
 
     :param optimizer: of rank 0; None on the others, as the callback is
     """
     while epoch < max_epoch:
         feed.begin_epoch(epoch)
         loss = accumulate_gradients(model, feed, args, ranks.device, autocast, scaler)
-        if not ranks.agree(loss is not None):
+        if not ranks.all_continue(loss is not None):
             # who stops all of them tells one after the other
             if ranks.number == 0 and loss is not None and not STOP_REQUESTED.wait(1.0):
                 raise RankLost("another rank of this machine was stopped")
@@ -187,11 +185,11 @@ def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, e
                 optimizer.step(batch_size=callback.batch_size)
             scaler.update()
             optimizer.zero_grad()
-            callback.on_step_end(loss, is_finite, feed.take_waited())
+            callback.on_step_end(loss, is_finite, feed.take_seconds_waited())
             epoch = optimizer.local_epoch
         else:
             model.zero_grad()
-        epoch = ranks.follow(model, epoch, scaler)
+        epoch = ranks.broadcast_state(model, epoch, scaler)
 
 
 def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:

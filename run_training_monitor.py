@@ -9,12 +9,12 @@ On one machine, to try it out:
 
     python run_training_monitor.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2
 
-It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line an
-epoch, and another one where a trainer's evaluation comes later), learning_curve.png, and at the end (Ctrl-C)
-summary.json. With --store_checkpoints it also downloads the swarm's
-state every few epochs and saves it; give it then the trainers' model, optimizer and averaging flags.
+It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line per
+epoch, and another if a trainer's evaluation comes later), learning_curve.png, and at the end (Ctrl-C) summary.json.
+With --store_checkpoints it also downloads the swarm's state every few epochs and saves it; it then needs the trainers'
+model, optimizer and averaging flags.
 
-To look at a swarm from any terminal, as a reader that leaves no trace; and to draw what a monitor has written:
+To watch a swarm from any terminal, as a reader that leaves no trace; and to plot what a monitor has written:
 
     python run_training_monitor.py --experiment_prefix my_albert --watch --initial_peers /ip4/203.0.113.1/tcp/31337/...
     python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
@@ -95,7 +95,7 @@ def main(*groups) -> None:
     swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
     setup_logging("monitor", args.logging_dir)
     if swarm.client_mode:
-        raise UserError("--client_mode is for trainers: a monitor is there for others to reach it")
+        raise UserError("--client_mode is for trainers: others must be able to reach a monitor")
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
@@ -132,7 +132,7 @@ def main(*groups) -> None:
         )
     report.start_dashboard({**asdict(swarm), **asdict(args)})
     stop = handle_stop_signals()
-    logger.info(f"Waiting for trainers, looking every {args.refresh_period:g} s")
+    logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
     if page:
         page.serve(dht, report.read_progress)
     is_compared = False

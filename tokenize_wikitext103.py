@@ -1,25 +1,25 @@
-"""Text to a tokenized dataset on disk for run_trainer.py, and the tokenizer that it was made with.
+"""Turn text into a tokenized dataset on disk for run_trainer.py, and save the tokenizer that made it.
 
 The real experiment (WikiText-103 and the tokenizer of albert-large-v2, both from the Hugging Face Hub; about ten
 minutes on one core):
 
     python tokenize_wikitext103.py
 
-Without the hub, in seconds, from the sample that this repository carries; and any text of your own:
+Without the Hub, in seconds, from the sample included in this repository; and from text of your own:
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python tokenize_wikitext103.py --text_files a.txt b.txt.gz c.jsonl --train_tokenizer --vocab_size 8000
 
 Instances are pairs of segments, half of them swapped, for ALBERT (--objective mlm_sop, the default), or full blocks:
-mlm, for BERT, RoBERTa and their like; clm, for GPT-2, Llama and their like:
+mlm, for BERT, RoBERTa and similar models; clm, for GPT-2, Llama and similar ones:
 
     python tokenize_wikitext103.py --objective clm --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
 
-With --archive NAME.tar.gz it also packs both, for volunteers who fetch them (see text/fetch.py); where they are there
-already, it does that alone.
+With --archive NAME.tar.gz it also packs both, for volunteers who fetch them (see text/fetch.py); if both exist already,
+it does only that.
 
-Writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which tells what
-it is. Both appear complete or not at all. All of it, the tokenizer included, depends on text and flags only, not on
+Writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which describes
+it. Both appear complete or not at all. All of it, the tokenizer included, depends on text and flags only, not on
 --num_proc.
 """
 
@@ -106,7 +106,7 @@ def main():
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
     for flag, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
         if os.path.lexists(path) and not (is_tokenizer_kept and path is tokenizer_path):
-            raise UserError(f"{path} exists already: remove it, or give another {flag}")
+            raise UserError(f"{path} already exists: remove it, or give another {flag}")
     tokenizer_path, dataset_path = tokenizer_path.resolve(), dataset_path.resolve()
     if tokenizer_path.is_relative_to(dataset_path) or dataset_path.is_relative_to(tokenizer_path):
         raise UserError("--tokenizer_path and --dataset_path must be two folders, neither inside the other")

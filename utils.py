@@ -2,7 +2,7 @@
 
 Every trainer publishes two records, each under its own public key as subkey and signed with the matching private key,
 so that nobody can overwrite another's: its metrics of the epoch just finished (`{prefix}_metrics`, LocalMetrics) and
-the contract that it trains by (`{prefix}_run`, RunContract). To look at the metrics of a run that is going on:
+the contract that it trains by (`{prefix}_run`, RunContract). To look at the metrics of a live run:
 
     python -c "import hivemind, utils; dht = hivemind.DHT(initial_peers=['/ip4/127.0.0.1/tcp/31337/p2p/XXXX'], \
         start=True, record_validators=utils.make_validators('my_albert')[0]); \
@@ -31,14 +31,14 @@ from hivemind.utils.serializer import MSGPackSerializer
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, constr, root_validator
 
-from support.console import show_duration
+from support.console import format_duration
 
 logger = logging.getLogger("utils")
 
 # What we and hivemind store is far smaller: metrics with their signature take about 0.7 KB, a contract 2 KB, hivemind's
 # progress 0.6 KB. A whole dictionary of records must fit into one message of p2pd (4 MB), or nobody can read it.
 MAX_RECORD_BYTES = 16 * 1024
-# A record that never expires would count as a peer for ever. Ours live minutes (--statistics_expiration).
+# A record that never expires would count as a peer forever. Ours live minutes (--statistics_expiration).
 MAX_RECORD_LIFETIME = 24 * 3600.0
 # Records live for --statistics_expiration, 600 s, in which a swarm with epochs of 1 s advances 600 epochs: records
 # further apart than this do not belong to one run.
@@ -185,7 +185,7 @@ def keep_signing_key(path: Path) -> None:
             unfinished.rename(path)
     except (OSError, ValueError, TypeError) as e:
         key, reason = RSAPrivateKey(), getattr(e, "strerror", None) or "it holds no key"
-        logger.warning(f"{path}: {reason}; with a key for this start alone, others take this trainer for a new one")
+        logger.warning(f"{path}: {reason}; with a key for this start only, others take this trainer for a new one")
     RSAPrivateKey._process_wide_key = key  # hivemind has no other way in; it signs its progress with it too
 
 
@@ -365,19 +365,19 @@ def measure_progress(
     return progress
 
 
-def show_progress(epoch: int, progress: dict[str, float]) -> str:
+def format_progress(epoch: int, progress: dict[str, float]) -> str:
     """`12% of 1,000 epochs, ends in 2 h 5 min`, or of a trainer's own samples; as much of it as is known."""
-    if "most_samples" in progress:
-        done, total, what = progress["own_samples"], progress["most_samples"], "samples of its data"
+    if "sample_limit" in progress:
+        done, total, what = progress["own_samples"], progress["sample_limit"], "samples of its data"
     elif "final_epoch" in progress:
         done, total, what = epoch, progress["final_epoch"], "epochs"
     else:
         return ""
-    left = f", ends in {show_duration(progress['seconds_left'])}" if progress.get("seconds_left") else ""
+    left = f", ends in {format_duration(progress['seconds_left'])}" if progress.get("seconds_left") else ""
     return f"{math.floor(1000 * min(1.0, done / total)) / 10:g}% of {total:,} {what}{left}"
 
 
-def show_samples(progress: dict[str, float]) -> str:
+def format_samples(progress: dict[str, float]) -> str:
     """`491,520 samples so far, 4,096 an epoch`: of the swarm; nothing where that is not known."""
     if "swarm_samples" not in progress:
         return ""

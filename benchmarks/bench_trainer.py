@@ -154,11 +154,11 @@ def run_plain(args: argparse.Namespace) -> None:
     import torch
 
     from experiment.objectives import compute_losses
-    from machine.feed import Feed
+    from machine.feed import DeviceFeed
     from machine.training import move_batch
 
     model, device, autocast, optimizer, batches = prepare(args)
-    feed, meter = Feed(batches, device), Meter(args)
+    feed, meter = DeviceFeed(batches, device), Meter(args)
 
     def compute(batch: dict, accumulation: int) -> None:
         with autocast:
@@ -177,7 +177,7 @@ def run_plain(args: argparse.Namespace) -> None:
         more["flop"] = counter.get_total_flops() / (8 * args.batch_size)
     optimizer.zero_grad()
     accumulation = more["target_batch_size"] // args.batch_size
-    feed.take_waited()
+    feed.take_seconds_waited()
     for number, batch in enumerate(feed, start=1):
         meter.add(batch)
         compute(batch, accumulation)
@@ -186,7 +186,7 @@ def run_plain(args: argparse.Namespace) -> None:
             optimizer.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if meter.end_epoch(feed.take_waited()):
+            if meter.end_epoch(feed.take_seconds_waited()):
                 break
     meter.report(**more, parameters=model.num_parameters())
 
@@ -216,11 +216,11 @@ def run_transformers(args: argparse.Namespace) -> None:
     import transformers
 
     from experiment.objectives import compute_losses
-    from machine.feed import Feed
+    from machine.feed import DeviceFeed
     from machine.training import move_batch
 
     model, device, _, optimizer, batches = prepare(args)
-    feed, meter = Feed(batches, device), Meter(args)
+    feed, meter = DeviceFeed(batches, device), Meter(args)
 
     class Batches(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -238,7 +238,7 @@ def run_transformers(args: argparse.Namespace) -> None:
         def on_step_end(self, _, state, control, **more):
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            control.should_training_stop = meter.end_epoch(feed.take_waited())
+            control.should_training_stop = meter.end_epoch(feed.take_seconds_waited())
 
     with tempfile.TemporaryDirectory() as folder:
         options = transformers.TrainingArguments(
@@ -457,7 +457,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=3, help="that are measured in each turn")
     parser.add_argument("--epoch_seconds", type=float, default=10, help="of the plain loop")
-    parser.add_argument("--no_transformers", action="store_true", help="leave transformers' Trainer away")
+    parser.add_argument("--no_transformers", action="store_true", help="skip transformers' Trainer")
     parser.add_argument("--folder", default="outputs/bench_trainer", help="for data and configurations")
     # what a process of this script is told
     for name, kind in dict(way=str, config_path=str, dataset_path=str, tokenizer_path=str, flop=float).items():

@@ -80,7 +80,7 @@ class Trainer:
         return self.runs[-1]["ended"] is None and self.script.process.poll() is not None
 
     def note_end(self) -> None:
-        """After a kill: keep the history, whether the next run appends to the file or begins it anew."""
+        """After a kill: keep the history, whether the next run appends to the file or starts it over."""
         self.runs[-1].update(ended=time.time(), history=self.read_history())
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "history.jsonl").rename(self.folder / f"history-{len(self.runs) - 1}.jsonl")
@@ -266,7 +266,7 @@ def gains(trainer: Trainer) -> list[dict]:
     result = []
     for run, lines in trainer.histories():
         begin = run["ready"]
-        # a run may go on from what a checkpoint has counted
+        # a run may continue from what a checkpoint has counted
         last = None
         for line in lines:
             if last is None:

@@ -4,7 +4,7 @@
 
 Both take the same instances, [CLS] A [SEP] B [SEP] of 512 random tokens, as lists, and give batches of 32. The loop is
 whole-word masking as BERT's and RuLeanALBERT's collators do it, token by token. Rounds alternate; the last line gives
-the medians. `as trained` is MaskedBatches, which reads the instances from an Arrow table as trainers do.
+the medians. `as trained` is IndexedBatches, which reads the instances from an Arrow table as trainers do.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers import AlbertTokenizer
 
 from arguments import DataArguments
 from experiment.data import make_collator
-from text.batches import MaskedBatches
+from text.batches import IndexedBatches
 from text.collators import DataCollatorForWholeWordMask, to_tensors
 from text.instances import PAIRS
 
@@ -95,7 +95,7 @@ def main() -> None:
     instances = make_instances(args.samples)
     collator = DataCollatorForWholeWordMask(tokenizer, pad_to_multiple_of=8)
     collate = functools.partial(make_collator, tokenizer=tokenizer, args=DataArguments())
-    stored = MaskedBatches(Dataset.from_list(instances), collate, DataArguments())
+    stored = IndexedBatches(Dataset.from_list(instances), collate, DataArguments())
     batches = [range(start, min(start + BATCH_SIZE, args.samples)) for start in range(0, args.samples, BATCH_SIZE)]
     ways = {
         "plain loop": lambda rows: mask_by_loop([instances[row] for row in rows], tokenizer),

@@ -123,7 +123,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     from support.console import setup_logging
     from swarm.joining import make_dht
     from swarm.line import LINE
-    from swarm.optimizer import Optimizer
+    from swarm.optimizer import CollaborativeOptimizer
     from swarm.processes import handle_stop_signals, shut_down
     from swarm.rounds import GradientAverager
 
@@ -133,7 +133,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
     LINE.set_bandwidth(row.up, is_given=True)
     averager_options = dict(target_group_size=row.peers)
-    optimizer = Optimizer(
+    optimizer = CollaborativeOptimizer(
         dht=dht,
         run_id=experiment_prefix,
         params=[{"params": params}],
@@ -318,7 +318,7 @@ def main() -> None:
         (logs := folder / f"row{number}").mkdir()
         try:
             print(f"| {' | '.join(measure(row, args.rounds, args.congestion, logs))} |", flush=True)
-        except AssertionError as e:  # from Script: the other rows are worth to have all the same
+        except AssertionError as e:  # from Script: the other rows are still worth having
             print(f"{row}: {e}", file=sys.stderr)
 
 

@@ -18,8 +18,8 @@ from experiment.model import find_objective
 from support.console import UserError
 from text.batches import (
     BatchLoader,
+    IndexedBatches,
     LengthGroupedOrder,
-    MaskedBatches,
     ShardedBatches,
     ShardedOrder,
     StreamedBatches,
@@ -28,7 +28,7 @@ from text.batches import (
 )
 from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask
 from text.documents import read_documents
-from text.fetch import Data, fetch_data
+from text.fetch import FetchedDataset, fetch_data
 from text.instances import PAIRS, InstanceKind
 from text.shards import ShardedSplit
 from text.stored import load_tokenized_dataset
@@ -63,19 +63,19 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
     found = read_sources(args.sources, args.sentence_splitter)
     for source in found:
         if problem := source.find_problem(seed=0):
-            raise UserError(f"--sources {args.sources}: {source.name} gives no text: {problem}")
+            raise UserError(f"--sources {args.sources}: {source.name} yields no text: {problem}")
     return TrainingDataset(found, tokenizer, args.max_sequence_length, 0, args.shuffle_buffer, kind)
 
 
-def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKind) -> Data:
+def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKind) -> FetchedDataset:
     """Where the tokenized dataset is: fetched, or tokenized here and now if the flags name text."""
     if not (args.train_file or args.dataset_name):
         return fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
     tokenizer = load_tokenizer(model_args.tokenizer_path, kind)
-    return Data(tokenize_for_trainer(*load_documents(args), tokenizer, kind, model_args, args))
+    return FetchedDataset(tokenize_for_trainer(*load_documents(args), tokenizer, kind, model_args, args))
 
 
-def choose_tokenizer(found: Data, args: ModelArguments) -> str | Path:
+def choose_tokenizer(found: FetchedDataset, args: ModelArguments) -> str | Path:
     """Folder of the tokenizer: the one that came in the dataset's archive, unless another one was named, or a
     pretrained model, whose weights know its own."""
     is_named = args.model_name_or_path or args.tokenizer_path != DEFAULT_TOKENIZER_PATH
@@ -129,7 +129,7 @@ def make_train_batches(
     :param dataset: a Dataset; or a ShardedSplit: its order of shards is begun with this seed unless it has begun; or
         what make_training_dataset has returned
     :param stop: ends the iteration when it is set while data is waited for
-    :param state: of StreamedBatches: where to go on, and with which seed
+    :param state: of StreamedBatches: where to continue, and with which seed
     """
     collate = partial(make_collator, tokenizer=tokenizer, args=args)
     if isinstance(dataset, IterableDataset):
@@ -144,7 +144,7 @@ def make_train_batches(
         batches = ShardedBatches(dataset, collate, args)
         order = ShardedOrder(batches, batch_size, seed, stop or threading.Event())
     else:
-        batches = MaskedBatches(dataset, collate, args)
+        batches = IndexedBatches(dataset, collate, args)
         order = LengthGroupedOrder(batches.padded_lengths, batch_size, seed)
     return BatchLoader(batches, order, num_workers)
 
@@ -155,4 +155,4 @@ def make_eval_batches(
     """The batches (see make_train_batches) of one split, or of max_samples random rows of it, the same at each call;
     rows are as long as at the end of training."""
     collate = partial(make_collator, tokenizer=tokenizer, args=args)
-    return list_batches(MaskedBatches(dataset, collate, args), batch_size, max_samples)
+    return list_batches(IndexedBatches(dataset, collate, args), batch_size, max_samples)

@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments
-from experiment.objectives import OBJECTIVES, Objective, keep_wanted_positions
+from experiment.objectives import OBJECTIVES, Objective, select_labelled_positions
 from models.build import build_model, is_text_alone, load_config, take_over_tokens
-from models.lean_albert import LeanAlbertForPreTraining, masked_lm_loss, widen
+from models.lean_albert import LeanAlbertForPreTraining, masked_lm_loss, to_float32
 from support.console import UserError
 
 
@@ -43,7 +43,7 @@ class AlbertForPreTraining(transformers.AlbertForPreTraining):
         """
         outputs = self.albert(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
         mlm_loss, logits = masked_lm_loss(outputs.last_hidden_state, self.predictions, labels, labelled_positions)
-        sop_loss = cross_entropy(widen(self.sop_classifier(outputs.pooler_output)), sentence_order_label)
+        sop_loss = cross_entropy(to_float32(self.sop_classifier(outputs.pooler_output)), sentence_order_label)
         losses = {"loss": mlm_loss + sop_loss, "mlm_loss": mlm_loss.detach(), "sop_loss": sop_loss.detach()}
         return {**losses, "prediction_logits": logits}
 
@@ -70,7 +70,7 @@ def find_objective(args: ModelArguments) -> Objective:
     found = {name: objective for name, objective in OBJECTIVES.items() if find_class(objective, config)}
     if not found:
         raise UserError(
-            f"the model type {config.model_type} is no language model of transformers: choose another model"
+            f"the model type {config.model_type} is not a language model of transformers: choose another model"
         )
     if args.objective and args.objective not in found:
         raise UserError(f"--objective {args.objective}: the model type {config.model_type} has {', '.join(found)}")
@@ -96,7 +96,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
     model.input_names = [name for name in names if name in accepted]
     if (head := model.get_output_embeddings()) is not None:
         head.label_distance = int(objective.is_causal)
-        head.register_forward_pre_hook(keep_wanted_positions)
+        head.register_forward_pre_hook(select_labelled_positions)
     if not isinstance(tokenizer, int):
         tokenizer.model_input_names = list(model.input_names)  # a folder that holds both must open in a pipeline
     return model

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from models.build import find_causal_class, find_masked_class
-from models.lean_albert import widen
+from models.lean_albert import to_float32
 from text.instances import BLOCKS, PAIRS, TEXT, InstanceKind
 
 # ---------------------------------------------------------------- losses
@@ -58,14 +58,14 @@ def compute_token_loss(model: PreTrainedModel, batch: dict[str, Tensor], targets
     if logits.dim() == 3:
         logits = logits.flatten(0, 1)[positions - int(objective.is_causal)]
     # sum / count: the mean over no label at all would be 0 / 0
-    loss = cross_entropy(widen(logits), targets, reduction="sum") / max(1, len(targets))
+    loss = cross_entropy(to_float32(logits), targets, reduction="sum") / max(1, len(targets))
     losses = {"loss": loss, objective.token_loss: loss.detach()}
     if getattr(outputs, "aux_loss", None) is not None:  # of a mixture of experts, that none of them lies idle
         losses["loss"] = loss + model.config.router_aux_loss_coef * outputs.aux_loss
     return losses, logits
 
 
-def keep_wanted_positions(head: torch.nn.Module, inputs: tuple) -> tuple | None:
+def select_labelled_positions(head: torch.nn.Module, inputs: tuple) -> tuple | None:
     """Have a model's last layer compute only the logits that `compute_token_loss` wants: [labels, vocabulary]."""
     labelled = getattr(head, "labelled_positions", None)
     return None if labelled is None else (inputs[0].flatten(0, 1)[labelled - head.label_distance], *inputs[1:])

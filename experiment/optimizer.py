@@ -18,7 +18,12 @@ from torch import nn
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
-from swarm.optimizer import Optimizer, describe_averaging, initialize_optimizer_state_, make_swarm_optimizer
+from swarm.optimizer import (
+    CollaborativeOptimizer,
+    describe_averaging,
+    initialize_optimizer_state_,
+    make_swarm_optimizer,
+)
 from swarm.states import list_params
 
 
@@ -102,7 +107,7 @@ def make_optimizer(
     *,
     client_mode: bool = False,
     auxiliary: bool = False,
-) -> Optimizer:
+) -> CollaborativeOptimizer:
     """The collaborative optimizer: gathers gradients, averages them with the swarm, clips, steps.
 
     Starts helper processes: build it before any CUDA context and before DataLoader workers, on the CPU model, with its

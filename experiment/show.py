@@ -77,15 +77,15 @@ class BatchStatistics:
         fates = [count / max(1, c["chosen"]) for count in (c["masked"], other, c["kept"])]
         return (
             f"{c['rows']:,} instances: mask rate {c['chosen'] / max(1, c['tokens']):.1%} of the tokens; of these "
-            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} as they were\n"
-            f"{c['words']:,} words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted wholly, "
+            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} as they were\n{c['words']:,} "
+            f"words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted in full, "
             f"{c['divided_words'] / max(1, c['words']):.1%} in part\n"
             + padding
             + (f", {c['swapped'] / c['rows']:.1%} of the pairs are swapped" if self.has_pairs else "")
         )
 
-    def show_row(self, ids: np.ndarray, labels: np.ndarray) -> str:
-        """A row without padding as text: what the model sees, and in brackets behind it what it is to predict, unless
+    def format_row(self, ids: np.ndarray, labels: np.ndarray) -> str:
+        """A row without padding as text: what the model sees, and in brackets after it what it is to predict, unless
         that is just the next word."""
         if self.is_causal:
             return " ".join(self.tokenizer.decode(ids).split())
@@ -127,7 +127,7 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
             facts.append(f"{(labels != IGNORED_LABEL).sum()} to be predicted")
             print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {', '.join(facts)}")
             width = min(120, shutil.get_terminal_size().columns)
-            lines = textwrap.wrap(statistics.show_row(ids, labels), width - 4, break_on_hyphens=False)
+            lines = textwrap.wrap(statistics.format_row(ids, labels), width - 4, break_on_hyphens=False)
             text = textwrap.indent("\n".join(lines), "    ")
             if sys.stdout.isatty():
                 text = text.replace("⟦", "\033[33m⟦").replace("⟧", "⟧\033[0m")

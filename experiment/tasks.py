@@ -32,7 +32,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from support.console import UserError, first_line
 
-Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character behind the last
+Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character after the last
 
 
 @dataclass
@@ -164,7 +164,7 @@ def find_label(record: dict, task: Task) -> list[int] | None:
     has_numbers = any(spelling.lstrip("-").isdigit() for spelling in spellings) and not isinstance(value, bool)
     if isinstance(value, int) and 0 <= value < len(task.labels) and not has_numbers:
         return [int(value)]
-    raise ValueError(f"{task.label_column} {value!r} is none of {', '.join(map(str, task.labels))}")
+    raise ValueError(f"{task.label_column} {value!r} is not one of {', '.join(map(str, task.labels))}")
 
 
 def read_texts(first: str, second: str | None = None) -> Callable[[dict, Task], Example]:
@@ -188,7 +188,7 @@ def read_choices(record: dict, task: Task) -> Example:
 
 
 def read_answer(record: dict, task: Task) -> Example:
-    """MuSeRC: a paragraph, and one answer behind its question."""
+    """MuSeRC: a paragraph, and one answer after its question."""
     check_index(record, "paragraph", "question", "answer")
     texts = [(record["paragraph"], f"{record['question']} {record['answer']}")]
     return Example(record, texts, find_label(record, task))
@@ -458,9 +458,9 @@ def read_file(task: Task, path: Path) -> list[tuple[str, dict]] | None:
                         nested = task.restructure and not all(column in value for column in task.columns)
                         records += [(where, record) for record in (task.restructure(value) if nested else [value])]
     except (KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{where} is no record of {task.name} ({e!r}): get it from {task.address}") from e
+        raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
     except csv.Error as e:
-        raise UserError(f"{path} cannot be read behind line {rows.line_num} ({e}): mend its quotation marks") from e
+        raise UserError(f"{path} cannot be read after line {rows.line_num} ({e}): fix its quotation marks") from e
     except (ValueError, OSError) as e:
         raise UserError(f"{where} cannot be read ({e}): get it from {task.address}") from e
     return records
@@ -480,7 +480,7 @@ def make_examples(task: Task, records: list[tuple[str, dict]]) -> list[Example]:
             example = task.make_example(record, task)
             for text in (text for pair in example.texts for text in pair):
                 if not isinstance(text, str | None):
-                    raise ValueError(f"{text!r} is no text")
+                    raise ValueError(f"{text!r} is not text")
         except (ValueError, TypeError, AttributeError) as e:
             raise UserError(f"{where}: {e}") from e
         examples.append(example)
@@ -528,7 +528,7 @@ def load_task_file(path: str | Path) -> Task:
 
     Files are looked for beside it, and end in .csv, .tsv or .jsonl. `test`, `text_pair`, `labels` (default: those of
     the training data), `metric` (accuracy, f1: that of each class, averaged, or mcc; default: accuracy) and `id`
-    (default: the number of the record) may be left away. "head": "spans" compares the averages of a pair's two texts,
+    (default: the number of the record) may be omitted. "head": "spans" compares the averages of a pair's two texts,
     and learns from fewer examples whether they are alike; by default the first token tells, as BERT does it.
     """
     known = ("name", "train", "validation", "test", "text", "text_pair", "label", "labels", "metric", "id", "head")
@@ -537,7 +537,7 @@ def load_task_file(path: str | Path) -> Task:
     except (OSError, ValueError) as e:
         raise UserError(f"--task_file {path} cannot be read ({e}): see --help for an example") from e
     if not isinstance(description, dict):
-        raise UserError(f"--task_file {path} is no JSON object: see --help for an example")
+        raise UserError(f"--task_file {path} is not a JSON object: see --help for an example")
     missing = [name for name in ("train", "validation", "text", "label") if name not in description]
     unknown = [name for name in description if name not in known]
     if missing or unknown:
@@ -549,7 +549,7 @@ def load_task_file(path: str | Path) -> Task:
             raise UserError(f"--task_file {path}: {name} is {value!r}, and should be {word}")
     metric = description.get("metric", "accuracy")
     if metric not in METRICS:
-        raise UserError(f"--task_file {path}: the metric {metric} is none of {', '.join(METRICS)}")
+        raise UserError(f"--task_file {path}: the metric {metric} is not one of {', '.join(METRICS)}")
     text, pair, label = description["text"], description.get("text_pair"), description["label"]
     head = description.get("head", "classes")
     if head not in ("classes", "spans") or (head == "spans" and not pair):
@@ -576,11 +576,11 @@ def load_task_file(path: str | Path) -> Task:
         labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
         task = dataclasses.replace(task, labels=labels)
         if not records:
-            raise UserError(f"{train} does not exist or holds no record: mend it, or --task_file {path}")
+            raise UserError(f"{train} does not exist or holds no record: fix it, or --task_file {path}")
         if len(labels) < 2:
             raise UserError(
                 f"--task_file {path}: {label} has the values {', '.join(labels) or 'none'} in {train}, whose columns "
-                f"are {', '.join(records[0])}: two labels are needed at least"
+                f"are {', '.join(records[0])}: at least two labels are needed"
             )
     return task
 

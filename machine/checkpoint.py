@@ -44,7 +44,7 @@ logger = logging.getLogger("checkpoint")
 
 
 class CheckpointError(Exception):
-    """What is there cannot be taken for a training state, or not for one of this model; the text says why."""
+    """This is not a usable training state, or belongs to a different model; the text says why."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def save_model(
     training is worth more than one checkpoint.
 
     :param state: a training state, whose weights and whose rest are written instead of the model's own weights
-    :param beside: further files by name, for people: they may edit them, and the folder counts as whole all the same
+    :param beside: other files by name, for people: they may edit them, and the folder still counts as complete
     """
     folder = Path(folder).absolute()
     # one name, not a random one: what a killed process left behind is overwritten
@@ -114,7 +114,7 @@ def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra
 
 
 def remove_checkpoints(folders: Iterable[Path]) -> None:
-    """Remove each folder as a whole, or not at all."""
+    """Remove each folder completely, or not at all."""
     for folder in folders:
         # under another name, or who is killed meanwhile leaves half a checkpoint
         outdated = folder.with_name(f".{folder.name}.outdated")
@@ -160,11 +160,11 @@ def load_checkpoint(folder: str | Path) -> dict:
         files = json.loads((folder / "training_state.json").read_text(encoding="utf-8"))["files"]
         for name, description in files.items():
             if describe_file(folder / name) != description:
-                raise CheckpointError(f"{folder} is not whole: {name} is truncated or altered")
+                raise CheckpointError(f"{folder} is not intact: {name} is truncated or altered")
     except OSError as e:
-        raise CheckpointError(f"{folder} is not whole: {Path(e.filename or folder).name}: {e.strerror}") from e
+        raise CheckpointError(f"{folder} is not intact: {Path(e.filename or folder).name}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{folder} is not whole: training_state.json has no list of its files") from e
+        raise CheckpointError(f"{folder} is not intact: training_state.json has no list of its files") from e
     if "training_state.pt" not in files:
         raise CheckpointError(f"{folder} holds a model, and no training state beside it")
     state = read_state(folder / "training_state.pt")
@@ -175,10 +175,10 @@ def load_checkpoint(folder: str | Path) -> dict:
 
 
 def load_state_file(path: str | Path) -> dict:
-    """The training state in a file that save_state_file has written; raises CheckpointError when it is none."""
+    """The training state in a file that save_state_file has written; raises CheckpointError when it is not one."""
     state = read_state(Path(path))
     if not isinstance(state.get("model"), dict):
-        raise CheckpointError(f"{path} holds no weights: it is no whole training state")
+        raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
     return state
 
 
@@ -188,9 +188,9 @@ def read_state(path: Path) -> dict:
     except OSError as e:
         raise CheckpointError(f"{path}: {e.strerror}") from e
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
-        raise CheckpointError(f"{path} is truncated or no training state ({type(e).__name__})") from e
+        raise CheckpointError(f"{path} is truncated or not a training state ({type(e).__name__})") from e
     if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
-        raise CheckpointError(f"{path} is no training state: it lacks the optimizer, the scheduler or the epoch")
+        raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
     return state
 
 
@@ -210,14 +210,14 @@ def claim_folders(args: TrainerArguments) -> None:
 
 
 def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
-    """What a trainer goes on from, as --resume_from_checkpoint, --output_dir and --state_path say; None: from epoch 0.
+    """Return what a trainer resumes from, by --resume_from_checkpoint, --output_dir and --state_path; None: epoch 0.
 
     A path, as helper processes are yet to be forked and would hold on to the memory of a whole state.
 
     Checkpoints of epochs beyond that state, or all when it is None, are of another course of the run: they are set
     aside, into a folder of their own, or a later restart would take them for the newest.
 
-    A state that is of another model or run, or a PATH that holds none, is a UserError.
+    A state that belongs to a different model or run, or a PATH that holds none, is a UserError.
     """
     output_dir = Path(args.output_dir)
     put_back(output_dir)
@@ -227,21 +227,21 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
             state = find_newest_state(output_dir, args.state_path)
             found = state and state.get("arguments", {}).get("experiment_prefix", experiment_prefix)
             if state and found != experiment_prefix:
-                raise CheckpointError(f"{state['path']} is of another run, {found}")
+                raise CheckpointError(f"{state['path']} belongs to a different run, {found}")
         elif args.resume_from_checkpoint != "none":
             state = load_state(Path(args.resume_from_checkpoint))
         if state:
             check_weights(state, model)
     except CheckpointError as e:
         raise UserError(
-            f"cannot resume: {e}. Give --resume_from_checkpoint PATH to go on from another one, another --output_dir "
-            "to keep it, or --resume_from_checkpoint none to start anew"
+            f"cannot resume: {e}. Give --resume_from_checkpoint PATH to continue from another one, another "
+            "--output_dir to keep it, or --resume_from_checkpoint none to start over"
         ) from e
     set_aside(output_dir, state["local_epoch"] if state else -1)
     if state:
         logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
         if args.overwrite_output_dir:
-            logger.info("--overwrite_output_dir does not stop that; --resume_from_checkpoint none starts anew")
+            logger.info("--overwrite_output_dir does not stop that; --resume_from_checkpoint none starts over")
     return state["path"] if state else None
 
 
@@ -279,11 +279,11 @@ def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
 def collect_state(
     model: torch.nn.Module, optimizer, arguments: dict, scaler=None, counters: dict | None = None
 ) -> dict:
-    """A copy, in host memory, of all that a process needs to go on from here.
+    """A copy, in host memory, of all that a process needs to continue from here.
 
-    :param optimizer: swarm.optimizer.Optimizer of this model; its copy of the parameters is the one that counts
+    :param optimizer: the CollaborativeOptimizer of this model; its copy of the parameters is the one that counts
     :param arguments: of the command line, by name
-    :param counters: what else shall go on counting
+    :param counters: other counters that shall continue
     """
     state = optimizer.training_state()
     masters = zip(optimizer.state_averager.main_parameters, state.pop("parameters"), strict=True)
@@ -317,7 +317,7 @@ def collect_state(
 
 
 def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> None:
-    """Have model, optimizer, scaler and random numbers go on from a state; raises CheckpointError before it changes
+    """Have model, optimizer, scaler and random numbers continue from a state; raises CheckpointError before it changes
     anything when the state is not of this model and optimizer."""
     own = model.state_dict(keep_vars=True)
     saved = check_weights(state, model)
@@ -327,7 +327,7 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
     try:
         optimizer.load_training_state({"total_samples": 0, **state, "parameters": parameters})
     except ValueError as e:
-        raise CheckpointError(f"{state.get('path', 'the backup')} is of another run: {e}") from e
+        raise CheckpointError(f"{state.get('path', 'the backup')} belongs to a different run: {e}") from e
     with torch.no_grad():
         for name, tensor in own.items():
             if not any(tensor is param for param in trained):
@@ -351,18 +351,18 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
     where = state.get("path", "the backup")
     for name, tensor in own.items():
         if id(tensor) not in found:
-            raise CheckpointError(f"{where} is of another model: it has no {name}")
+            raise CheckpointError(f"{where} belongs to a different model: it has no {name}")
         shape, saved_shape = list(tensor.shape), list(found[id(tensor)].shape)
         if shape != saved_shape:
             raise CheckpointError(
-                f"{where} is of another model (see --config_path, --tokenizer_path): {name} is {saved_shape} there, "
-                f"{shape} here"
+                f"{where} belongs to a different model (see --config_path, --tokenizer_path): {name} is {saved_shape} "
+                f"there, {shape} here"
             )
     if unknown := sorted(state["model"].keys() - own.keys()):
-        raise CheckpointError(f"{where} is of another model: it has {unknown[0]}")
+        raise CheckpointError(f"{where} belongs to a different model: it has {unknown[0]}")
     saved, ours = state.get("architecture"), describe_architecture(model)
-    # in states of earlier versions no objective stands behind the model's type, and the digest is of other fields
+    # in states of earlier versions no objective stands after the model's type, and the digest is of other fields
     is_old = saved is None or " " not in saved.split(",")[0]
     if not is_old and saved != ours:
-        raise CheckpointError(f"{where} is of another model (see --config_path): {saved} there, {ours} here")
+        raise CheckpointError(f"{where} belongs to a different model (see --config_path): {saved} there, {ours} here")
     return {name: found[id(tensor)] for name, tensor in own.items()}

@@ -48,7 +48,7 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
         if (index or 0) >= gpus or count > gpus:
             raise UserError(
                 f"--device {args.device}{f' --num_devices {count}' if count > gpus > 0 else ''}: {gpus} NVIDIA GPUs "
-                "are visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or take --device cpu"
+                "are visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
             )
         devices = [torch.device("cuda", number if index is None else index) for number in range(count)]
     elif kind == "cpu":
@@ -56,15 +56,13 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
     else:
         devices = [torch.device(kind)]
         if kind == "mps" and not torch.backends.mps.is_available():
-            raise UserError("--device mps: this is no Mac with an Apple GPU, or its torch cannot use it")
+            raise UserError("--device mps: this is not a Mac with an Apple GPU, or its torch cannot use it")
         if kind == "xla" and not importlib.util.find_spec("torch_xla"):
-            raise UserError("--device xla: the package torch_xla is missing; install the one of this torch version")
+            raise UserError("--device xla: the package torch_xla is missing; install the one for this torch version")
     if (args.num_devices or len(devices)) != len(devices):
-        raise UserError(
-            f"--num_devices {args.num_devices}: --device {args.device} is one device: leave one of them away"
-        )
+        raise UserError(f"--num_devices {args.num_devices}: --device {args.device} is one device: omit one of them")
     if args.fp16 and devices[0].type != "cuda":
-        raise UserError("--fp16 needs a CUDA GPU, and none is here: leave it away or use --bf16")
+        raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
     return devices
 
 
@@ -163,7 +161,7 @@ def make_trial_batch(
 
 
 def stretch_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """A batch of so many times this one row."""
+    """Return a batch of this one row, repeated."""
     return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in batch.items()}
 
 
@@ -247,7 +245,7 @@ def compile_model(
     :param batch: of make_trial_batch
     """
     start = time.monotonic()
-    # or another number of labels would be another model: see objectives.keep_wanted_positions
+    # or another number of labels would be another model: see objectives.select_labelled_positions
     torch._dynamo.config.force_nn_module_property_static_shapes = False
     model.compile()
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
@@ -267,7 +265,7 @@ def compile_model(
         model._compiled_call_impl = None  # what compile() has set
         torch.compiler.reset()
         reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
-        logger.warning(f"--torch_compile: the compiler failed ({reason[:200]}); going on without it")
+        logger.warning(f"--torch_compile: the compiler failed ({reason[:200]}); continuing without it")
         return
     logger.info(f"compiled the model in {time.monotonic() - start:.0f} s")
 

@@ -14,7 +14,7 @@ from swarm.processes import STOP_REQUESTED
 from text.batches import load_stream_state, sequence_length_at
 
 
-class Feed:
+class DeviceFeed:
     """Batches in turn until it is time to stop, in pinned memory where a GPU can then copy them without being waited
     for; notes for how long the device's process had to wait for them.
 
@@ -32,10 +32,10 @@ class Feed:
         self.source, self.batches, self.is_pinned = batches, iter(batches), device.type == "cuda"
         self.args, self.position = args, position
         self.epoch: int | None = None
-        #: seconds since the last `take_waited`
+        #: seconds since the last `take_seconds_waited`
         self.waited = 0.0
 
-    def __iter__(self) -> "Feed":
+    def __iter__(self) -> "DeviceFeed":
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
@@ -48,8 +48,8 @@ class Feed:
             self.waited += time.monotonic() - start
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.is_pinned else batch
 
-    def take_waited(self) -> float:
-        """Seconds of waiting since the last call."""
+    def take_seconds_waited(self) -> float:
+        """Return the seconds of waiting since the last call."""
         waited, self.waited = self.waited, 0.0
         return waited
 
@@ -62,7 +62,7 @@ class Feed:
             self.save_position()
 
     def save_position(self) -> None:
-        """Note behind which batch of a stream a restart reads on."""
+        """Note after which batch of a stream a restart continues."""
         if self.position and (state := self.source.state()):
             text = json.dumps(state) + "\n"
             write_file(self.position, lambda file: file.write(text.encode()))
@@ -70,8 +70,8 @@ class Feed:
 
 def make_feed(
     split, tokenizer, data_args: DataArguments, args: TrainerArguments, *, seed: int, rank: int, device: torch.device
-) -> Feed:
-    """Batches of the train split for this rank; of a stream, behind those that an earlier start has read."""
+) -> DeviceFeed:
+    """Batches of the train split for this rank; of a stream, after those that an earlier start has read."""
     name = f"stream_{rank}.json" if rank else "stream.json"
     position = Path(args.output_dir) / name if data_args.streaming else None
     batches = make_train_batches(
@@ -84,4 +84,4 @@ def make_feed(
         stop=STOP_REQUESTED,
         state=load_stream_state(position) if position and args.resume_from_checkpoint != "none" else None,
     )
-    return Feed(batches, device, data_args, position)
+    return DeviceFeed(batches, device, data_args, position)

@@ -1,10 +1,10 @@
-"""The preflight: what may go wrong on this machine and on the way to the others, found before training starts.
+"""The preflight: what may go wrong on this machine and between it and the others, found before training starts.
 
     python run_trainer.py --preflight --experiment_prefix my_albert --initial_peers 203.0.113.1:8080
 
 prints a table, a cure beside each finding, and ends with exit code 0 when nothing is fatal, else 2. It joins the run's
-DHT as any peer does, but publishes and trains nothing. A trainer that starts logs what of it is quick to find and not
-in order, and later what its own first epochs tell of its speed. Which batch size suits this machine is measured by
+DHT as any peer does, but publishes and trains nothing. A trainer logs at its start those problems that are quick to
+find, and later what its first epochs reveal of its speed. Which batch size suits this machine is measured by
 
     python -m machine.preflight --experiment_prefix my_albert --fp16
 
@@ -34,7 +34,7 @@ from arguments import (
     TrainerArguments,
     parse_arguments,
 )
-from support.console import UserError, edge, setup_logging, show_bytes
+from support.console import UserError, edge, format_bytes, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -72,7 +72,7 @@ from swarm.contract import fetch_contracts, find_differences
 from swarm.dht import raise_file_limit
 from swarm.joining import check_addresses, explain_clock, explain_unreachable, start_dht
 from swarm.line import LINE
-from swarm.processes import calm_log, clean_end
+from swarm.processes import clean_end, quiet_hivemind_logs
 from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
 from text.batches import check_data_arguments
 from text.stored import load_tokenized_dataset
@@ -119,7 +119,7 @@ def check_disk(folder: str, parameters: int, kept: int) -> Check:
     needed = STATE_BYTES_PER_PARAMETER * parameters * (kept + 1)
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    finding = f"{folder} has {show_bytes(free)} free, up to {show_bytes(needed)} needed"
+    finding = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
     if free < needed:
         return Check("disk", "warning", finding, "free some, or choose another --output_dir: checkpoints would be lost")
     return Check("disk", "ok", finding)
@@ -127,7 +127,7 @@ def check_disk(folder: str, parameters: int, kept: int) -> Check:
 
 def check_memory(parameters: int) -> Check:
     free, needed = psutil.virtual_memory().available, HOST_BYTES_PER_PARAMETER * parameters
-    finding = f"{show_bytes(free)} free, {show_bytes(needed)} needed for {parameters:,} parameters, and batches"
+    finding = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {parameters:,} parameters, and batches"
     if free < needed:
         return Check("memory", "fatal", finding, "end other programs, add swap, or train a smaller --config_path")
     return Check(
@@ -140,7 +140,7 @@ def check_shared_memory(parameters: int) -> Check | None:
     if not os.path.isdir("/dev/shm"):
         return None
     free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
-    finding = f"/dev/shm has {show_bytes(free)} free, {show_bytes(needed)} needed"
+    finding = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
     if free < needed:
         return Check(
             "shared memory", "fatal", finding, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
@@ -158,20 +158,20 @@ def check_announced(maddrs: list[str], initial_peers: list[str], client_mode: bo
         return Check("own addresses", "ok", "none announced: client mode")
     if initial_peers and any(map(is_public, initial_peers)) and not any(map(is_public, maddrs)):
         cure = "--announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards, or --client_mode"
-        return Check("own addresses", "warning", f"{shown}: of use in this machine's network alone", cure)
+        return Check("own addresses", "warning", f"{shown}: usable within this machine's network only", cure)
     return Check("own addresses", "ok", shown)
 
 
 def check_clock(seconds: float | None) -> Check:
     """:param seconds: by which this machine's clock is ahead of the swarm's; hivemind refuses more than 3"""
     if seconds is None:
-        return Check("clock", "warning", "no peer told its time", "look whether this machine sets its clock by NTP")
+        return Check("clock", "warning", "no peer reported its time", "check that this machine sets its clock by NTP")
     if abs(seconds) > 3:
         finding, cure = explain_clock(seconds).split(": ", 1)
         return Check("clock", "fatal", finding, cure)
     finding = f"{abs(seconds):.2f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's (3 s are allowed)"
     if abs(seconds) > 1:
-        return Check("clock", "warning", finding, "set it by the network: sudo timedatectl set-ntp true")
+        return Check("clock", "warning", finding, "synchronize it: sudo timedatectl set-ntp true")
     return Check("clock", "ok", finding)
 
 
@@ -187,19 +187,21 @@ async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode
     return sorted(differences)[len(differences) // 2] if differences else None
 
 
-def check_way_in(seen_at: list[str], is_reachable: bool | None, averagers: int) -> Check:
+def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: int) -> Check:
     where = " and ".join(seen_at)
     if is_reachable is None:
         finding = "no peer could be asked whether others can reach this one"
-        return Check("way in", "warning", finding, "if you are behind a firewall or router, use --client_mode")
+        return Check("connection", "warning", finding, "if you are behind a firewall or router, use --client_mode")
     if is_reachable:
-        return Check("way in", "ok", f"others reach this peer at {where}")
+        return Check("connection", "ok", f"others reach this peer at {where}")
     cure = "behind a firewall: use --client_mode, or open a port and give it in --host_maddrs"
     if averagers:
         finding = f"others cannot reach this peer at {where}; {averagers} that average can be reached from here"
-        return Check("way in", "warning", finding, f"{cure}. Without either, it will choose client mode by itself")
-    finding = f"others cannot reach this peer at {where}, and nobody averages here whom a client could reach"
-    return Check("way in", "warning", finding, f"{cure}. Without either, it will go through a relay, which is slower")
+        return Check("connection", "warning", finding, f"{cure}. Without either, it will choose client mode by itself")
+    finding = f"others cannot reach this peer at {where}, and no peer that averages here could be reached by a client"
+    return Check(
+        "connection", "warning", finding, f"{cure}. Without either, it will go through a relay, which is slower"
+    )
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -208,16 +210,16 @@ def check_way_in(seen_at: list[str], is_reachable: bool | None, averagers: int) 
 def check_step_time(seconds: float, batch_size: int) -> Check:
     finding = f"{seconds:.2f} s per step of {batch_size} samples"
     if seconds < 0.5:
-        cure = "raise --per_device_train_batch_size or --gradient_accumulation_steps: 0.5 to 10 s are advised"
+        cure = "raise --per_device_train_batch_size or --gradient_accumulation_steps: 0.5 to 10 s are recommended"
         return Check("step time", "warning", f"{finding}: short", cure)
     if seconds > 10:
-        cure = "lower --gradient_accumulation_steps or --per_device_train_batch_size: 0.5 to 10 s are advised"
+        cure = "lower --gradient_accumulation_steps or --per_device_train_batch_size: 0.5 to 10 s are recommended"
         return Check("step time", "warning", f"{finding}: long, the others may wait for its end", cure)
     return Check("step time", "ok", finding)
 
 
 def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Check:
-    """:param peers: of the swarm, this one included; a group starts when all are there, who is alone looks for none"""
+    """:param peers: of the swarm, this one included; a group starts when all are there; a single peer looks for none"""
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
     if peers > 1 and seconds < matchmaking_time:
         finding += f": others wait for a peer that is late for up to {matchmaking_time:.3g} s (--matchmaking_time)"
@@ -246,7 +248,7 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
     )
     LINE.expect_round(seconds)
     finding = (
-        f"a round moves {show_bytes(size)} each way, about {seconds:.1f} s at {averaging.bandwidth:g} Mbit/s "
+        f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {averaging.bandwidth:g} Mbit/s "
         f"(--bandwidth); {LINE.describe_times()}"
     )
     cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
@@ -360,12 +362,12 @@ def check_others(swarm: SwarmArguments, averaging: AveragingArguments, contract:
     for maddr, reason in reasons.items():
         # one that answers is enough
         level = "ok" if not reason else "fatal" if all(reasons.values()) else "warning"
-        yield Check("peer", level, f"{maddr}: {reason or 'answers, and is who it should be'}")
+        yield Check("peer", level, f"{maddr}: {reason or 'answers, and has the expected id'}")
     if not resolved.initial_peers:
         yield Check("peer", "ok", "no --initial_peers: a swarm of its own")
     if reasons and all(reasons.values()):
         return [], averaging
-    calm_log()
+    quiet_hivemind_logs()
     validators, _ = make_validators(swarm.experiment_prefix)
     dht, failure = attempt("joining", lambda: start_dht(resolved, validators, client_mode=resolved.client_mode))
     if failure:
@@ -440,18 +442,18 @@ def check_swarm(dht: hivemind.DHT, swarm: SwarmArguments) -> Iterator[Check]:
     if swarm.initial_peers:
         yield check_clock(dht.run_coroutine(partial(measure_clock, swarm.initial_peers)))
         if swarm.client_mode:
-            yield Check("way in", "ok", "client mode: others need not reach this peer")
+            yield Check("connection", "ok", "client mode: others need not reach this peer")
         else:
             seen_at, is_reachable = find_reachability(dht, swarm.initial_peers)
             averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
-            yield check_way_in(seen_at, is_reachable, averagers)
+            yield check_connection(seen_at, is_reachable, averagers)
     yield check_announced([m for m in maddrs if not is_relayed(m)], swarm.initial_peers, swarm.client_mode)
 
 
 def check_contract(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> Check:
     others = list(fetch_contracts(dht, prefix).values())
     if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
-        finding = f"run {prefix!r} goes by others; {'; '.join(differences)}"
+        finding = f"run {prefix!r} uses different ones; {'; '.join(differences)}"
         return Check("settings", "fatal", finding, "take over its flags, or choose another --experiment_prefix")
     count = len(others)
     return Check(
@@ -471,16 +473,16 @@ def run_preflight(*groups) -> int:
     checks = []
     for check in check_all(*groups):
         checks.append(check)
-        print(show_check(check), flush=True)
+        print(format_check(check), flush=True)
     fatal, warnings = (sum(check.level == level for check in checks) for level in ("fatal", "warning"))
     if fatal:
-        print(f"\n{fatal} fatal, {warnings} warning{'s'[: warnings != 1]}: mend what is fatal before you train")
+        print(f"\n{fatal} fatal, {warnings} warning{'s'[: warnings != 1]}: fix what is fatal before you train")
     else:
         print(f"\nready to train ({warnings} warning{'s'[: warnings != 1]})")
     return 2 if fatal else 0
 
 
-def show_check(check: Check) -> str:
+def format_check(check: Check) -> str:
     """`level  what  finding`, and the cure below it unless all is well; wrapped to the terminal's width."""
     color = {"ok": "32", "warning": "33", "fatal": "31"}[check.level] if sys.stdout.isatty() else None
     level = f"\033[{color}m{check.level:<8}\033[0m" if color else f"{check.level:<8}"

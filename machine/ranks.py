@@ -4,7 +4,7 @@
     python run_trainer.py ...          # does the same with all GPUs that are visible
     python run_trainer.py --device cpu --num_devices 2 ...
 
-Each rank computes gradients of its own data; they are averaged among the ranks once per step, and rank 0 goes on with
+Each rank computes gradients of its own data; they are averaged among the ranks once per step, and rank 0 continues with
 them as a trainer with one device does. The others wait for it, in a round as well, without using a core: over sockets,
 by gloo, whose connections end when a process does. GPUs exchange gradients and weights by NCCL, but only when all ranks
 have said that they are there.
@@ -36,7 +36,7 @@ logger = logging.getLogger("trainer")
 PATIENCE = timedelta(days=365)
 # Between two GPUs that are both there.
 NCCL_TIMEOUT = timedelta(minutes=5)
-# Numbers that travel in one piece: 100 MB of float32.
+# Elements that travel in one piece: 100 MB of float32.
 BUCKET = 25_000_000
 #: names the file in which the ranks that this script has started itself find each other
 STORE_VARIABLE = "TRAINER_RANKS_FILE"
@@ -46,7 +46,7 @@ class RankLost(Exception):
     """Another rank has ended, or cannot be reached."""
 
 
-def start_ranks(args: TrainerArguments) -> "Ranks":
+def start_ranks(args: TrainerArguments) -> "DeviceGroup":
     """This process's part: a rank of those that torchrun has started; or rank 0, which starts the others, where there
     are several devices; or the only one. Starts no thread, and makes no CUDA context."""
     devices = choose_devices(args)
@@ -56,7 +56,7 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
     if not is_started and len(devices) > 1:
         return start_others(devices)
     if not is_started or count == len(devices) == 1:
-        return Ranks(0, devices)
+        return DeviceGroup(0, devices)
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         raise UserError(
             "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
@@ -66,11 +66,11 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
         devices *= count
     if len(devices) < count or (args.num_devices or count) != count:
         raise UserError(
-            f"torchrun has started {count} processes, and there are {len(devices)} devices for them "
-            "(--device, --num_devices): let --nproc_per_node be that number"
+            f"torchrun has started {count} processes, and there are {len(devices)} devices for them (--device, "
+            "--num_devices): set --nproc_per_node to that number"
         )
     if count == 1:
-        return Ranks(0, devices[:1])
+        return DeviceGroup(0, devices[:1])
     if path := os.environ.get(STORE_VARIABLE):
         store = dist.FileStore(path, count)
     else:
@@ -78,10 +78,10 @@ def start_ranks(args: TrainerArguments) -> "Ranks":
     if number > 0:  # rank 0 speaks for all, unless something is wrong
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
-    return Ranks(number, devices[:count], store)
+    return DeviceGroup(number, devices[:count], store)
 
 
-def start_others(devices: list[torch.device]) -> "Ranks":
+def start_others(devices: list[torch.device]) -> "DeviceGroup":
     """Start this very command once more for each device but the first."""
     folder = tempfile.mkdtemp(prefix="ranks_")
     path, count = os.path.join(folder, "store"), len(devices)
@@ -98,10 +98,10 @@ def start_others(devices: list[torch.device]) -> "Ranks":
         command = [sys.executable, *sys.orig_argv[1:]]
         children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
     signal.signal(signal.SIGINT, handler)
-    return Ranks(0, devices, dist.FileStore(path, count), children, folder)
+    return DeviceGroup(0, devices, dist.FileStore(path, count), children, folder)
 
 
-class Ranks:
+class DeviceGroup:
     """One process's part among those of a machine that make up one peer. With a single one nothing here does anything.
 
     Waits for the others raise RankLost when one of them has ended. With `with`, that is one line, and exit code 1.
@@ -121,7 +121,7 @@ class Ranks:
         self.group: dist.ProcessGroup | None = None
         self.sent_versions: list[int] = []
 
-    def __enter__(self) -> "Ranks":
+    def __enter__(self) -> "DeviceGroup":
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> bool:
@@ -149,7 +149,7 @@ class Ranks:
             self.store.set(f"{what} {self.number}", b"1")
 
     def wait_for(self, what: str, numbers: Iterable[int]) -> None:
-        """Until these ranks have announced it."""
+        """Wait until these ranks have announced it."""
         keys = [f"{what} {number}" for number in numbers]
         while keys and not self.store.check(keys):
             for number, child in enumerate(self.children, start=1):
@@ -212,8 +212,8 @@ class Ranks:
 
     # -- afterwards: each is called by all ranks, in the same order
 
-    def share(self, value: object = None) -> object:
-        """Rank 0's value, on every rank."""
+    def broadcast(self, value: object = None) -> object:
+        """Return rank 0's value, on every rank."""
         values = [value]
         if self.count > 1:
             with self.explain():
@@ -222,11 +222,11 @@ class Ranks:
 
     def require_same(self, what: str, value: object) -> None:
         """A UserError where this rank has found another value than rank 0."""
-        if self.share(value) != value:
-            raise UserError(f"{what} has changed while the ranks of this machine started: start them again")
+        if self.broadcast(value) != value:
+            raise UserError(f"{what} changed while the ranks of this machine were starting: start them again")
 
-    def agree(self, goes_on: bool) -> bool:
-        """Whether all ranks go on."""
+    def all_continue(self, goes_on: bool) -> bool:
+        """Return whether all ranks continue."""
         if self.count == 1:
             return goes_on
         if self.device.type == "cuda":
@@ -247,7 +247,7 @@ class Ranks:
                     spread_bucket(bucket, flat.div_(self.count))
 
     @torch.no_grad()
-    def follow(self, model: torch.nn.Module, epoch: int, scaler: torch.amp.GradScaler) -> int:
+    def broadcast_state(self, model: torch.nn.Module, epoch: int, scaler: torch.amp.GradScaler) -> int:
         """Bring all to where rank 0 is: its epoch, which is returned, the scale of its losses, and, when its weights
         have changed, these and the buffers. They change between epochs too, when others' have been averaged."""
         if self.count == 1:
@@ -286,7 +286,7 @@ class Ranks:
 
 
 def gather_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """(some of these tensors, a copy of their numbers in one row): as many at a time as BUCKET holds, of one type."""
+    """(some of these tensors, a copy of their elements in one row): as many at a time as BUCKET holds, of one type."""
     bucket: list[torch.Tensor] = []
     for tensor in tensors:
         is_full = sum(map(torch.Tensor.numel, bucket)) + tensor.numel() > BUCKET
@@ -299,7 +299,7 @@ def gather_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch
 
 
 def spread_bucket(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
-    """Copy the numbers in a row back to where they were gathered."""
+    """Copy the elements in a row back to where they were gathered."""
     for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
         tensor.copy_(part.view_as(tensor))
 

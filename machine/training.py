@@ -31,8 +31,8 @@ def make_trained_model(
     if trainer_args.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise UserError(
-                f"--gradient_checkpointing: the model {model.config.model_type} has none: leave it away, or train a "
-                "LeanALBERT (--config_path configs/lean-albert.json)"
+                f"--gradient_checkpointing: the model {model.config.model_type} does not support it: omit it, or train "
+                "a LeanALBERT (--config_path configs/lean-albert.json)"
             )
         model.activation_checkpointing_enable()
     if "flash" not in (args.attn_implementation or ""):  # which no CPU has
@@ -51,8 +51,8 @@ def check_saved_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         again = transformers.AutoTokenizer.from_pretrained(folder)
     if again(PROBE, verbose=False)["input_ids"] != tokenizer(PROBE, verbose=False)["input_ids"]:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} becomes another one when it is saved with a model of type "
-            f"{model.config.model_type}: take one of that model's kind"
+            f"the tokenizer {tokenizer.name_or_path} changes when it is saved with a model of type "
+            f"{model.config.model_type}: use one of that model's kind"
         )
 
 
@@ -79,7 +79,7 @@ def try_out(model: PreTrainedModel, where: str = "") -> None:
             f"{where}the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})"
         ) from e
     if model.objective.is_causal and not torch.allclose(before, after, atol=1e-3):
-        raise UserError(f"the model {kind} sees the words that it is to predict: it is none for --objective clm")
+        raise UserError(f"the model {kind} sees the words that it is to predict: it is not suited to --objective clm")
     if changed := [name for name, value in model.named_buffers() if name in buffers and not value.equal(buffers[name])]:
         raise UserError(
             f"the model {kind} gathers statistics ({changed[0]}), which peers do not average: use layer norms instead"
@@ -97,7 +97,7 @@ def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str
     """The model's inputs on the device. What would make a GPU wait for the host is found out here, on the host: where
     the labels are; and whether there is no padding, so that attention needs no mask and takes its fastest way."""
     positions = find_labelled_positions(batch["labels"])
-    if device.type == "cuda":  # as Feed does with the rest: from other memory the host waits for the copy
+    if device.type == "cuda":  # as DeviceFeed does with the rest: from other memory the host waits for the copy
         positions = positions.pin_memory()
     batch = dict(batch, labelled_positions=positions)
     if batch["attention_mask"].all():
@@ -123,7 +123,7 @@ def evaluate(
             if "sop_loss" in losses:
                 sums["sop_loss"] += losses["sop_loss"] * size
             labels, rows = labels + count, rows + size
-    finally:  # training goes on where memory was short here
+    finally:  # training continues where memory was short here
         model.train()
     result = {"loss": float(sums["loss"]) / max(1, labels), "accuracy": float(sums["correct"]) / max(1, labels)}
     return result | ({"sop_loss": float(sums["sop_loss"]) / max(1, rows)} if "sop_loss" in sums else {})

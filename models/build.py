@@ -21,7 +21,7 @@ logger = logging.getLogger("model")
 
 
 def load_config(args: ModelArguments) -> PreTrainedConfig:
-    """What --model_name_or_path or --config_path names; a UserError where that is none."""
+    """What --model_name_or_path or --config_path names; a UserError where that cannot be loaded."""
     flag = "--model_name_or_path" if args.model_name_or_path else "--config_path"
     name = args.model_name_or_path or args.config_path
     if name.endswith(".json") and args.model_name_or_path:
@@ -34,7 +34,7 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
     except UserError:
         raise
     except Exception as e:  # of many kinds: each model's configuration looks at its values by itself
-        raise UserError(f"{flag} {name} is no model's configuration ({first_line(e)})") from e
+        raise UserError(f"{flag} {name} is not the configuration of a model ({first_line(e)})") from e
 
 
 def is_text_alone(config: PreTrainedConfig) -> bool:
@@ -50,7 +50,7 @@ def find_masked_class(config: PreTrainedConfig) -> type | None:
 
 
 def find_causal_class(config: PreTrainedConfig) -> type | None:
-    # where a type has both, is_decoder is what keeps a position from seeing those behind it
+    # where a type has both, is_decoder is what keeps a position from seeing those after it
     is_causal = not find_masked_class(config) or hasattr(config, "is_decoder")
     has_class = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForCausalLM if has_class and is_causal else None
@@ -99,11 +99,11 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                     options |= dict(config=config, output_loading_info=True, ignore_mismatched_sizes=True)
                     model, report = model_class.from_pretrained(name, trust_remote_code=False, **options)
                 if mismatched := [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]:
-                    raise ValueError(f"its weights have other shapes than its config.json says: {mismatched[0]}")
+                    raise ValueError(f"its weights have different shapes than its config.json says: {mismatched[0]}")
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
                 if report["missing_keys"]:
                     missing = ", ".join(sorted(report["missing_keys"]))
-                    logger.info(f"{name} lacks these weights, which begin at random: {missing}")
+                    logger.info(f"{name} lacks these weights, which start from random values: {missing}")
                 # rows of a pretrained vocabulary that was rounded up stay
                 if vocab_size > rows:
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)
@@ -167,7 +167,7 @@ def find_longest_sequence(model: PreTrainedModel) -> float:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     if longest <= 0:
         return math.inf
-    # RoBERTa and its like count from behind the number of the token of padding
+    # RoBERTa and similar models count from behind the number of the token of padding
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     offsets = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
     return longest - max(offsets, default=0)

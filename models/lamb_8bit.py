@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 BLOCK_SIZE = 256
-PIECE = 2**18  # numbers that are dealt with at once: of whole blocks, few enough for a CPU's cache
+PIECE = 2**18  # elements that are processed at once: of whole blocks, few enough for a CPU's cache
 
 
 def make_dynamic_values(signed: bool) -> torch.Tensor:
@@ -33,7 +33,7 @@ def make_dynamic_values(signed: bool) -> torch.Tensor:
 
 
 class DynamicQuantizer:
-    """From float32 to 8 bits and back: each block of 256 numbers is divided by its largest, the rest is rounded to the
+    """From float32 to 8 bits and back: each block of 256 elements is divided by its largest, the rest is rounded to the
     nearest of 256 values.
 
     :param signed: whether numbers may be negative
@@ -64,7 +64,7 @@ class DynamicQuantizer:
 
 
 class Lamb8bit(torch.optim.Optimizer):
-    """LAMB with 8-bit moments for tensors of at least `min_8bit_size` numbers, and 32-bit ones for smaller tensors.
+    """LAMB with 8-bit moments for tensors of at least `min_8bit_size` elements, and 32-bit ones for smaller tensors.
 
     :param clamp_value: upper bound of the weight norm in the trust ratio
     """
@@ -114,7 +114,7 @@ class Lamb8bit(torch.optim.Optimizer):
         return state
 
     def read(self, state: dict, piece: slice) -> list[torch.Tensor]:
-        """The two moments of these numbers of a parameter in 32 bits, to be changed in place."""
+        """The two moments of these elements of a parameter in 32 bits, to be changed in place."""
         if "exp_avg" in state:
             return [state[name].view(-1)[piece] for name in ("exp_avg", "exp_avg_sq")]
         mean, root = (
@@ -139,6 +139,6 @@ class Lamb8bit(torch.optim.Optimizer):
 
 
 def slice_moment(state: dict, name: str, piece: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of these numbers, which begin with a block."""
+    """Codes and scales of these elements, which begin with a block."""
     blocks = slice(piece.start // BLOCK_SIZE, piece.stop // BLOCK_SIZE)
     return state[f"{name}_codes"].view(-1)[piece], state[f"{name}_scales"][blocks]

@@ -110,7 +110,7 @@ class LeanAlbertConfig(PreTrainedConfig):
         own_layers = groups * self.num_inner_groups
         head_size, remainder = divmod(self.hidden_size, heads)
         if remainder:
-            raise ValueError(f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {heads}")
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}")
         if self.position_embedding_type not in ("rotary", "absolute"):
             raise ValueError(f"position_embedding_type {self.position_embedding_type}: choose rotary or absolute")
         if self.position_embedding_type == "rotary" and head_size % 2:
@@ -287,7 +287,7 @@ class LeanAlbertMatrices(nn.Module):
 
 
 class LeanAlbertLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to what came in."""
+    """Attention and feed-forward, each after a norm and added to what came in."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
@@ -481,7 +481,7 @@ class LeanAlbertMLMHead(nn.Module):
         return self.decoder(self.layer_norm(self.activation(self.dense(hidden))))
 
 
-def widen(logits: Tensor) -> Tensor:
+def to_float32(logits: Tensor) -> Tensor:
     """In fp32 at least: half precision is too coarse for a softmax over a vocabulary."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -502,7 +502,7 @@ def masked_lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor, positions: T
     positions = find_labelled_positions(labels) if positions is None else positions
     logits = head(hidden.flatten(0, 1)[positions])
     # sum / count: the mean over no label at all would be 0 / 0
-    loss = cross_entropy(widen(logits), labels.flatten()[positions], reduction="sum") / max(1, len(positions))
+    loss = cross_entropy(to_float32(logits), labels.flatten()[positions], reduction="sum") / max(1, len(positions))
     return loss, logits
 
 
@@ -566,7 +566,7 @@ class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
         if labels is None or not (self.training or labelled_positions is not None):
             logits = self.predictions(hidden)
         if sentence_order_label is not None:
-            sop_loss = cross_entropy(widen(sop_logits), sentence_order_label)
+            sop_loss = cross_entropy(to_float32(sop_logits), sentence_order_label)
         losses = [loss for loss in (mlm_loss, sop_loss) if loss is not None]
         return LeanAlbertForPreTrainingOutput(
             loss=sum(losses) if losses else None,

@@ -25,7 +25,7 @@ def load_ruleanalbert(config_path: str | Path, state_path: str | Path) -> LeanAl
     try:
         config = LeanAlbertConfig(**json.loads(Path(config_path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as e:
-        raise ValueError(f"{config_path} is no configuration of a LeanALBERT: {e}") from e
+        raise ValueError(f"{config_path} is not the configuration of a LeanALBERT: {e}") from e
     try:
         if Path(state_path).suffix == ".safetensors":
             state = load_file(state_path)

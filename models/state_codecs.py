@@ -37,7 +37,7 @@ class Scaled16bit(CompressionBase):
         """:raises ValueError: the bytes are not those of a tensor of this size"""
         data, shape = bytearray(serialized_tensor.buffer), torch.Size(serialized_tensor.size)
         if len(data) != 4 + 2 * shape.numel() or not shape.numel():
-            raise ValueError(f"{len(data)} bytes for {shape.numel()} numbers in 16 bits")
+            raise ValueError(f"{len(data)} bytes for {shape.numel()} elements in 16 bits")
         scale = torch.frombuffer(data, dtype=torch.float32, count=1)
         return (torch.frombuffer(data, dtype=torch.float16, offset=4).float() * scale).view(shape)
 
@@ -67,7 +67,7 @@ class Dynamic8bit(CompressionBase):
         shape = torch.Size(serialized_tensor.size)
         blocks = -(-shape.numel() // BLOCK_SIZE)
         if len(data) != 4 * blocks + shape.numel() or not data:
-            raise ValueError(f"{len(data)} bytes for {shape.numel()} numbers in 8 bits")
+            raise ValueError(f"{len(data)} bytes for {shape.numel()} elements in 8 bits")
         scales = torch.frombuffer(data, dtype=torch.float32, count=blocks)
         codes = torch.frombuffer(data, dtype=torch.uint8, offset=4 * blocks)
         numbers = self.quantizers[is_root].dequantize(codes, scales)
@@ -92,7 +92,7 @@ class MatrixMoments8bit(AdaptiveCompressionBase):
 COMPRESSIONS = {
     "none": NoCompression(),
     "float16": Float16Compression(),
-    # 8 bits need a codebook per tensor, which small tensors are not worth: those of up to 2**16 numbers
+    # 8 bits need a codebook per tensor, which small tensors are not worth: those of up to 2**16 elements
     "8bit": SizeAdaptiveCompression(
         threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
     ),

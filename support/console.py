@@ -41,7 +41,7 @@ def first_line(error: Exception) -> str:
     return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
-def show_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """For people: 210.0 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
@@ -49,7 +49,7 @@ def show_bytes(count: float) -> str:
         count /= 1000
 
 
-def show_duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """For people: 2 h 5 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"

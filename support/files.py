@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, locks that keep other processes out, and fingerprints."""
+"""Files that exist complete or not at all, locks that keep other processes out, and fingerprints."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
 def make_folder(flag: str, folder: str | Path) -> None:
-    """With its parents, unless it is there; a UserError where it cannot be made."""
+    """Make this folder and its parents, unless it exists; a UserError where it cannot be made."""
     try:
         os.makedirs(folder or ".", exist_ok=True)
     except OSError as e:
@@ -46,11 +46,11 @@ def lock_folder(flag: str, folder: str | Path) -> None:
             f"{flag} {folder} is in use by another peer, or not yours: choose another one ({e.strerror})"
         ) from e
     except OSError as e:  # a full disk, or one that knows no locks
-        logger.info(f"{folder} is not locked ({e.strerror}): see that no other peer uses it")
+        logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
 
 
 def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> bool:
-    """Have `write` write a file, which is there whole or not at all; a full disk is a warning and False."""
+    """Have `write` write a file, which then exists complete or not at all; a full disk is a warning and False."""
     path = Path(path).absolute()
     unfinished = path.with_name(f".{path.name}.unfinished")
     with warn_of_full_disk(path, str(path), unfinished) as success:
@@ -75,7 +75,7 @@ def append_line(path: str | Path, line: str) -> None:
             os.truncate(path, size)
         # the disk that is too full for a checkpoint is no news
         if not {path, path.parent} & UNWRITABLE:
-            logger.warning(f"Could not write to {path}: {e}. Will go on trying")
+            logger.warning(f"Could not write to {path}: {e}. Will keep trying")
         UNWRITABLE.add(path)
 
 
@@ -99,7 +99,7 @@ def warn_of_full_disk(where: Path, what: str, unfinished: Path) -> Iterator[list
             unfinished.unlink(missing_ok=True)
         if where not in UNWRITABLE:
             reason = cause if isinstance(cause, OSError) else e
-            logger.warning(f"Could not save {what}: {reason}. Will go on trying, and tell when it works")
+            logger.warning(f"Could not save {what}: {reason}. Will keep trying, and report when it works")
         UNWRITABLE.add(where)
     else:
         success.append(True)
@@ -127,7 +127,7 @@ def unfinished_folder(target: Path):
         yield folder
     except OSError as e:
         raise UserError(
-            f"cannot write {target} and what belongs to it ({e}): make room, or choose other folders"
+            f"cannot write {target} and what belongs to it ({e}): free some space, or choose other folders"
         ) from e
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -27,7 +27,7 @@ def hub(what: str, alternative: str):
     except (OSError, ValueError) as e:
         reason = "no connection" if constants.HF_HUB_OFFLINE else str(e).split("\n")[0]
         raise UserError(
-            f"cannot load {what} from the Hugging Face Hub ({reason}): mend that, or use {alternative}"
+            f"cannot load {what} from the Hugging Face Hub ({reason}): fix that, or use {alternative}"
         ) from e
 
 

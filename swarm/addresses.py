@@ -30,7 +30,7 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
             if needs_peer_id:
                 get_peer_id(maddr)
         except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
-            raise UserError(f"{flag} {maddr!r} is no address like {example} ({type(e).__name__}: {e})") from e
+            raise UserError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
 
 
 def get_peer_id(maddr: str) -> PeerID:
@@ -108,14 +108,14 @@ def explain_silence(maddr: str, timeout: float = 5.0) -> str | None:
                 reason = f"{host} is up, but nothing listens on its port {port}: is the peer running, is this its port?"
                 continue
             except TimeoutError:
-                reason = f"{host} does not answer on port {port} within {timeout:g} s: is it up, is a firewall between?"
+                reason = f"{host} does not answer on port {port} within {timeout:g} s: is it up, or behind a firewall?"
                 continue
             except OSError as e:
                 reason = f"{host} cannot be reached ({e.strerror}): check your network and the address"
                 continue
             if greets(connection, time.monotonic() + timeout):
                 return None
-            reason = f"what listens on port {port} of {host} is no hivemind peer: check the port"
+            reason = f"what listens on port {port} of {host} is not a hivemind peer: check the port"
     return reason
 
 

@@ -22,15 +22,15 @@ def fetch_contracts(dht: hivemind.DHT, prefix: str, timeout: float = FETCH_TIMEO
 
 
 @dataclasses.dataclass
-class Plan:
+class RunSchedule:
     """What the contracts of a run's trainers say about its course."""
 
     target_batch_size: int | None = None  # samples that make an epoch
     total_steps: int | None = None  # epochs, at the end of which the learning rate is lowest
 
 
-def find_plan(dht: hivemind.DHT, prefix: str, timeout: float) -> Plan | None:
-    """By the contract that most trainers have published; None while there is none.
+def find_run_schedule(dht: hivemind.DHT, prefix: str, timeout: float) -> RunSchedule | None:
+    """Return the schedule in the contract that most trainers have published; None while there is none.
 
     :param timeout: seconds to wait for the DHT
     """
@@ -41,10 +41,10 @@ def find_plan(dht: hivemind.DHT, prefix: str, timeout: float) -> Plan | None:
         numbers = Counter(int(match[1]) for match in matches if match)
         return numbers.most_common(1)[0][0] if numbers else None
 
-    plan = Plan(
+    schedule = RunSchedule(
         find_most_frequent("target_batch_size", r"(\d{1,9})"), find_most_frequent("schedule", r".*\btotal (\d{1,9})")
     )
-    return plan if contracts else None
+    return schedule if contracts else None
 
 
 def publish_contract(
@@ -77,7 +77,7 @@ def find_differences(mine: RunContract, others: list[RunContract]) -> list[str]:
 
 def stop_different(prefix: str, differences: list[str]) -> NoReturn:
     raise UserError(
-        f"run {prefix!r} goes by other settings; {'; '.join(differences)}. Take over its flags, or choose another "
+        f"run {prefix!r} uses different settings; {'; '.join(differences)}. Take over its flags, or choose another "
         "--experiment_prefix"
     )
 

@@ -15,7 +15,7 @@ from hivemind.p2p import P2P, PeerID
 from support.console import UserError
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
-from swarm.processes import STOPPING, live_as_helper
+from swarm.processes import STOPPING, become_helper
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
 TOUCHES = 60  # pings after which a lost peer is given up
@@ -27,11 +27,11 @@ P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "rel
 def check_versions(numpy_version: str = numpy.__version__) -> None:
     """Stop where hivemind would average nothing and log success: its 8-bit codecs fail silently on numpy >= 2.4."""
     if tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
-        raise UserError(f"numpy {numpy_version} breaks hivemind's compression in silence: pip install 'numpy<2.4'")
+        raise UserError(f"numpy {numpy_version} silently breaks hivemind's compression: pip install 'numpy<2.4'")
 
 
 async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Runs in the DHT's process, for ever: look for peers that were lost.
+    """Runs in the DHT's process, forever: look for peers that were lost.
 
     hivemind forgets a peer that has failed to answer once. A monitor that was restarted would stay alone, and the two
     halves of a network that was cut in two might never meet again.
@@ -53,7 +53,7 @@ async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
 
 
 async def watch_line(_: hivemind.DHT, node: DHTNode) -> None:
-    """Runs in the DHT's process, for ever."""
+    """Runs in the DHT's process, forever."""
     await LINE.watch(node)
 
 
@@ -78,7 +78,7 @@ class DHT(hivemind.DHT):
         self.watching = self.run_coroutine(watch_line, return_future=True)
 
     def run(self) -> None:
-        live_as_helper()
+        become_helper()
         try:
             super().run()
         except EOFError:

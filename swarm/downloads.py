@@ -1,9 +1,9 @@
 """A state in blocks: a donor describes it and gives any of them; who joins fetches them from all donors that have it.
 And the gradients of a step in the same way, for those who have the state before it.
 
-Peers of one epoch and lineage have the same state but for the last bits, as they have averaged in another order and
-through compression: no hash tells whether they do. Here each block is compared by its norm and its sum, between donors
-before anything is fetched, and with what has arrived.
+Peers of one epoch and history digest have the same state but for the last bits, as they have averaged in another order
+and through compression: no hash tells whether they do. Here each block is compared by its norm and its sum, between
+donors before anything is fetched, and with what has arrived.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from hivemind.utils.tensor_descr import TensorDescriptor
 
 logger = logging.getLogger("swarm")
 
-BLOCK = 2**16  # numbers that are asked for, checked and, when a donor breaks off, asked for again together
+BLOCK = 2**16  # elements that are asked for, checked and, when a donor breaks off, asked for again together
 MAX_BLOCKS = 256  # in one request
-MAX_LINEAGE = 64  # bytes
+MAX_HISTORY_DIGEST = 64  # bytes
 UNDER_WAY = 2  # requests to each donor: while one of them is on its way, the donor answers the other
-# of a donor's line that a request takes: more than it is under way, but all wait for the slowest one at the end
+# of a donor's line that a request takes: more than that is in flight, but all wait for the slowest one at the end
 LEAST_SECONDS, MOST_SECONDS = 0.1, 0.5
 SHORT_PATIENCE = 5.0  # seconds without a message until a donor is given up while there are others
-FIRST_REQUEST = 2**18  # numbers in a request, until the donor's speed is known
+FIRST_REQUEST = 2**18  # elements in a request, until the donor's speed is known
 # Of norm and sum together. Between honest peers with 8-bit gradients 0.03 was measured, and 0.02 through 8-bit moments.
 TOLERANCE = 0.1
 MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # of the usual size of their kind
@@ -96,8 +96,8 @@ def differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | f
 
 
 def read_request(data: bytes) -> list | None:
-    """What a peer asks for: [epoch] for the description of a state of at least that epoch; [epoch, lineage] for that of
-    the step from this state to the next one; [epoch, lineage, numbers of blocks] for these blocks of what was
+    """What a peer asks for: [epoch] for the description of a state of at least that epoch; [epoch, digest] for that of
+    the step from this state to the next one; [epoch, digest, numbers of blocks] for these blocks of what was
     described. None: nothing that a peer would ask for."""
     try:
         request = MSGPackSerializer.loads(data) if data else [0]
@@ -112,7 +112,12 @@ class Snapshot:
     """A state, or the gradients of a step, that a donor keeps while it is being fetched."""
 
     def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo]):
-        self.epoch, self.lineage, self.tensors, self.infos = metadata["epoch"], metadata["lineage"], tensors, infos
+        self.epoch, self.history_digest, self.tensors, self.infos = (
+            metadata["epoch"],
+            metadata["lineage"],
+            tensors,
+            infos,
+        )
         self.blocks = list_blocks(infos)
         self.taken, self.used = time.monotonic(), {}  # and when each peer has fetched something of it last
         self.description = metadata | {
@@ -143,7 +148,7 @@ class Donor:
     metadata: dict
     infos: list[CompressionInfo]
     digests: torch.Tensor
-    numbers: int = 0
+    elements: int = 0
     since: float = 0.0
     heard: float = 0.0
 
@@ -196,9 +201,9 @@ def read_description(
     :raises UnusableState: something is missing or wrong
     """
     if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
-        raise UnusableState("it has no lineage")
-    if len(metadata["lineage"].encode()) > MAX_LINEAGE:
-        raise UnusableState("its lineage is too long")
+        raise UnusableState("it has no history digest")
+    if len(metadata["lineage"].encode()) > MAX_HISTORY_DIGEST:
+        raise UnusableState("its history digest is too long")
     if type(metadata.get("epoch")) is not int:
         raise UnusableState("it has no epoch")
     if metadata["epoch"] < min_epoch:
@@ -207,14 +212,14 @@ def read_description(
     own, own_tensors = dump_optimizer_state(optimizer) if optimizer else ([], [])
     theirs, count = metadata.get("optimizer_metadata", []), 0
     if not isinstance(theirs, list) or len(theirs) != len(own):
-        raise UnusableState("its optimizer is another one")
+        raise UnusableState("its optimizer differs")
     for item, own_item in zip(theirs, own, strict=True):
         own_tensor = own_tensors[own_item["index"]] if own_item["type"] == "tensor" else torch.zeros(())
         if item == {"type": "tensor", "index": count}:
             expected.append((own_tensor, TensorRole.OPTIMIZER))
             count += 1
         elif own_tensor.ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
-            raise UnusableState("its optimizer is another one")
+            raise UnusableState("its optimizer differs")
         elif isinstance(item["value"], (int, float)):
             plain_numbers.append([float(item["value"])] * 2)
     described = metadata.get("tensors")
@@ -253,7 +258,7 @@ class Download:
     :param request: asks a peer for something, see `read_request`, and returns the stream of its answer
     :param patience: returns the seconds without a message after which the only donor is given up
     :param compression: all peers' own, as hivemind has it
-    :param received: counts what comes: bytes, numbers, milliseconds
+    :param received: counts what comes: bytes, elements, milliseconds
     """
 
     def __init__(
@@ -312,11 +317,11 @@ class Download:
     def take(self, donor: Donor, share: float) -> list[int]:
         """Blocks to ask this donor for next: fewer towards the end, which all donors should reach together."""
         sizes = [stop - start for _, start, stop in (self.blocks[number] for number in self.queue)]
-        speed = max(FIRST_REQUEST, donor.numbers) / max(MOST_SECONDS, time.monotonic() - donor.since)
+        speed = max(FIRST_REQUEST, donor.elements) / max(MOST_SECONDS, time.monotonic() - donor.since)
         rest = sum(sizes) / (UNDER_WAY * len(self.donors))
-        goal, taken, numbers = max(min(rest, MOST_SECONDS * speed), LEAST_SECONDS * speed) * share, [], 0
-        while self.queue and len(taken) < MAX_BLOCKS and (not taken or numbers + sizes[len(taken)] <= goal):
-            numbers += sizes[len(taken)]
+        goal, taken, elements = max(min(rest, MOST_SECONDS * speed), LEAST_SECONDS * speed) * share, [], 0
+        while self.queue and len(taken) < MAX_BLOCKS and (not taken or elements + sizes[len(taken)] <= goal):
+            elements += sizes[len(taken)]
             taken.append(self.queue.popleft())
         return taken
 
@@ -338,7 +343,7 @@ class Download:
                     parts, size = [], 0
                 size += len(message.tensor_part.buffer)
                 if not asked or size > 16 * BLOCK:
-                    raise UnusableState("it gives more than it was asked for")
+                    raise UnusableState("it sent more than it was asked for")
                 parts.append(message.tensor_part)
             if parts:
                 self.complete(donor, asked, parts)
@@ -367,5 +372,5 @@ class Download:
             raise UnusableState(f"tensor {index} is not the one that it has described")
         target.copy_(block)
         self.received[1] += len(block)
-        donor.numbers += len(block)
+        donor.elements += len(block)
         asked.pop(0)

@@ -39,7 +39,7 @@ from swarm.addresses import (
     select_for_others,
 )
 from swarm.dht import DHT, check_versions, raise_file_limit
-from swarm.processes import calm_log, end_when_it_dies
+from swarm.processes import exit_when_dead, quiet_hivemind_logs
 from swarm.reachability import (
     answer_newcomers,
     find_direct_averagers,
@@ -66,7 +66,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
     """
     swarm = check_addresses(swarm)
     raise_file_limit()
-    calm_log()
+    quiet_hivemind_logs()
     validators, public_key = make_validators(swarm.experiment_prefix)
     dht = start_dht(swarm, validators, client_mode=swarm.client_mode)
     if swarm.initial_peers and not swarm.client_mode:
@@ -76,7 +76,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
             logger.warning(f"others cannot reach this peer {where}: check --announce_maddrs and the firewall")
         elif is_reachable is False:
             dht = restart_unreachable(swarm, validators, dht, where)
-    end_when_it_dies(dht, "DHT")
+    exit_when_dead(dht, "DHT")
     connected = dht.run_coroutine(partial(find_direct_peers, swarm.initial_peers))
     if silent := [maddr for maddr in swarm.initial_peers if maddr not in connected and not swarm.use_ipfs]:
         # in the background: nobody waits for a peer that does not answer, as long as another one does
@@ -94,7 +94,7 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     """The same arguments with HOST:PORT among --initial_peers resolved; a UserError where one is wrong."""
     check_versions()
     if swarm.authorize:
-        raise UserError("--authorize True: membership is not built yet, whoever knows --initial_peers may join")
+        raise UserError("--authorize True: membership is not implemented yet, whoever knows --initial_peers may join")
     swarm = dataclasses.replace(
         swarm, initial_peers=resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
     )
@@ -105,7 +105,7 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     check_multiaddrs("--announce_maddrs", swarm.announce_maddrs)
     for maddr in swarm.announce_maddrs:
         if get_host_port(maddr)[2] == 0:
-            raise UserError(f"--announce_maddrs {maddr} has no port: give the one that others shall connect to")
+            raise UserError(f"--announce_maddrs {maddr} has no port: give the one that others connect to")
     if swarm.identity_path:
         check_identity(swarm.identity_path)
     return swarm
@@ -133,7 +133,9 @@ def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
         if protocol == f"ip{ip.version}":
             announced.append(f"/{protocol}/{ip}/tcp/{port}")
     if not announced:
-        raise UserError(f"--use_google_dns: the public address is {ip}, and --host_maddrs listens on none of its kind")
+        raise UserError(
+            f"--use_google_dns: the public address is {ip}, and --host_maddrs listens on no address of that kind"
+        )
     logger.info(f"announcing {' '.join(announced)}: this port has to be open")
     return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)
 
@@ -147,7 +149,7 @@ def check_identity(path: str) -> None:
         except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
             reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
             raise UserError(
-                f"--identity_path {path} is no key file ({reason}): name one that a peer has made, or one that does "
+                f"--identity_path {path} is not a key file ({reason}): name one that a peer has made, or one that does "
                 "not exist yet"
             ) from e
 
@@ -187,7 +189,7 @@ def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where
 
     :param where: at which address and port others cannot reach this peer
     """
-    reason = f"others cannot reach this peer {where} (a firewall or router is between)"
+    reason = f"others cannot reach this peer {where} (a firewall or router is in between)"
     averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
     relays = dht.run_coroutine(partial(find_relays, swarm.initial_peers))
     dht.shutdown()
@@ -195,9 +197,11 @@ def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where
     if not swarm.use_relay or not relays or (averagers and not swarm.use_auto_relay):
         who = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
         wait = "its gradients count once a trainer that others can reach is there (none of --initial_peers is a relay)"
-        logger.warning(f"{reason}: going on in client mode, {who if averagers else wait}")
+        logger.warning(f"{reason}: continuing in client mode, {who if averagers else wait}")
         return start_dht(swarm, validators, client_mode=True, **options)
-    logger.warning(f"{reason}, and nobody averages whom a client could reach: waiting for an address at a relay")
+    logger.warning(
+        f"{reason}, and no peer that averages could be reached by a client: waiting for an address at a relay"
+    )
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
     dht = start_dht(swarm, validators, strict=False, **options)
     started = time.monotonic()
@@ -220,8 +224,8 @@ def warn_of_local_addresses(dht: hivemind.DHT, swarm: SwarmArguments) -> None:
     listens_everywhere = any((ip := get_ip(maddr)) is not None and ip.is_unspecified for maddr in swarm.host_maddrs)
     if listens_everywhere and not dht.client_mode and not any(map(is_public, maddrs)):
         logger.warning(
-            f"{maddrs[0]} is an address for this {'machine' if is_local(maddrs[0]) else 'local network'} alone: for "
-            "peers outside give --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
+            f"{maddrs[0]} can be reached only from this {'machine' if is_local(maddrs[0]) else 'local network'}: for "
+            "peers outside, give --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
         )
 
 
@@ -239,7 +243,7 @@ async def probe_peers(maddrs: list[str], use_ipfs: bool = False) -> dict[str, st
                 await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [address]), 15)
             except (ControlFailure, asyncio.TimeoutError) as e:
                 if mismatch := re.search(r"remote key matches (\w+)", str(e)):
-                    return f"another peer is at this address: its id is {mismatch[1]}, take the address it prints now"
+                    return f"another peer is at this address: its id is {mismatch[1]}, use the address it prints now"
                 return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
             return None
 
@@ -259,7 +263,7 @@ def explain_clock(seconds: float) -> str:
     """:param seconds: by which this machine's clock is ahead of the swarm's"""
     return (
         f"this machine's clock is {abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's, which "
-        "allows 3 s: set it by the network, e.g. sudo timedatectl set-ntp true"
+        "allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
     )
 
 

@@ -30,7 +30,7 @@ PAYLOAD_SHARE = 0.93
 # queue for seconds, as the line has little to spare: from a quarter of the rate on, doubled in so many seconds.
 TCP_PAUSE, RAMP = 0.5, 0.15
 BURST = 0.002  # seconds ahead of its time that a message may go, as sleeping is not more precise
-ROUND_SHARE = 5  # a byte in the background costs as many in a round while one is going on
+ROUND_SHARE = 5  # a byte in the background costs as many in a round while one is in progress
 ROUND_PAUSE = 0.5  # seconds after a round's last message in which it counts as going on
 
 LOOK_PERIOD, IDLE_PERIOD = 0.5, 5.0  # seconds between two looks at the line, with traffic and without
@@ -97,13 +97,13 @@ class Line:
         return self._sent.value, self._received.value
 
     def seconds_for(self, size: int) -> float:
-        """At a tenth of the rate: longer than a download of so many bytes may take."""
+        """Seconds for this many bytes at a tenth of the rate: longer than a download may take."""
         return 10 * size / self._rate.value if self._rate.value else 0.0
 
     def reserve(self, size: int, is_round: bool) -> float:
-        """Take the next free time of the line for so many bytes.
+        """Reserve the line's next free time for this many bytes.
 
-        :returns: seconds until then; negative: it is not their turn, ask again after so many seconds
+        :returns: seconds until then; negative: it is not their turn, ask again after that many seconds
         """
         with self.lock:
             now, rate = time.monotonic(), self._rate.value
@@ -201,7 +201,7 @@ class Line:
     # --- looks
 
     async def watch(self, node: DHTNode) -> None:
-        """Runs in the DHT's process, for ever: ask some peers how long an answer takes, and keep the queue in front of
+        """Runs in the DHT's process, forever: ask some peers how long an answer takes, and keep the queue in front of
         the modem short by the rate (as LEDBAT does, RFC 6817)."""
         shortest: dict[PeerID, float] = {}
         sent, looked, is_told, wait = self._sent.value, time.monotonic(), False, 0.0

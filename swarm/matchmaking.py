@@ -77,7 +77,7 @@ class PromptMatchmaking(Matchmaking):
         async with contextlib.aclosing(super().rpc_join_group(request, context)) as messages:
             async for message in messages:
                 if message.code == averaging_pb2.ACCEPTED:
-                    # the parent holds the lock that starting needs, until this message is under way
+                    # the parent holds the lock that starting needs, until this message is sent
                     self.starting = asyncio.create_task(self.start_when_complete())
                 yield message
 
@@ -86,7 +86,7 @@ class PromptMatchmaking(Matchmaking):
             if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
                 return
             if not self.step_control.triggered:
-                return  # a group is looked for in advance; who comes in the meantime shall be in it
+                return  # a group is looked for in advance; whoever comes in the meantime shall be in it
             if self.is_complete():
                 await self.leader_assemble_group()
 
@@ -104,7 +104,7 @@ class PromptMatchmaking(Matchmaking):
 
     @property
     def min_group_size(self) -> int:
-        """More than there are while too few of the expected peers have come, so that hivemind goes on looking."""
+        """More than there are while too few of the expected peers have come, so that hivemind keeps looking."""
         if len(self.list_here() & self.wanted) < self.at_least:
             return len(self.current_followers) + 2
         return self.__dict__["min_group_size"]

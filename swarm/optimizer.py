@@ -1,4 +1,4 @@
-"""The collaborative optimizer: failed rounds lose no gradients and take no step, and nobody is waited for in vain."""
+"""The collaborative optimizer: failed rounds lose no gradients and take no step, and nobody waits in vain."""
 
 import asyncio
 import concurrent.futures
@@ -19,7 +19,7 @@ from hivemind.utils import get_dht_time
 from arguments import AveragingArguments
 from swarm.dht import find_answering_peers
 from swarm.line import LINE, from_line
-from swarm.processes import STOP_REQUESTED, end_when_it_dies
+from swarm.processes import STOP_REQUESTED, exit_when_dead
 from swarm.progress import ProgressTracker
 from swarm.rounds import GradientAverager, OutOfStep, count_bits
 from swarm.states import StateAverager, list_params
@@ -31,29 +31,29 @@ FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself give
 FIRST_LOOK = 2.0  # of waiting for a group, or without a report, before asking whether anybody is there
 SIGN_PERIOD = 3.0  # between two signs of life while this peer waits for a round
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
-RETRY_PERIOD = 10.0  # between two downloads of the state when nobody gave it the first time
+RETRY_PERIOD = 10.0  # between two downloads of the state when nobody sent it the first time
 
 MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the others
 # A peer one epoch behind is waited for, for half of a round's time: at 20 Mbit/s it makes the step of the others while
-# they accumulate the next one, and would come too late for ever. After a wait in vain not again in so many epochs.
+# they accumulate the next one, and would come too late forever. After a wait in vain not again in so many epochs.
 PATIENT_EVERY = 5
 QUESTIONED = 8  # peers pinged at once, by each peer before each round
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
 
 class AveragingFailed(Exception):
-    """A gradient averaging round came to nothing; its gradients are kept."""
+    """A gradient averaging round failed; its gradients are kept."""
 
 
-class Optimizer(hivemind.Optimizer):
-    """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that waits for nobody in vain.
+class CollaborativeOptimizer(hivemind.Optimizer):
+    """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that never waits in vain.
 
     After a failed round the epoch stays, the gradients are kept, and a later `step` tries again.
     """
 
     #: peers whose gradients verifiably entered the last step, this one included
     averaged_with = 1
-    #: rounds of this peer that came to an average, and to nothing
+    #: rounds of this peer that succeeded, and that failed
     rounds = 0
     failed_rounds = 0
     #: samples of this peer in the last step, and in all steps together
@@ -65,7 +65,7 @@ class Optimizer(hivemind.Optimizer):
     _download_from = 0  # the swarm's epoch before which none is tried
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
     _patient_from = 0  # the epoch before which nobody who is behind is waited for
-    _questions: list = []  # pings under way
+    _questions: list = []  # pings in flight
     #: of an auxiliary peer: when its epoch began
     _epoch_start = -float("inf")
 
@@ -107,7 +107,8 @@ class Optimizer(hivemind.Optimizer):
         the values before it, for others those after it, as all peers do that lose their connection in it.
 
         :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
-            local_epoch, lineage, total_samples; all of it of types that torch.load reads with weights_only=True
+            local_epoch, lineage (the history digest), total_samples; all of it of types that torch.load reads with
+            weights_only=True
         """
         averager = self.state_averager
         with averager.lock_optimizer, torch.no_grad():
@@ -117,7 +118,7 @@ class Optimizer(hivemind.Optimizer):
                 "optimizer": copy.deepcopy(self.opt.state_dict()),
                 "scheduler": copy.deepcopy(averager.scheduler.state_dict()),
                 "local_epoch": averager.scheduler.last_epoch,
-                "lineage": averager.lineage,
+                "lineage": averager.history_digest,
                 "total_samples": self.total_samples,
             }
 
@@ -142,9 +143,7 @@ class Optimizer(hivemind.Optimizer):
             ]
 
         if shapes(state["parameters"], moments) != shapes(params, own["state"]):
-            raise ValueError(
-                "its optimizer is another one (--optim, --min_8bit_size), or its tensors have other shapes"
-            )
+            raise ValueError("its optimizer differs (--optim, --min_8bit_size), or its tensors have different shapes")
         with averager.lock_optimizer, averager.lock_averaged_tensors, torch.no_grad():
             for param, saved in zip(params, state["parameters"], strict=True):
                 param.copy_(saved)
@@ -153,7 +152,7 @@ class Optimizer(hivemind.Optimizer):
             scheduler = averager.scheduler
             scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
             averager.set_epoch(epoch)
-            averager.lineage = state.get("lineage", "")
+            averager.history_digest = state.get("lineage", "")
         averager._apply_optimizer_parameters_()
         self.grad_averager.last_step = None
         self.grad_averager.reset_accumulated_grads_()
@@ -170,7 +169,7 @@ class Optimizer(hivemind.Optimizer):
     def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
         if self.auxiliary:
             self._follow_trainers()
-            if len(self.tracker.in_step) < 2:
+            if len(self.tracker.peers_at_epoch) < 2:
                 return None  # who is alone needs no help
         elif self._should_load_state_from_peers():
             # hivemind drops what this step has computed
@@ -228,7 +227,7 @@ class Optimizer(hivemind.Optimizer):
         if loaded is None:
             return False
         gradients, group_id = loaded
-        before = self.local_epoch, self.state_averager.lineage
+        before = self.local_epoch, self.state_averager.history_digest
         with self.grad_averager.get_tensors() as averaged_gradients:
             for tensor, gradient in zip(averaged_gradients, gradients, strict=True):
                 tensor.copy_(gradient)
@@ -238,10 +237,10 @@ class Optimizer(hivemind.Optimizer):
         self._offer_last_step(*before)
         return True
 
-    def _offer_last_step(self, epoch: int, lineage: str) -> None:
+    def _offer_last_step(self, epoch: int, digest: str) -> None:
         """To who was late for it; in the background, the optimizer may be using its gradients still."""
         if not self.delay_optimizer_step:
-            self.grad_averager.last_step = epoch, lineage, self.state_averager.group_id
+            self.grad_averager.last_step = epoch, digest, self.state_averager.group_id
 
     @property
     def _download_timeout(self) -> float:
@@ -252,8 +251,8 @@ class Optimizer(hivemind.Optimizer):
 
         :param min_epoch: take an earlier state only after some seconds without this one; default: the swarm's epoch
         :param donors: ids of peers to ask first
-        :returns: whether a peer gave it; otherwise the local state stays, and peers that do not answer do not count
-            any more, so that training goes on without them
+        :returns: whether a peer sent it; otherwise the local state stays, and peers that do not answer do not count
+            any more, so that training continues without them
         """
         if self.scheduled_grads is not None and not self.scheduled_grads.done():
             if self.scheduled_grads.stage != AveragingStage.RUNNING_ALLREDUCE and self._averages_in_step():
@@ -279,7 +278,7 @@ class Optimizer(hivemind.Optimizer):
             )
         if not loaded:
             ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
-            logger.warning("no peer gave its state: going on with the local one")
+            logger.warning("no peer sent its state: continuing with the local one")
             self._question(ahead)
             self._download_after = time.monotonic() + RETRY_PERIOD
             return False
@@ -357,24 +356,25 @@ class Optimizer(hivemind.Optimizer):
             start=True,
             **kwargs,
         )
-        end_when_it_dies(averager, "state averager")
+        exit_when_dead(averager, "state averager")
         if self.client_mode:
             averager.offer_states()
         return averager
 
     def _make_gradient_averager(self, *args, **kwargs):
         averager = super()._make_gradient_averager(*args, **kwargs)
-        end_when_it_dies(averager, "gradient averager")
+        exit_when_dead(averager, "gradient averager")
         return averager
 
     def _maybe_schedule_gradient_averaging(self) -> None:
-        self.grad_averager.standing = [self.local_epoch, self._averages_in_step(), self.state_averager.lineage]
-        others = self.tracker.in_step
+        digest = self.state_averager.history_digest
+        self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
+        others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
-        self.grad_averager.expect(others, at_least=1 + len(others) * self._averages_in_step())
-        self.state_averager.expect(others)
+        self.grad_averager.set_expected_peers(others, at_least=1 + len(others) * self._averages_in_step())
+        self.state_averager.set_expected_peers(others)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
-        # that is cancelled late goes on all the same, with a newcomer and the gradients of an old epoch
+        # that is cancelled late still goes on, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
             before = self.scheduled_grads
             super()._maybe_schedule_gradient_averaging()
@@ -388,7 +388,7 @@ class Optimizer(hivemind.Optimizer):
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
         if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
-            # hivemind steps alone when the group that it looked for in advance came to nothing, while others are there
+            # hivemind steps alone when the group that it looked for in advance failed, while others are there
             self.scheduled_grads = None
         if not self.delay_grad_averaging:
             self.averaged_with = 1
@@ -396,7 +396,7 @@ class Optimizer(hivemind.Optimizer):
         return super()._begin_averaging_gradients(grad_scaler)
 
     def _average_gradients_and_load_into_optimizer(self, maybe_step_control) -> None:
-        # hivemind would go on with its accumulators here, which are zeros by now (note 16)
+        # hivemind would continue with its accumulators here, which are zeros by now (note 16)
         try:
             group = self._wait_for_round(maybe_step_control)
         except (Exception, asyncio.CancelledError) as e:
@@ -413,7 +413,9 @@ class Optimizer(hivemind.Optimizer):
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
             present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
-            absent = [peer_id for peer_id in self.tracker.in_step if peer_id in present and peer_id not in took_part]
+            absent = [
+                peer_id for peer_id in self.tracker.peers_at_epoch if peer_id in present and peer_id not in took_part
+            ]
             # nobody can ping a peer in client mode
             self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
             self._question(absent)
@@ -454,21 +456,21 @@ class Optimizer(hivemind.Optimizer):
             if waited > self.matchmaking_time and not has_waited:
                 has_waited = True
                 self._leave_out_idle(asked)
-            others = self.tracker.in_step
+            others = self.tracker.peers_at_epoch
             if not self._averages_in_step():
                 at_least = 1
             elif not has_waited:
                 at_least = 1 + len(others)
-            else:  # most of them: two halves of a swarm would go on with different states. In the end, anybody, but not
+            else:  # most of them: two halves of a swarm would continue with different states. In the end, anybody, but not
                 # while they may be busy with a round that this peer has left
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
-            self.grad_averager.expect(others, at_least)
+            self.grad_averager.set_expected_peers(others, at_least)
             if answer is None and time.monotonic() >= next_look:
                 if STOP_REQUESTED.is_set():
                     raise AllreduceException("this peer was asked to stop")
                 if all(question.done() for question in self._questions):
-                    self._question(self.tracker.in_step)
+                    self._question(self.tracker.peers_at_epoch)
                 answer = self.tracker.request_records()
             if answer is None or not answer.done():  # a dead peer delays the DHT for seconds
                 continue
@@ -477,11 +479,11 @@ class Optimizer(hivemind.Optimizer):
             if self._has_missed_the_round():
                 raise AllreduceException("the others have stepped without this peer")
             if waited > patience and not self.tracker.is_impatient:
-                before = len(self.tracker.in_step)
+                before = len(self.tracker.peers_at_epoch)
                 self.tracker.impatient_epoch = self.local_epoch
-                if patience and len(self.tracker.in_step) < before:  # in vain
+                if patience and len(self.tracker.peers_at_epoch) < before:  # in vain
                     self._patient_from = self.local_epoch + PATIENT_EVERY
-            if not self.tracker.in_step:
+            if not self.tracker.peers_at_epoch:
                 raise AllreduceException("nobody else is there")
 
     def _leave_out_idle(self, asked: float) -> None:
@@ -517,7 +519,7 @@ class Optimizer(hivemind.Optimizer):
         background: neighbours an epoch apart are nothing unusual there.
         """
         group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
-        is_one_group = group_size is None or len(self.tracker.in_step) + (not self.auxiliary) <= group_size
+        is_one_group = group_size is None or len(self.tracker.peers_at_epoch) + (not self.auxiliary) <= group_size
         return is_one_group and not self.delay_grad_averaging
 
     def _has_missed_the_round(self) -> bool:
@@ -535,14 +537,14 @@ class Optimizer(hivemind.Optimizer):
             return
         if self.tracker.last_fetch < self._retry_after:
             return
-        if not self.tracker.in_step and not self.auxiliary:
+        if not self.tracker.peers_at_epoch and not self.auxiliary:
             # newcomers have to download the state of who goes ahead alone: one more look first
             with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
                 self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
-            if self.tracker.in_step:
+            if self.tracker.peers_at_epoch:
                 return
         samples = self.grad_averager.local_samples_accumulated
-        before = self.local_epoch, self.state_averager.lineage
+        before = self.local_epoch, self.state_averager.history_digest
         try:
             super()._update_global_epoch(grad_scaler)
             self._offer_last_step(*before)
@@ -596,8 +598,10 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
 
 
-def make_swarm_optimizer(dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, **options) -> Optimizer:
-    """An Optimizer by the flags.
+def make_swarm_optimizer(
+    dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, **options
+) -> CollaborativeOptimizer:
+    """A CollaborativeOptimizer by the flags.
 
     :param options: of hivemind.Optimizer, which no flag of averaging sets
     """
@@ -606,7 +610,7 @@ def make_swarm_optimizer(dht: hivemind.DHT, prefix: str, averaging: AveragingArg
         return {name: getattr(averaging, name) for name in names}
 
     averager_options = select("target_group_size", "min_vector_size")
-    return Optimizer(
+    return CollaborativeOptimizer(
         dht=dht,
         run_id=prefix,
         target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,

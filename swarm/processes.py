@@ -27,7 +27,7 @@ STOPPING = multiprocessing.Value(ctypes.c_bool, False)
 STOP_REQUESTED = threading.Event()
 
 
-class CalmLog(logging.Filter):
+class QuietHivemindLogs(logging.Filter):
     """Makes one line of each exception that hivemind has caught and handled, and drops what it logs of each round and
     while stopping."""
 
@@ -38,15 +38,15 @@ class CalmLog(logging.Filter):
             # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
             record.exc_info = record.exc_text = None
             if record.name.startswith(("hivemind.averaging", "asyncio")):
-                return False  # Optimizer says what became of a round
+                return False  # CollaborativeOptimizer reports the outcome of a round
         return not STOPPING.value
 
 
-def calm_log() -> None:
-    """Spare the user hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
+def quiet_hivemind_logs() -> None:
+    """Hide hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
     for name in (None, "hivemind"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(CalmLog())
+            handler.addFilter(QuietHivemindLogs())
     # MPFuture.__del__ wakes event loops that are closed by then
     show_unraisable, show = sys.unraisablehook, sys.excepthook
     sys.unraisablehook = lambda unraisable: None if STOPPING.value else show_unraisable(unraisable)
@@ -58,7 +58,7 @@ def calm_log() -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
-def live_as_helper() -> None:
+def become_helper() -> None:
     """What each helper process does first: leave Ctrl-C to its parent, and end when the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -77,15 +77,15 @@ def live_as_helper() -> None:
     threading.Thread(target=watch, name="watch parent", daemon=True).start()
 
 
-def end_when_it_dies(process: multiprocessing.Process, name: str) -> None:
-    """End this process and its helpers when that helper dies: whoever waits for its answer would wait for ever."""
+def exit_when_dead(process: multiprocessing.Process, name: str) -> None:
+    """End this process and its helpers when that helper dies: whoever waits for its answer would wait forever."""
     # a snapshot of what the helper itself has started: these are nobody's children once it is dead
     helpers = find_helpers(process.pid)
 
     def watch() -> None:
         wait_for_processes([process.sentinel])
         if not STOPPING.value:
-            logger.error(f"the {name} process died, this peer cannot go on (out of memory?)")
+            logger.error(f"the {name} process died, this peer cannot continue (out of memory?)")
             end_process(1, helpers)
 
     threading.Thread(target=watch, name=f"watch {name}", daemon=True).start()

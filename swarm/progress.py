@@ -1,4 +1,4 @@
-"""Who is there: the progress of the other peers, as far as it can be believed."""
+"""Which peers are there, and how far they are: as far as their reports can be believed."""
 
 import contextlib
 import logging
@@ -69,7 +69,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         progress = super()._parse_swarm_progress_data(counted)
         # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
         # one that is far behind, for which the others would wait in each round
-        progress.num_peers = len(self.in_step) + 1
+        progress.num_peers = len(self.peers_at_epoch) + 1
         return progress
 
     @property
@@ -82,9 +82,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         return self.local_progress.epoch == self.impatient_epoch
 
     @property
-    def in_step(self) -> list[bytes]:
+    def peers_at_epoch(self) -> list[bytes]:
         """Ids of the other peers that are there and at this peer's epoch, or about to be."""
-        # who is one epoch behind makes the others' step just now; worth to wait for, once
+        # who is one epoch behind makes the others' step just now; worth waiting for, once
         epoch = self.local_progress.epoch - (not self.is_impatient)
         return [peer_id for peer_id, record in self.present.items() if record.epoch >= epoch]
 
@@ -111,7 +111,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
         self.silent |= dict.fromkeys(gone, get_dht_time())
         if gone:
-            logger.warning(f"no answer from peer {name_peers(gone)}: going on with {len(self.present)} other peers")
+            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {len(self.present)} other peers")
             self.fetch_soon(0.0)
 
     def fetch_soon(self, seconds: float) -> None:

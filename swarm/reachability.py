@@ -28,7 +28,7 @@ DIAL_TIMEOUT = 3.0
 # The name of the request to measure the bandwidth, how many bytes it moves, and for how many seconds they are made.
 MEASURE = "measure_bandwidth"
 MEASURE_BYTES, MEASURE_TIME = 2**17, 0.5
-MEASURE_REQUESTS, MEASURE_PATIENCE = 8, 6.0  # at once, at most; seconds without an answer: slower than is worth to know
+MEASURE_REQUESTS, MEASURE_PATIENCE = 8, 6.0  # at once, at most; seconds without an answer: slower than is worth knowing
 MEASURE_LIMIT, MEASURE_PERIOD = 500, 600.0  # requests that a peer answers to another one within so many seconds
 DEFAULT_BANDWIDTH, LOWEST_BANDWIDTH = 100.0, 0.1  # Mbit/s
 # libp2p's request for a place at a relay, and what a relay must pass at least: each round is tens of megabytes.
@@ -136,7 +136,7 @@ async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> l
         try:
             return [await measure_rate(node, peer_id, is_up) for is_up in (True, False)]
         except (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, ValueError) as e:
-            logger.debug(f"{peer_id} does not let itself be measured ({e!r})")
+            logger.debug(f"{peer_id} does not answer bandwidth tests ({e!r})")
     return None
 
 

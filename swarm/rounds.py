@@ -22,7 +22,7 @@ from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 from swarm.dht import find_answering_peers
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered
-from swarm.processes import live_as_helper
+from swarm.processes import become_helper
 
 logger = logging.getLogger("swarm")
 
@@ -40,20 +40,20 @@ NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of noth
 
 
 class OutOfStep(AllreduceException):
-    """The group goes on without this peer, which has to take over the state of one of those that do.
+    """The group continues without this peer, which has to take over the state of one of those that do.
 
     Arguments: the epoch of that state, and the ids (bytes) of the peers that have it.
     """
 
     def __str__(self) -> str:
-        return f"the group goes on from another state, which is of epoch {self.args[0]} then"
+        return f"the group continues from another state, that of epoch {self.args[0]}"
 
 
 def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
-    """What each peer of a group averages, in proportion to the others: nothing where it would be fewer numbers than
+    """What each peer of a group averages, in proportion to the others: nothing where it would be fewer elements than
     min_vector_size.
 
-    :param shares: numbers that each would average
+    :param shares: elements that each would average
 
     hivemind drops nobody when all shares are small, as those of equals in a large group are.
     """
@@ -78,7 +78,7 @@ def choose_part_size(bandwidths: Sequence[float | None]) -> int:
 def count_bits(
     tensors: Sequence[torch.Tensor], compression: CompressionBase, infos: Sequence[CompressionInfo] | None = None
 ) -> float:
-    """Of these tensors as they are sent."""
+    """Return the size in bits of these tensors as they are sent."""
     infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
     ratios = map(compression.estimate_compression_ratio, infos)
     return 8 * sum(tensor.nbytes * ratio for tensor, ratio in zip(tensors, ratios, strict=True))
@@ -132,12 +132,12 @@ def plan_round(
 
 
 def is_other_share(share: int, before: int) -> bool:
-    """Whether it is worth to send another share than before: a line's speed varies."""
+    """Whether it is worth sending a different share than before: a line's speed varies."""
     return share != before and not (min(share, before) > 1 and 0.6 < share / before < 1.6)
 
 
 class PromptRunner(AllReduceRunner):
-    """A round that ends as soon as it cannot succeed any more: hivemind's goes on to its end without the parts of a
+    """A round that ends as soon as it cannot succeed any more: hivemind's continues to its end without the parts of a
     reducer that has failed, and tells nobody why."""
 
     def __init__(self, *args, has_slowed: Callable[[], bool], share: int, turn: int, takes_all: bool, **kwargs):
@@ -145,7 +145,7 @@ class PromptRunner(AllReduceRunner):
         :param has_slowed: whether this peer's line has become too slow for what the round wants of it
         :param share: send each so many-th part of the tensors; the weight of the others is 0
         :param turn: with which of them to begin
-        :param takes_all: take the average of all parts all the same; otherwise keep the own values of those not sent
+        :param takes_all: take the average of all parts anyway; otherwise keep the own values of those not sent
         """
         super().__init__(*args, **kwargs)
         self.has_slowed, self.share, self.turn, self.takes_all = has_slowed, share, turn, takes_all
@@ -305,7 +305,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     gives_up_early = False
 
     def run(self) -> None:
-        live_as_helper()
+        become_helper()
         super().run()
 
     bandwidth = from_line("mbits")
@@ -340,19 +340,19 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
-        # for others who have gone on
+        # for others who have moved on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    def expect(self, peer_ids: Iterable[bytes], at_least: int = 1) -> None:
+    def set_expected_peers(self, peer_ids: Iterable[bytes], at_least: int = 1) -> None:
         """A group with these other peers in it is complete and starts at once, also one that has formed already.
 
         :param at_least: how many of them and this peer it takes; where it is more than 1, so many are enough
         """
         if (expected := (frozenset(peer_ids), at_least)) != self._expected:
             self._expected = expected
-            self._outer_pipe.send(("_expect", [*expected], {}))
+            self._outer_pipe.send(("_set_expected_peers", [*expected], {}))
 
-    async def _expect(self, expected: frozenset[bytes], at_least: int) -> None:
+    async def _set_expected_peers(self, expected: frozenset[bytes], at_least: int) -> None:
         """Runs in the averager's process."""
         # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
         self._matchmaking.__class__ = PromptMatchmaking
@@ -424,7 +424,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._turn = (self._turn + 1) % self._share
 
     def _take_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
-        """Send each so many-th part of the tensors in this round."""
+        """Send every N-th part of the tensors in this round."""
         if is_other_share(share, self._share):
             logger.info(
                 f"this line carries {bandwidths[own]:.2g} Mbit/s up, others {max(filter(None, bandwidths)):.2g}: "
@@ -477,8 +477,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                     return
 
 
-def is_standing(item: object) -> bool:
-    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, lineage]."""
+def is_round_state(item: object) -> bool:
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, history digest]."""
     return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str]
 
 
@@ -486,18 +486,18 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
     """Keeps the gradients of a failed round, which hivemind loses: it empties the accumulators when a round starts.
 
     Averages peers of one state only. hivemind lets a peer that has lost a round average its old gradients with
-    everybody's new ones, for ever one epoch behind; and two halves of a swarm that could not reach each other for a
-    while, or a peer that has stepped alone, go on with other weights and moments than the rest. So peers gather where
-    they stand, their epoch and their lineage (see StateAverager): the majority goes on, the others take over its state.
+    everybody's new ones, forever one epoch behind; and two halves of a swarm that could not reach each other for a
+    while, or a peer that has stepped alone, continue with other weights and moments than the rest. So peers gather
+    their epoch and their history digest (see StateAverager): the majority continues, the others take over its state.
     And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
     """
 
     is_urgent = True
     content = "gradients"
-    #: set by the optimizer: [epoch, whether the whole swarm averages in step, lineage] of the gradients
-    standing = [0, False, ""]
-    #: epoch and lineage of the state that the averaged gradients have moved on, and the group that made them; None once
-    #: the next round has begun. Set by the optimizer
+    #: set by the optimizer: [epoch, whether the whole swarm averages in step, history digest] of the gradients
+    round_state = [0, False, ""]
+    #: epoch and history digest of the state that the averaged gradients have moved on, and the group that made them;
+    #: None once the next round has begun. Set by the optimizer
     last_step: tuple[int, str, bytes] | None = None
 
     def __init__(self, *args, **kwargs):
@@ -508,14 +508,14 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         super().__init__(*args, **kwargs)
 
     def schedule_step(self, *args, **kwargs):
-        return super().schedule_step(*args, gather=self.standing, **kwargs)
+        return super().schedule_step(*args, gather=self.round_state, **kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
         of_group = [read_gathered(data) for data in group_info.gathered]
         # auxiliary peers have no gradients, and average anybody's
         trainers = [index for index, (mode, *_) in enumerate(of_group) if mode != AveragingMode.AUX]
-        if trainers and all(is_standing(of_group[index][1]) and of_group[index][1][1] for index in trainers):
+        if trainers and all(is_round_state(of_group[index][1]) and of_group[index][1][1] for index in trainers):
             standings = {index: (of_group[index][1][0], of_group[index][1][2]) for index in trainers}
             votes = Counter(standings.values())
             # among equals not one that is far behind; then that of a peer that gives it to anybody, as clients give

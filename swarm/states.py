@@ -32,7 +32,7 @@ from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout
 
 from swarm.downloads import (
-    MAX_LINEAGE,
+    MAX_HISTORY_DIGEST,
     Donor,
     Download,
     Snapshot,
@@ -67,15 +67,15 @@ def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def name_step(lineage: str) -> str:
-    """What the gradients that lead on from a state are called, where states go by their lineage."""
-    return f"{lineage} step"
+def name_step(digest: str) -> str:
+    """What the gradients that lead on from a state are called, where states go by their history digest."""
+    return f"{digest} step"
 
 
 class StateAverager(TrainingStateAverager, VerifiedAverager):
     """Gives states to peers that join, and takes them: from several donors, of which some may fail, in bounded time.
 
-    hivemind (note 25) tries for ever, believes what it gets, and ends with the first answer that is truncated.
+    hivemind (note 25) tries forever, believes what it gets, and ends with the first answer that is truncated.
 
     Clients give no state in hivemind: where all trainers are clients nobody could join, and who has lost a round would
     be lost. Here they give it to peers that they have called, and auxiliary peers, which all clients call, pass it on.
@@ -90,7 +90,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
     def __init__(self, *args, **kwargs):
         self._lock_step = threading.Lock()
-        self._lineage = multiprocessing.Array(ctypes.c_char, MAX_LINEAGE)
+        self._history_digest = multiprocessing.Array(ctypes.c_char, MAX_HISTORY_DIGEST)
         # kept for those who fetch them, and to whom states are given: when each has asked last
         self._snapshots: list[Snapshot] = []
         self._lock_snapshots, self._asked = asyncio.Lock(), {}
@@ -98,19 +98,19 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self._wants_step = multiprocessing.Value(ctypes.c_bool)
         # an auxiliary peer's: how often clients have broken off, and who has described which state
         self._broken, self._origins = Counter(), {}
-        # of the last download: bytes, numbers, milliseconds
+        # of the last download: bytes, elements, milliseconds
         self.received = multiprocessing.Array(ctypes.c_longlong, 3)
         super().__init__(*args, **kwargs)
 
     @property
-    def lineage(self) -> str:
+    def history_digest(self) -> str:
         """Names the common history of peers whose state is the same: a digest of the groups that each epoch was made
         with. Known to the averager's process too."""
-        return self._lineage.value.decode()
+        return self._history_digest.value.decode()
 
-    @lineage.setter
-    def lineage(self, value: str) -> None:
-        self._lineage.value = value.encode()
+    @history_digest.setter
+    def history_digest(self, value: str) -> None:
+        self._history_digest.value = value.encode()
 
     def patience(self) -> float:
         """Seconds without a message after which a donor is given up."""
@@ -124,7 +124,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             self._outer_pipe.send(("_give_as_client", [], {}))
 
     async def _give_as_client(self) -> None:
-        """Runs in the process of a client's averager, for ever."""
+        """Runs in the process of a client's averager, forever."""
         name = self._get_handle_name(self.prefix, "rpc_download_state")
         options = dict(input_protobuf_type=BytesValue, stream_output=True)
         await self._p2p.add_protobuf_handler(name, self.rpc_download_state, **options)
@@ -140,7 +140,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                     return_future=True,
                 )
             except Exception as e:  # of whatever kind the DHT's process raises: the next one may work
-                logger.debug(f"could not tell of this client's state: {e!r}")
+                logger.debug(f"could not announce this client's state: {e!r}")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._state_updated.wait(), self.declare_state_period / 2)
 
@@ -194,34 +194,32 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         return False
 
     async def _describe(
-        self, peer: PeerID, epoch: int, lineage: str | None = None
+        self, peer: PeerID, epoch: int, digest: str | None = None
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Of a state of at least this epoch; or, where a lineage is named, of the step from this very state."""
+        """Of a state of at least this epoch; or, where a history digest is named, of the step from this very state."""
         description = {"epoch": -1, "lineage": ""}
-        if self._state_sharing_priority.value >= epoch and (
-            snapshot := await self._take_snapshot(peer, epoch, lineage)
-        ):
+        if self._state_sharing_priority.value >= epoch and (snapshot := await self._take_snapshot(peer, epoch, digest)):
             description = snapshot.description
         yield averaging_pb2.DownloadData(metadata=self.serializer.dumps(description))
 
-    async def _take_snapshot(self, peer: PeerID, epoch: int, lineage: str | None) -> Snapshot | None:
+    async def _take_snapshot(self, peer: PeerID, epoch: int, digest: str | None) -> Snapshot | None:
         """The present state, or the last one that was kept when there is no room for another; or a step, if that is
         the last one and no round has begun since."""
         async with self._lock_snapshots:
             for snapshot in self._snapshots:
                 snapshot.used.pop(peer, None)  # who asks for a description fetches nothing else any more
             unused = [snapshot for snapshot in self._snapshots if time.monotonic() - snapshot.last_use > IN_USE]
-            wanted = self.lineage if lineage is None else name_step(lineage)
-            snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == wanted), None)
+            wanted = self.history_digest if digest is None else name_step(digest)
+            snapshot = next((snapshot for snapshot in self._snapshots if snapshot.history_digest == wanted), None)
             if snapshot is None and len(self._snapshots) >= MAX_SNAPSHOTS and not unused:
-                if lineage is not None:
+                if digest is not None:
                     return None
                 snapshot = self._snapshots[-1]
             if snapshot is None:
-                self._wants_step.value = lineage is not None
+                self._wants_step.value = digest is not None
                 metadata, tensors, infos = await self._get_current_state_from_host_process()
                 metadata = self.serializer.loads(metadata)
-                if metadata["epoch"] < epoch or lineage is not None and metadata["lineage"] != wanted:
+                if metadata["epoch"] < epoch or digest is not None and metadata["lineage"] != wanted:
                     return None
                 snapshot = await asyncio.to_thread(Snapshot, metadata, tensors, infos)
                 if len(self._snapshots) >= MAX_SNAPSHOTS:
@@ -238,9 +236,11 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             self._snapshots.remove(snapshot)
 
     async def _give_blocks(
-        self, peer: PeerID, epoch: int, lineage: str, numbers: list[int]
+        self, peer: PeerID, epoch: int, digest: str, numbers: list[int]
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        kept = [snapshot for snapshot in self._snapshots if (snapshot.epoch, snapshot.lineage) == (epoch, lineage)]
+        kept = [
+            snapshot for snapshot in self._snapshots if (snapshot.epoch, snapshot.history_digest) == (epoch, digest)
+        ]
         if not kept or not 0 <= min(numbers) <= max(numbers) < len(kept[0].blocks):
             yield averaging_pb2.DownloadData(metadata=self.serializer.dumps({"gone": True}))
             return
@@ -269,7 +269,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 async for message in aiter_with_timeout(stream, FIRST_ANSWER if is_description else self.patience()):
                     if is_description:
                         metadata = self.serializer.loads(message.metadata)
-                        self._origins[int(metadata["epoch"]), str(metadata["lineage"])[:MAX_LINEAGE]] = peer
+                        self._origins[int(metadata["epoch"]), str(metadata["lineage"])[:MAX_HISTORY_DIGEST]] = peer
                         self._origins = dict(list(self._origins.items())[-2 * MAX_GIVING :])
                         message.metadata = self.serializer.dumps(metadata | {"origin": str(peer)})
                     passed += 1
@@ -291,8 +291,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         # hivemind counts the epoch first and steps then: who downloads in between gets the old parameters as new ones
         with self._lock_step:
             result = super().step(*args, increment_epoch=True, **kwargs)
-            history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
-            self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+            history = f"{self.history_digest} {self.local_epoch} {self.group_id.hex()}"
+            self.history_digest = hashlib.sha256(history.encode()).hexdigest()[:16]
             self._declare_as_client()
             return result
 
@@ -306,36 +306,36 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             if self._wants_step.value:
                 return self._get_last_step()
             metadata, tensors, infos = super().get_current_state()
-            return metadata | {"lineage": self.lineage}, copy_together(tensors, infos), infos
+            return metadata | {"lineage": self.history_digest}, copy_together(tensors, infos), infos
 
     def _get_last_step(self):
         """The gradients of the last step while they are there, which is until the next round begins."""
         if self.grad_averager is None or self.grad_averager.last_step is None:
             return {"epoch": -1, "lineage": ""}, [], []
         with self.grad_averager.get_tensors() as gradients:
-            epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
+            epoch, digest, group_id = self.grad_averager.last_step or (-1, "", b"")
             infos = [
                 CompressionInfo.from_tensor(tensor, key=i, role=TensorRole.GRADIENT)
                 for i, tensor in enumerate(gradients)
             ]
-            metadata = {"epoch": epoch, "lineage": name_step(lineage), "group": group_id}
+            metadata = {"epoch": epoch, "lineage": name_step(digest), "group": group_id}
             return metadata, copy_together(gradients, infos), infos
 
     def load_state_from_peers(
         self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
     ) -> bool:
-        """Download the state of the peers that are furthest, and take it over as a whole or not at all.
+        """Download the state of the peers that are furthest, and take it over completely or not at all.
 
         :param min_epoch: wait some seconds for a state of this epoch before taking an earlier one
         :param donors: ids of peers to ask before the others
         :param avoid: ids of peers to ask last
         :param timeout: seconds for a whole state
-        :returns: whether parameters, optimizer, epoch and lineage are now that peer's
+        :returns: whether parameters, optimizer, epoch and history digest are now that peer's
         """
         future = self.start_download(min_epoch, donors, avoid, timeout)
         targets = (*list_params(self.optimizer), *self.extra_tensors)
-        numbers = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
-        loaded = self._wait_for_download(future, numbers, "state")
+        elements = sum(map(torch.Tensor.numel, (*targets, *dump_optimizer_state(self.optimizer)[1])))
+        loaded = self._wait_for_download(future, elements, "state")
         if loaded is None:
             return False
         self.take_over(*loaded)
@@ -346,22 +346,22 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
         :returns: them, and the id of the group that averaged them; None: nobody has them, or not any more
         """
-        future, own = MPFuture(), (self.local_epoch, self.lineage)
+        future, own = MPFuture(), (self.local_epoch, self.history_digest)
         self._outer_pipe.send(("_run_download", [future, "_download_step"], dict(own=own, timeout=timeout)))
         return self._wait_for_download(future, sum(map(torch.Tensor.numel, list_params(self.optimizer))), "step")
 
-    def _wait_for_download(self, future: MPFuture, numbers: int, content: str):
+    def _wait_for_download(self, future: MPFuture, elements: int, content: str):
         """The download's result, or None when this peer is asked to stop."""
         next_report = time.monotonic()
         while True:
             try:
                 return future.result(timeout=0.5)
             except concurrent.futures.TimeoutError:
-                received_bytes, received_numbers, milliseconds = self.received
-                if received_numbers and time.monotonic() >= next_report + PROGRESS_PERIOD:
+                received_bytes, received_elements, milliseconds = self.received
+                if received_elements and time.monotonic() >= next_report + PROGRESS_PERIOD:
                     next_report = time.monotonic()
                     logger.info(
-                        f"downloading the swarm's {content}: {received_numbers / numbers:.0%}, "
+                        f"downloading the swarm's {content}: {received_elements / elements:.0%}, "
                         f"{received_bytes / 1e6:.1f} MB at {received_bytes * 8e-3 / max(1, milliseconds):.1f} Mbit/s"
                     )
                 if STOP_REQUESTED.is_set():
@@ -372,8 +372,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     ) -> MPFuture:
         """Begin to download a state, see `load_state_from_peers`, without waiting for it.
 
-        :returns: of (metadata, tensors) to give to `take_over`, or of None: no peer gave its state. metadata["epoch"],
-            and metadata["donors"]: the ids of the peers that gave it; metadata["donor"]: of the one that gave most
+        :returns: of (metadata, tensors) to give to `take_over`, or of None: no peer sent its state. metadata["epoch"],
+            and metadata["donors"]: the ids of the peers that sent it; metadata["donor"]: of the one that sent most
         """
         future = MPFuture()
         # what clients declare may lag behind what they have, and an auxiliary peer has no state of its own to keep
@@ -396,7 +396,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             for target, tensor in zip(targets, tensors, strict=False):
                 target.copy_(tensor)
             self.set_epoch(metadata["epoch"])
-            self.lineage = metadata["lineage"]
+            self.history_digest = metadata["lineage"]
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors and self.mode != AveragingMode.AUX:
@@ -429,7 +429,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             if group[0].key != (own[0], name_step(own[1])) or not isinstance(group_id, bytes):
                 continue
             if tensors := await self._fetch_from(group, timeout, failures):
-                return tensors, group_id[:MAX_LINEAGE]
+                return tensors, group_id[:MAX_HISTORY_DIGEST]
         return None
 
     async def _download_state(
@@ -466,7 +466,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                         if donor.key == group[0].key and donor not in group:
                             logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
                     if tensors := await self._fetch_from(group, timeout, failures):
-                        givers = sorted((donor for donor in group if donor.numbers), key=lambda d: -d.numbers)
+                        givers = sorted((donor for donor in group if donor.elements), key=lambda d: -d.elements)
                         names = list(dict.fromkeys(donor.name for donor in givers))
                         return group[0].metadata | {"donor": names[0], "donors": names}, tensors
         return None
@@ -489,7 +489,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     def _note_failure(self, failures: dict[PeerID, int], peer: PeerID, error: Exception) -> None:
         failures[peer] += 1
         reason = str(error) if isinstance(error, UnusableState) else f"{type(error).__name__}: {error}".splitlines()[0]
-        logger.warning(f"the state of peer {peer} is of no use ({reason}), asking another one")
+        logger.warning(f"the state of peer {peer} cannot be used ({reason}), asking another one")
 
     async def _ask_for_descriptions(
         self,
@@ -508,7 +508,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 async for message in stream:
                     metadata = self.serializer.loads(message.metadata)
                     return read_description(peer, metadata, request[0], wanted, optimizer)
-                raise UnusableState("it gave none")
+                raise UnusableState("it sent none")
             finally:
                 await stream.aclose()
 

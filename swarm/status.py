@@ -176,8 +176,8 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
         port = None
     if not port:
         raise UserError(
-            f"--initial_peers {address!r} is no address like /ip4/203.0.113.1/tcp/31337/p2p/QmPeerId, nor HOST:PORT of "
-            "a peer's status page"
+            f"--initial_peers {address!r} is not an address such as /ip4/203.0.113.1/tcp/31337/p2p/QmPeerId, nor "
+            "HOST:PORT of a peer's status page"
         )
     cure = "check that a peer runs there with --status_port, or take the multiaddr that it prints"
     try:
@@ -198,14 +198,14 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
 
 
 def check_maddr(maddr: object) -> str:
-    """The multiaddr of a page, which anybody may have written; ValueError when it is none."""
+    """The multiaddr of a page, which anybody may have written; ValueError when it is not one."""
     if not isinstance(maddr, str) or not maddr.startswith("/") or len(maddr) > 500 or any(c in maddr for c in ", \n"):
-        raise ValueError(f"it lists {str(maddr)[:80]!r}, which is no multiaddr")
+        raise ValueError(f"it lists {str(maddr)[:80]!r}, which is not a multiaddr")
     try:
         get_peer_id(maddr)
         get_ip(maddr), get_host_port(maddr)
     except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
-        raise ValueError(f"it lists {maddr[:80]!r}, which is no multiaddr") from e
+        raise ValueError(f"it lists {maddr[:80]!r}, which is not a multiaddr") from e
     return maddr
 
 

@@ -103,7 +103,7 @@ RECORDS = {
             },
             "qas": [{"idx": 9, "query": QUERY, "answers": [{"start": 0, "end": 13, "text": "Анна Лебедева"}]}],
         },
-        # the Hub's entities hold the character behind them too
+        # the Hub's entities hold the character after them too
         [
             {"passage": NEWS, "query": QUERY, "entities": ["Анна Лебедева ", "Омске.", "Омске ", "Егора."]}
             | {"answers": ["Анна Лебедева"], "idx": {"passage": 4, "query": 9}}

@@ -20,7 +20,7 @@ from models.state_codecs import COMPRESSIONS
 from support.console import setup_logging
 from swarm.joining import make_dht
 from swarm.line import LINE
-from swarm.optimizer import Optimizer
+from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.rounds import GradientAverager
 
@@ -35,9 +35,9 @@ def make_gradient_optimizer(
     auxiliary: bool = False,
     average_state_every: int = 10**6,
     averaging_timeout: float = 10.0,
-) -> Optimizer:
+) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
-    return Optimizer(
+    return CollaborativeOptimizer(
         dht=dht,
         run_id=prefix,
         params=[{"params": [parameter]}],
@@ -119,7 +119,7 @@ def main() -> None:
         if args.leap_at and optimizer.local_epoch >= args.leap_at:
             args.leap_at = None
             optimizer.state_averager.set_epoch(optimizer.local_epoch + 1)
-            optimizer.state_averager.lineage = "leapt"
+            optimizer.state_averager.history_digest = "leapt"
             print(json.dumps({"leapt": optimizer.local_epoch}), flush=True)
         if args.nudge_at and optimizer.local_epoch >= args.nudge_at:
             args.nudge_at = None

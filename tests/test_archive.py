@@ -107,7 +107,7 @@ def test_a_restart_goes_on_where_the_archive_ends(save, tmp_path):
         folder = save(epoch).parent
     handler = make_handler(folder)
     due = [epoch for epoch in range(60) if handler.is_due(epoch)]
-    # reports lag behind the state by some epochs; more than that, and the run has begun anew
+    # reports lag behind the state by some epochs; more than that, and the run has started over
     assert due == [*range(35), *range(50, 60)]
     stamp = read_stamp(folder / "checkpoint-45") | {"experiment_prefix": "another"}
     (folder / "checkpoint-45" / "training_state.json").write_text(json.dumps(stamp))
@@ -383,7 +383,7 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
     assert curve.read_bytes().startswith(b"\x89PNG")
     monitor.interrupt()
     monitor.assert_clean_end(30)
-    wait_until(lambda: max(history(tmp_path, "trainer")) > epoch_then + 4, 60, "training goes on")
+    wait_until(lambda: max(history(tmp_path, "trainer")) > epoch_then + 4, 60, "training continues")
     warnings = [line for line in monitor.text.splitlines() if "warning" in line]
     assert len(warnings) == 2 and "HTTP 401" in warnings[0] and "no answer" in warnings[1], monitor.text
     assert TOKEN not in monitor.text

@@ -99,7 +99,7 @@ def test_clients_join_and_survive_the_loss_of_an_auxiliary_peer(start):
 
 @pytest.mark.slow
 def test_a_public_trainer_takes_over_the_state_of_clients(start):
-    """It comes from nothing, and theirs is the state that counts, though it alone gives its state to anybody."""
+    """It comes from nothing, and theirs is the state that counts, though it alone sends its state to anybody."""
     prefix = make_prefix()
     aux = start_aux(start, prefix)
     first, second = start_clients(start, prefix, [aux])

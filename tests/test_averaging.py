@@ -30,13 +30,13 @@ with clean_end():
     optimizer = make_gradient_optimizer(dht, prefix, parameter, target_batch_size=10**6, group_size=2)
     own = next(iter(optimizer.opt.param_groups))["params"][0]
     for _ in range(int(times)):
-        optimizer.state_averager.local_epoch, optimizer.state_averager.lineage = 0, "own"
+        optimizer.state_averager.local_epoch, optimizer.state_averager.history_digest = 0, "own"
         with torch.no_grad():
             own.fill_(-1.0)
         loaded = optimizer.load_state_from_peers()
         state = optimizer.state_averager
         values = [own.min().item(), own.max().item(), parameter.mean().item()]
-        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.lineage == "own", values=values)
+        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.history_digest == "own", values=values)
         print(json.dumps(facts), flush=True)
     shut_down(dht, optimizer)
 """
@@ -77,7 +77,7 @@ def joint_epochs(a, b) -> list[int]:
     ],
 )
 def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
-    """Two peers give unequal numbers of samples; 8 bits fail in silence on numpy >= 2.4 (note 1).
+    """Two peers give unequal numbers of samples; 8 bits fail silently on numpy >= 2.4 (note 1).
 
     Steps are compared, not parameters: a peer that joins while the others step may hold those of an epoch before until
     the next averaging of parameters, which is switched off here.
@@ -163,7 +163,7 @@ def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
 
 @pytest.mark.slow
 def test_parameters_are_averaged_every_so_many_epochs(start):
-    """--average_state_every: what leads a peer astray is mended at the next epoch that it divides, and not before."""
+    """--average_state_every: what leads a peer astray is corrected at the next epoch that it divides, not before."""
     prefix, every = make_prefix(), 5
     flags = ("--average_state_every", every)
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=32, flags=flags)
@@ -198,7 +198,7 @@ def test_parameters_are_averaged_every_so_many_epochs(start):
     ],
 )
 def test_shares_that_are_too_small_go_to_the_others(min_vector_size, expected):
-    """Of 1,000 numbers; the third peer is a client, which averages none anyway."""
+    """Of 1,000 elements; the third peer is a client, which averages none anyway."""
     assert drop_small_shares((300, 100, 0, 400, 200), min_vector_size) == expected
 
 
@@ -271,7 +271,7 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     for script in rounds:
         script.assert_clean_end(120)
         facts += script.json_lines()
-    # a matrix and a bias have 1,010 numbers: two peers of the same bandwidth share them, unless 505 are too few
+    # a matrix and a bias have 1,010 elements: two peers of the same bandwidth share them, unless 505 are too few
     assert [fact["group_sizes"] for fact in facts] == [[2, 2], [2, 2]]
     assert [fact["shares"] for fact in facts] == [[0.5, 0.5], [0, 1]]
     # where one peer averages all, it may be either of them: it waits for the other's data, or for its averages
@@ -299,7 +299,7 @@ def test_a_survivor_loses_no_gradients(start):
     for line in after:
         assert line["total_samples"] == 16 * line["steps"]
         assert line["averaged_with"] == 1
-    # and it stepped by its own gradient, not by the zeros that hivemind goes on with
+    # and it stepped by its own gradient, not by the zeros that hivemind continues with
     before = epochs(survivor)[after[0]["epoch"] - 1]["parameter"][1]
     assert after[0]["parameter"][1] == pytest.approx(before - 1.0, rel=1e-4)
     survivor.interrupt()
@@ -308,7 +308,7 @@ def test_a_survivor_loses_no_gradients(start):
 
 @pytest.mark.slow
 def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
-    """It gives its state to nobody, so that the others could never catch up with it."""
+    """It sends its state to nobody, so that the others could never catch up with it."""
     prefix = make_prefix()
     public = start_peer(start, "public", prefix, gradient=1.0, batch_size=16)
     flags = ("--client_mode", "--leap_at", 6)
@@ -323,7 +323,7 @@ def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
 
 
 def test_a_peer_ends_when_its_helper_dies(start):
-    """Nobody answers a trainer whose DHT process is gone: it must say so and end instead of waiting for ever."""
+    """Nobody answers a trainer whose DHT process is gone: it must say so and end instead of waiting forever."""
     import psutil
 
     peer = start_peer(start, "peer", make_prefix(), gradient=1.0, batch_size=16)
@@ -336,7 +336,7 @@ def test_a_peer_ends_when_its_helper_dies(start):
 
 
 def test_helpers_end_when_their_parent_dies(start):
-    """kill -9 of the trainer alone, by the system that runs out of memory: no orphan goes on taking part (note 21)."""
+    """kill -9 of the trainer alone, by the system that runs out of memory: no orphan keeps taking part (note 21)."""
     peer = start_peer(start, "peer", make_prefix(), gradient=1.0, batch_size=16)
     wait_until(lambda: epochs(peer), 60, "an epoch")
     os.kill(peer.process.pid, signal.SIGKILL)
@@ -398,9 +398,9 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
         90,
     )
     megabytes, _, speed, made, _ = map(float, reason.groups())
-    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million numbers of 4 bytes, of a state or a step
+    assert megabytes == pytest.approx(16, rel=0.01)  # 4 million elements of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
-    assert "is of no use" not in newcomer.text  # who has neither state nor step to give says so
+    assert "cannot be used" not in newcomer.text  # who has neither state nor step to give says so
     newcomer.interrupt()
     newcomer.assert_clean_end()
 
@@ -487,7 +487,7 @@ with clean_end():
     parameter = torch.nn.Parameter(torch.zeros(8))
     optimizer = make_gradient_optimizer(dht, sys.argv[1], parameter, target_batch_size=10**6, group_size=2)
     averager = optimizer.state_averager
-    averager.expect([b"somebody"])
+    averager.set_expected_peers([b"somebody"])
     start = time.monotonic()
     averager.step(averaging_round=True, delay_averaging=False, averaging_opts=dict(timeout=120.0))
     print(json.dumps({"seconds": time.monotonic() - start}), flush=True)

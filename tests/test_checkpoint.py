@@ -1,4 +1,4 @@
-"""Training states on disk: bit for bit, whole or not there, and what a trainer goes on from after kill -9."""
+"""Training states on disk: bit for bit, whole or not there, and what a trainer continues from after kill -9."""
 
 import json
 import math
@@ -120,7 +120,7 @@ with clean_end():
             "scale": other_scaler.get_scale(),
             "draws": equal(draws, [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]),
         }
-        # what it goes on with is a copy: a step leaves the state that was loaded alone
+        # what it continues with is a copy: a step leaves the state that was loaded alone
         moment = loaded["optimizer"]["state"][0]["exp_avg_codes" if optim == "lamb_8bit" else "exp_avg"]
         before_step = moment.clone()
         for param in other_model.parameters():
@@ -275,12 +275,12 @@ def test_a_wrong_checkpoint_is_one_line(saved, tmp_path):
     checkpoint.save_model(model, load_tokenizer(small / "checkpoint-2"), tmp_path / "model", {})
     (tmp_path / "text").write_text("no state")
     for output_dir, path, prefix, words in (
-        (big, None, "a", ["of another model", "--config_path", "none"]),
-        (tmp_path / "new", big / "checkpoint-2", "a", ["of another model", "--config_path"]),
-        (small, None, "b", ["of another run, a", "--output_dir", "none"]),
+        (big, None, "a", ["a different model", "--config_path", "none"]),
+        (tmp_path / "new", big / "checkpoint-2", "a", ["a different model", "--config_path"]),
+        (small, None, "b", ["a different run, a", "--output_dir", "none"]),
         (tmp_path / "new", tmp_path / "no", "a", ["No such file"]),
-        (tmp_path / "new", tmp_path / "text", "a", ["no training state"]),
-        (tmp_path / "new", tmp_path, "a", ["not whole", "training_state.json"]),
+        (tmp_path / "new", tmp_path / "text", "a", ["not a training state"]),
+        (tmp_path / "new", tmp_path, "a", ["not intact", "training_state.json"]),
         (tmp_path / "new", tmp_path / "model", "a", ["no training state"]),
     ):
         arguments = TrainerArguments(output_dir=str(output_dir), resume_from_checkpoint=path and str(path))
@@ -393,7 +393,7 @@ def test_a_full_disk_does_not_end_the_training(start, small_disk, tiny_data, tmp
 
 
 def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
-    """The same command: the saved epoch, its learning rate and loss; then anew, and from a given checkpoint."""
+    """The same command: the saved epoch, its learning rate and loss; then from scratch, and from a given checkpoint."""
     prefix = make_prefix()
     own = {**tiny_data, "--overwrite_output_dir": []}
     first = kill_after_epoch(start_alone(start, "first", tmp_path / "out", prefix, own), tmp_path, "out", 21)
@@ -493,7 +493,7 @@ def test_all_dead_and_one_back(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
-    """What the monitor saves is a whole training state: where all trainers are lost, a new one goes on from it."""
+    """What the monitor saves is a whole training state: where all trainers are lost, a new one continues from it."""
     prefix = make_prefix()
     trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
     shared = {**ALONE, **tiny_data, "--target_batch_size": 256}
@@ -528,5 +528,5 @@ def test_a_state_of_an_earlier_version_names_no_objective_and_is_accepted():
     weights = model.state_dict()
     for architecture in (None, "albert, 1 layers, 4 heads, 0123456789ab", describe_architecture(model)):
         assert check_weights({"model": weights, "architecture": architecture}, model).keys() == weights.keys()
-    with pytest.raises(CheckpointError, match="of another model"):
+    with pytest.raises(CheckpointError, match="a different model"):
         check_weights({"model": weights, "architecture": "albert mlm_sop, 1 layers, 4 heads, 0123456789ab"}, model)

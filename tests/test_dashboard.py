@@ -1,4 +1,4 @@
-"""What people look at: curves that go on, thanks that are never lost, pictures, a terminal, a trainer's own curves."""
+"""What people look at: curves that go on, contributors who are never lost, pictures, a terminal, a trainer's curves."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def test_history_is_thinned_out_evenly(monkeypatch):
     assert epochs[0] == 1 and len(epochs) >= 50
     assert set(gaps) == {history.stride} and 0 < epochs[-1] - epochs[-2] <= history.stride
 
-    # the swarm goes on from an older state
+    # the swarm continues from an older state
     history.add({"epoch": 5_000})
     assert [entry["epoch"] for entry in history] == [epoch for epoch in epochs if epoch < 5_000] + [5_000]
     for epoch in range(5_001, 12_000):
@@ -71,18 +71,18 @@ def test_history_is_read_as_it_was_written(tmp_path):
 
 
 def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
-    thanks, expires = Contributions({}), iter(range(1, 100))
+    contributors, expires = Contributions({}), iter(range(1, 100))
 
     def tell(label: str, total: int, epoch: int = 3, at: int | None = None) -> int:
         """Take in a record of 64 samples in its epoch, `total` so far; what the table then says."""
         record = make_metrics(epoch, total_samples=total), float(next(expires) if at is None else at)
-        thanks.update({label: record}, 1000.0 + record[1])
-        return thanks.peers[label].total_samples
+        contributors.update({label: record}, 1000.0 + record[1])
+        return contributors.peers[label].total_samples
 
     assert tell("a", 640, at=0) == 640  # it was there before this monitor
     assert tell("a", 768, epoch=5) == 768
     assert tell("a", 640, at=0) == 768  # a read that missed the newest record
-    seen = thanks.peers["a"].last_seen
+    seen = contributors.peers["a"].last_seen
     assert tell("b", 64) == 64
     # from a checkpoint: it has given 64 since, whatever it gave before that was counted
     assert tell("a", 704, epoch=6) == 832
@@ -90,26 +90,26 @@ def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
     # without one, from zero
     assert tell("a", 64, epoch=8) == 960
     assert tell("a", 128, epoch=9) == 1024
-    assert thanks.peers["a"].last_seen > seen
+    assert contributors.peers["a"].last_seen > seen
     # its first record after a restart may hold no samples at all
     assert tell("a", 0, epoch=10) == 1024
 
-    thanks = Contributions(json.loads(json.dumps(thanks.to_json())))
-    assert thanks.total_samples() == 1024 + 64
+    contributors = Contributions(json.loads(json.dumps(contributors.to_json())))
+    assert contributors.total_samples() == 1024 + 64
     assert tell("a", 64, epoch=11) == 1088
-    assert [(row["peer"], row["samples"], row["share"]) for row in thanks.make_rows()] == [
+    assert [(row["peer"], row["samples"], row["share"]) for row in contributors.make_rows()] == [
         ("a", 1088, "94.4%"),
         ("b", 64, "5.6%"),
     ]
 
 
-def test_thanks_are_bounded(monkeypatch):
+def test_contributors_are_bounded(monkeypatch):
     monkeypatch.setattr("viewing.history.MAX_PEERS", 50)
     monkeypatch.setattr("viewing.history.MAX_PEERS_SHOWN", 10)
-    thanks = Contributions({})
-    thanks.update({f"{i:08x}": (make_metrics(total_samples=i), 1.0) for i in range(80)}, 0.0)
-    rows = thanks.make_rows()
-    assert len(thanks.peers) == 50 and min(peer.total_samples for peer in thanks.peers.values()) == 30
+    contributors = Contributions({})
+    contributors.update({f"{i:08x}": (make_metrics(total_samples=i), 1.0) for i in range(80)}, 0.0)
+    rows = contributors.make_rows()
+    assert len(contributors.peers) == 50 and min(peer.total_samples for peer in contributors.peers.values()) == 30
     assert [row["samples"] for row in rows[:10]] == list(range(79, 69, -1))
     assert rows[10]["peer"] == "40 others" and rows[10]["samples"] == sum(range(30, 70))
     assert all(row.keys() == rows[0].keys() for row in rows)

@@ -24,8 +24,8 @@ from arguments import DataArguments, TokenizeArguments
 from experiment import data
 from support.console import UserError
 from text.batches import (
+    IndexedBatches,
     LengthGroupedOrder,
-    MaskedBatches,
     check_data_arguments,
     cut_rows,
     data_seed,
@@ -211,7 +211,7 @@ def test_pairs_of_tiny_documents(sentences, count):
 
 def test_masking_rates(dataset, tokenizer):
     args = DataArguments()
-    batches = MaskedBatches(dataset, partial(data.make_collator, tokenizer=tokenizer, args=args), args)
+    batches = IndexedBatches(dataset, partial(data.make_collator, tokenizer=tokenizer, args=args), args)
     flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
     masked = batches.collator.add_labels(flat, lengths, np.random.default_rng(0))
     before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
@@ -334,7 +334,7 @@ def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
     numbers = np.arange(7, 39)
     args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3, pad_to_multiple_of=16)
     collate = partial(data.make_collator, tokenizer=tokenizer, args=args)
-    stored = to_tensors(MaskedBatches(Dataset.from_list(rows), collate, args)[numbers, [1, 2], None])
+    stored = to_tensors(IndexedBatches(Dataset.from_list(rows), collate, args)[numbers, [1, 2], None])
     collator = DataCollatorForWholeWordMask(tokenizer, 0.3, 16, whole_word_mask)
     assert stored["input_ids"].shape[1] % 16 == 0
     assert are_equal([stored], [collator([rows[number] for number in numbers], seed=[1, 2])])

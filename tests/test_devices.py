@@ -85,21 +85,21 @@ scaler = torch.amp.GradScaler("cpu", enabled=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 device, autocast = torch.device("cpu"), contextlib.nullcontext()
 args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
-told = ranks.share({"told": 5} if ranks.number == 0 else None)
-epoch, losses, waited, used = ranks.follow(model, 0, scaler), [], 0.0, 0.0
+told = ranks.broadcast({"told": 5} if ranks.number == 0 else None)
+epoch, losses, waited, used = ranks.broadcast_state(model, 0, scaler), [], 0.0, 0.0
 while epoch < 3:
     loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
-    assert ranks.agree(True)
+    assert ranks.all_continue(True)
     ranks.average([*list_gradients(model), loss])
     losses.append(loss.item())
     if ranks.number == 0:
         optimizer.step()
         time.sleep(1)
     before, cpu = time.monotonic(), time.process_time()
-    epoch = ranks.follow(model, epoch + 1, scaler)
+    epoch = ranks.broadcast_state(model, epoch + 1, scaler)
     waited, used = waited + time.monotonic() - before, used + time.process_time() - cpu
     model.zero_grad(set_to_none=False)
-assert not ranks.agree(ranks.number != 1)  # one that stops is enough
+assert not ranks.all_continue(ranks.number != 1)  # one that stops is enough
 seen = {"weights": dict(model.named_parameters()), "losses": losses, "told": told, "waited": waited, "used": used}
 torch.save(seen, os.path.join(observed, f"rank{ranks.number}.pt"))
 if ranks.number == 0:

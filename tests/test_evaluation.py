@@ -22,7 +22,7 @@ from arguments import DataArguments, ModelArguments
 from experiment.data import make_eval_batches
 from experiment.model import make_model
 from machine.training import evaluate
-from support.console import show_duration
+from support.console import format_duration
 from swarm.progress import ProgressTracker
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
@@ -30,11 +30,11 @@ from utils import (
     LocalMetrics,
     find_evaluation,
     find_final_epoch,
+    format_progress,
+    format_samples,
     make_validators,
     measure_progress,
     perplexity,
-    show_progress,
-    show_samples,
 )
 from viewing.curves import draw_learning_curve
 from viewing.history import History
@@ -133,16 +133,16 @@ def test_progress_tells_samples_and_the_expected_end():
         "final_epoch": 100,
         "seconds_left": 60 * 12.0,
     }
-    assert show_progress(40, progress) == "40% of 100 epochs, ends in 12 min"
-    assert show_progress(999, {"final_epoch": 1000}) == "99.9% of 1,000 epochs"
-    assert show_samples(progress) == "163,840 samples so far, 4,096 an epoch" and show_samples({}) == ""
+    assert format_progress(40, progress) == "40% of 100 epochs, ends in 12 min"
+    assert format_progress(999, {"final_epoch": 1000}) == "99.9% of 1,000 epochs"
+    assert format_samples(progress) == "163,840 samples so far, 4,096 an epoch" and format_samples({}) == ""
     # a trainer whose data end before the run does
-    progress |= {"own_samples": 300, "most_samples": 1200, "seconds_left": 60}
-    assert show_progress(40, progress) == "25% of 1,200 samples of its data, ends in 60 s"
-    assert measure_progress(40, None, None, [1.0]) == {} and show_progress(40, {}) == ""
+    progress |= {"own_samples": 300, "sample_limit": 1200, "seconds_left": 60}
+    assert format_progress(40, progress) == "25% of 1,200 samples of its data, ends in 60 s"
+    assert measure_progress(40, None, None, [1.0]) == {} and format_progress(40, {}) == ""
     assert measure_progress(120, 100, None, [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
     durations = {42.4: "42 s", 119: "2 min", 7500: "2 h 5 min", 3600: "1 h", 93_600: "1 d 2 h", 9e6: "104 d 4 h"}
-    assert {seconds: show_duration(seconds) for seconds in durations} == durations
+    assert {seconds: format_duration(seconds) for seconds in durations} == durations
     # peers may end at an epoch of their own: what most of them say
     records = [("a", make_metrics(final_epoch=500)), ("b", make_metrics()), ("c", make_metrics(final_epoch=10**9))]
     assert find_final_epoch(records[:1], 800) == 500
@@ -184,7 +184,7 @@ def test_nobody_counts_on_a_peer_that_has_stepped_aside():
             def other_counts(samples: int, is_in_step: bool) -> bool:
                 progress = other.global_progress
                 seen = progress.epoch, progress.samples_accumulated, progress.num_peers
-                return seen == (5, samples, 1 + is_in_step) and (one_id in other.in_step) == is_in_step
+                return seen == (5, samples, 1 + is_in_step) and (one_id in other.peers_at_epoch) == is_in_step
 
             wait_until(lambda: other_counts(60, True) and one.present, 20, "both together")
             speed = one.performance_ema.samples_per_second

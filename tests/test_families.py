@@ -159,7 +159,7 @@ def test_the_type_decides_what_is_learned(write):
     [
         ("bert", dict(objective="mlm_sop"), ["--objective mlm_sop", "bert has mlm, clm"]),
         ("gpt2", dict(objective="mlm"), ["--objective mlm", "gpt2 has clm"]),
-        ("vit", {}, ["vit is no language model"]),
+        ("vit", {}, ["vit is not a language model"]),
         ("t5", {}, ["t5 needs more than one text"]),
         ("bart", dict(objective="clm"), ["bart needs more than one text"]),
         ("gemma3", {}, ["gemma3 needs more than one text", "the part that reads text"]),
@@ -213,7 +213,7 @@ def test_weights_that_are_none_of_the_model_are_one_line(write, tmp_path):
         [line] = str(error.value).splitlines()
         return line
 
-    assert "other shapes than its config.json says: bert.encoder" in said(tmp_path / "model")
+    assert "different shapes than its config.json says: bert.encoder" in said(tmp_path / "model")
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "cannot be made" in said(tmp_path / "model")
     assert "--config_path" in said(config)

@@ -88,7 +88,7 @@ class Swarm:
     def stop_together(self, names: list[str], after: int) -> float:
         """Ctrl-C at the beginning of an epoch, so that all end with the same one; returns the time.
 
-        :param after: an epoch since which parameters shall have been averaged: that mends what a fault pulled apart.
+        :param after: an epoch since which parameters shall have been averaged, which brings them together again.
             Such a round goes on in the background, and misses those who end before it does: it gets one whole epoch.
         """
         period = SETTINGS["--average_state_every"]
@@ -170,7 +170,7 @@ def test_a_frozen_trainer_catches_up(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 def test_a_monitor_that_died_is_found_again(start, tmp_path, tiny_data):
-    """Training goes on without it, newcomers join through a trainer; restarted, it is where and who it was."""
+    """Training continues without it, newcomers join through a trainer; restarted, it is where and who it was."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]

@@ -158,7 +158,7 @@ def test_answers_of_rucos():
         ("terra", {"label": "perhaps"}, ["'perhaps'", "entailment, not_entailment"]),
         ("terra", {"label": 2}, ["2", "entailment, not_entailment"]),
         ("terra", {"premise": None}, ["premise", "hypothesis", "found are"]),
-        ("terra", {"premise": 7}, ["7", "no text"]),
+        ("terra", {"premise": 7}, ["7", "is not text"]),
         ("russe", {"start1": "here"}, ["here"]),
         ("muserc", {"idx": 3}, ["idx 3", "paragraph, question, answer"]),
         ("rucos", {"query": "Где?"}, ["@placeholder"]),
@@ -352,7 +352,7 @@ def test_labels_of_a_task_file(tmp_path):
         ({"train": "list.jsonl"}, ["list.jsonl"]),
         ({"train": "empty.csv"}, ["empty.csv", "no record"]),
         ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
-        ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read behind line 2", "quotation marks"]),
+        ({"train": "ragged.tsv"}, ["ragged.tsv cannot be read after line 2", "quotation marks"]),
     ],
     ids=str,
 )

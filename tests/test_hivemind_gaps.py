@@ -169,7 +169,7 @@ def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
     run = run_python("-c", RELAYS)
     plain, *ours = run.stdout.split()
     assert plain == str(2**17), run.stderr
-    # on a busy machine one in hundreds passes 128 kB all the same; without the setting, three of four do
+    # on a busy machine one in hundreds passes 128 kB anyway; without the setting, three of four do
     assert ours.count(str(2**32)) >= 3, run.stderr
 
 
@@ -222,7 +222,7 @@ def test_times_and_bandwidth_are_fixed_when_a_peer_starts():
 
 
 def test_all_wait_for_the_slowest_line():
-    """plan_round: a peer without a share sends all of its tensors all the same."""
+    """plan_round: a peer without a share still sends all of its tensors."""
     source = inspect.getsource(AllReduceRunner._generate_input_for_peer)
     assert source.count("yield") == 2 and "continue" not in source
 

@@ -86,7 +86,7 @@ def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path
     sha256 = hash_file(hosted / "tiny.tar.gz")
     assert f"/other.tar.gz --dataset_sha256 {sha256}" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["other.tar.gz"]
-    with pytest.raises(UserError, match="other.tar.gz exists already"):
+    with pytest.raises(UserError, match="other.tar.gz already exists"):
         check_archive(tmp_path / "other.tar.gz", TokenizeArguments())
 
 
@@ -123,11 +123,11 @@ def test_archive_by_url_or_path_becomes_the_folder_it_was_made_of(server, hosted
 
 def test_a_folder_stays_what_it_is(tiny_data, cache):
     folder = tiny_data["--dataset_path"]
-    assert fetch.fetch_data(str(folder), None, cache) == fetch.Data(folder)
+    assert fetch.fetch_data(str(folder), None, cache) == fetch.FetchedDataset(folder)
     assert not cache.exists()
     expect_stop("--dataset_sha256", str(folder), "0" * 64, cache)
     for address in ("s3://bucket/a.tar", "http://[bad/a.tar", "http://host:x/a.tar"):
-        expect_stop("no http(s) address", address, None, cache)
+        expect_stop("is not an http(s) address", address, None, cache)
 
 
 @pytest.mark.parametrize("validator", ["ETag", "Last-Modified", None])
@@ -140,7 +140,7 @@ def test_a_cut_download_goes_on_where_it_was(server, hosted, cache, validator):
     assert server.count("big.tar") == size  # no byte twice
 
 
-def test_a_cut_download_without_ranges_begins_anew(server, hosted, cache):
+def test_a_cut_download_without_ranges_starts_over(server, hosted, cache):
     server.has_ranges, server.cuts["/big.tar"] = False, [1_000_000]
     fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
     assert server.count("big.tar") == (hosted / "big.tar").stat().st_size + 1_000_000
@@ -149,7 +149,7 @@ def test_a_cut_download_without_ranges_begins_anew(server, hosted, cache):
 @pytest.mark.parametrize("has_if_range", [True, False])
 @pytest.mark.parametrize("change", ["larger", "smaller"])
 def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tmp_path, has_if_range, change):
-    """Also from a server that goes on with the new file, or has no such range of it any more."""
+    """Also from a server that continues with the new file, or has no such range of it any more."""
     first, second = ("tiny.tar.gz", "big.tar") if change == "larger" else ("big.tar", "tiny.tar.gz")
     server.folder, server.has_if_range = tmp_path, has_if_range
     (tmp_path / "data.tar").write_bytes((hosted / first).read_bytes())
@@ -187,8 +187,8 @@ FAULTS = {
     "missing": (None, "answers 404 Not Found: check the address"),
     "empty": (b"", "is empty"),
     "page": (b"<!DOCTYPE html><title>Sign in</title>", "begins with b'<!DOCTYPE html"),
-    "json": (b'{"a": 1}', "is no index of shards"),
-    "path": (b'{"common": {"name": "../a.tar", "sha256": "", "size": 1}, "shards": []}', "is no index of shards"),
+    "json": (b'{"a": 1}', "is not an index of shards"),
+    "path": (b'{"common": {"name": "../a.tar", "sha256": "", "size": 1}, "shards": []}', "is not an index of shards"),
     "gzip": (b"\x1f\x8b\x08 and no more", "is damaged"),
 }
 

@@ -1,4 +1,4 @@
-"""8-bit LAMB: what its bytes stand for, that it steps as LAMB does, learns as well, and goes on from where it was."""
+"""8-bit LAMB: what its bytes stand for, that it steps as LAMB does, learns as well, and continues from where it was."""
 
 import copy
 import io

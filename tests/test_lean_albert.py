@@ -377,7 +377,7 @@ def test_longest_sequence():
 @pytest.mark.parametrize(
     "options, cure",
     [
-        (dict(num_attention_heads=5), "no multiple of num_attention_heads"),
+        (dict(num_attention_heads=5), "not a multiple of num_attention_heads"),
         (dict(num_attention_heads=16), "heads of even size"),
         (dict(position_embedding_type="relative"), "rotary or absolute"),
         (dict(num_hidden_groups=5), "between 1 and num_hidden_layers"),
@@ -640,5 +640,5 @@ def test_a_state_of_another_model_is_one_error(tmp_path):
     with pytest.raises(ValueError, match="not a state of RuLeanALBERT"):
         load_ruleanalbert(tmp_path / "config.json", tmp_path / "state.pth")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is no configuration"):
+    with pytest.raises(ValueError, match="config.json is not the configuration"):
         load_ruleanalbert(tmp_path / "config.json", tmp_path / "state.pth")

@@ -175,7 +175,7 @@ def test_undecodable_and_oversized_values_stop_no_reader():
 
 
 def test_hivemind_alone_stops_at_an_undecodable_value():
-    """The day that this fails, hivemind has mended it and DecodableValidator may go."""
+    """The day that this fails, hivemind has fixed it and DecodableValidator may go."""
     with run_dhts([], []) as (victim, attacker):
         expires = get_dht_time() + 300
         assert attack(attacker, victim, "some_key", DHTProtocol.IS_REGULAR_VALUE, b"\xc1", expires) == [True]

@@ -143,12 +143,12 @@ def read_wandb_history(path: Path) -> dict[int, dict]:
     return history
 
 
-def test_curves_and_thanks_survive_a_restart(start, tmp_path):
-    """Killed and started again with what it has written; then the run itself begins anew."""
+def test_curves_and_contributors_survive_a_restart(start, tmp_path):
+    """Killed and started again with what it has written; then the run itself starts over."""
     prefix, output_dir, key = make_prefix(), tmp_path / "out", RSAPrivateKey()
     environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
 
-    def thanks() -> dict[str, int]:
+    def contributors() -> dict[str, int]:
         peers = json.loads((output_dir / "summary.json").read_text())["peers"]
         return {label: peer["total_samples"] for label, peer in peers.items()}
 
@@ -162,9 +162,9 @@ def test_curves_and_thanks_survive_a_restart(start, tmp_path):
         monitor.assert_clean_end(30)
         assert not (tmp_path / "wandb").exists()
         stayed, left = peer_label(first.subkey), peer_label(second.subkey)
-    assert thanks() == {stayed: 1064, left: 1064}
+    assert contributors() == {stayed: 1064, left: 1064}
 
-    # the one that is back goes on from a checkpoint; a monitor that is killed at once loses nothing
+    # the one that is back continues from a checkpoint; a monitor that is killed at once loses nothing
     for name in ("two", "three"):
         monitor, address = start_monitor(start, prefix, output_dir, env=environment, name=name)
         if name == "two":
@@ -174,7 +174,7 @@ def test_curves_and_thanks_survive_a_restart(start, tmp_path):
         publish_until_seen(monitor, [first], 42, output_dir, loss=14.0, total_samples=864)
         publish_until_seen(monitor, [first], 43, output_dir, loss=12.0, total_samples=928)
         (old_run,) = ask_trackio(environment, prefix, "list", "runs")["runs"]
-        # all begins anew, under the same name
+        # all starts over, under the same name
         publish_until_seen(monitor, [first], 2, output_dir, loss=22.0, total_samples=128)
         publish_until_seen(monitor, [first], 3, output_dir, loss=21.0, total_samples=192)
         monitor.process.send_signal(signal.SIGTERM)
@@ -183,7 +183,7 @@ def test_curves_and_thanks_survive_a_restart(start, tmp_path):
     (aside,) = output_dir.glob("summary-until-*.json")
     assert json.loads(aside.read_text())["peers"][stayed]["total_samples"] == 1064 + 64 + 64
     assert json.loads(aside.read_text())["peers"][left]["total_samples"] == 1064
-    assert thanks() == {stayed: 192}
+    assert contributors() == {stayed: 192}
     epochs = read_epochs(output_dir)
     assert [entry["epoch"] for entry in epochs] == [40, 41, 42, 43, 2, 3]
     # before, the two published one after the other
@@ -198,7 +198,7 @@ def test_curves_and_thanks_survive_a_restart(start, tmp_path):
 
 
 def test_monitor_restarts_and_reports_to_wandb_offline(start, tmp_path):
-    """As the same run again; and as another one when all begins anew."""
+    """As the same run again; and as another one when all starts over."""
     prefix, output_dir = make_prefix(), tmp_path / "out"
     flags = ["--wandb_project", "test"]
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}

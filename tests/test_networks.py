@@ -58,7 +58,9 @@ def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net
     public = start_trainer_on(start, net, tmp_path, "public", prefix, address, pair)
     wait_until(lambda: history(tmp_path, "public"), 90, "an epoch")
     walled = start_trainer_on(start, net, tmp_path, "walled", prefix, f"{net.ip('server')}:{STATUS_PORT}", pair)
-    walled.wait_for(rf"cannot reach this peer at {net.ip('walled')}, port \d+ .*: going on in client mode, 1 peer", 60)
+    walled.wait_for(
+        rf"cannot reach this peer at {net.ip('walled')}, port \d+ .*: continuing in client mode, 1 peer", 60
+    )
     wait_until(lambda: joint_epochs(tmp_path, "walled") >= 3, 90, "three epochs averaged by both")
     assert "cannot reach" not in public.text and "client mode" not in public.text
     stop(walled, public, monitor)
@@ -88,7 +90,7 @@ def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_p
     assert "error: others cannot reach this peer: open the port" in archive.text.splitlines()[-1]
     assert "Traceback" not in archive.text
     wait_until(lambda: not archive.left_processes(), 5, f"no process left: {archive.left_processes()}")
-    onlooker.wait_for("going on in client mode")
+    onlooker.wait_for("continuing in client mode")
     onlooker.wait_for("Waiting for trainers")
     assert "To join this run" not in onlooker.text  # nobody can, through it
     stop(onlooker, monitor)
@@ -136,7 +138,7 @@ def test_two_firewalled_peers_average_through_an_auxiliary_peer(start, net, tmp_
         start_trainer_on(start, net, tmp_path, name, prefix, address, {**tiny_data, **PAIR}) for name in ("one", "two")
     ]
     for trainer in trainers:
-        trainer.wait_for(r"cannot reach this peer .*: going on in client mode, 1 peer that averages", 60)
+        trainer.wait_for(r"cannot reach this peer .*: continuing in client mode, 1 peer that averages", 60)
     wait_until(lambda: all(joint_epochs(tmp_path, name) >= 5 for name in ("one", "two")), 120, "5 joint epochs")
     stop(*trainers, aux)
 

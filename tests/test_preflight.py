@@ -14,13 +14,13 @@ from machine.preflight import (
     check_announced,
     check_bandwidth,
     check_clock,
+    check_connection,
     check_disk,
     check_epoch_time,
     check_memory,
     check_step_time,
-    check_way_in,
     estimate_round_seconds,
-    show_check,
+    format_check,
 )
 from swarm.addresses import explain_silence
 
@@ -59,11 +59,11 @@ def test_what_is_fatal_and_what_a_warning():
         *("ok", "warning", "fatal", "fatal", "warning")
     ]
     assert "3,600.0 s ahead" in check_clock(3600.0).finding
-    assert [check_way_in(["11.0.0.1"], *seen).level for seen in ((True, 0), (False, 1), (False, 0))] == [
+    assert [check_connection(["11.0.0.1"], *seen).level for seen in ((True, 0), (False, 1), (False, 0))] == [
         *("ok", "warning", "warning")
     ]
-    assert check_way_in([], None, 0).level == "warning"
-    assert "--client_mode" in check_way_in(["11.0.0.1"], False, 1).cure
+    assert check_connection([], None, 0).level == "warning"
+    assert "--client_mode" in check_connection(["11.0.0.1"], False, 1).cure
     assert check_announced([HOME], [PUBLIC], client_mode=False).level == "warning"
     assert check_announced([HOME], [HOME], client_mode=False).level == "ok"
     assert check_announced([HOME], [PUBLIC], client_mode=True).level == "ok"
@@ -75,8 +75,8 @@ def test_what_is_fatal_and_what_a_warning():
 
 
 def test_a_line_of_the_table():
-    assert show_check(Check("clock", "ok", "fine", "no cure")) == "ok      clock           fine"
-    lines = show_check(Check("clock", "fatal", "it is late", "set it")).splitlines()
+    assert format_check(Check("clock", "ok", "fine", "no cure")) == "ok      clock           fine"
+    lines = format_check(Check("clock", "fatal", "it is late", "set it")).splitlines()
     assert lines == ["fatal   clock           it is late", " " * 24 + "-> set it"]
 
 
@@ -95,7 +95,7 @@ def test_the_file_limit_is_raised_where_the_system_allows():
 def test_silence_is_explained():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        assert "is no hivemind peer" in explain_silence(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
+        assert "is not a hivemind peer" in explain_silence(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
     assert "nothing listens" in explain_silence(f"/dns4/localhost/tcp/{port}/p2p/{PEER}")
     assert "does not resolve" in explain_silence(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}")
     assert explain_silence(f"/p2p/{PEER}") is None
@@ -155,7 +155,7 @@ def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     good = start("good", *preflight, "--initial_peers", peers)
     assert good.wait(90) == 0, good.text
     table = {line[8:23].strip(): line[:8].strip() for line in good.text.splitlines() if line[:1] not in (" ", "")}
-    for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "way in", "settings"):
+    for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "connection", "settings"):
         assert table[what] == "ok", good.text
     assert {"step time", "epoch time", "bandwidth", "own addresses"} < set(table), good.text
     assert good.text.splitlines()[-1].startswith("ready to train")
@@ -168,7 +168,7 @@ def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     assert wrong.wait(90) == 2, wrong.text
     fatal = [line[8:23].strip() for line in wrong.text.splitlines() if line.startswith("fatal")]
     assert fatal == ["dataset", "peer"], wrong.text
-    assert "take the address it prints now" in wrong.text
+    assert "use the address it prints now" in wrong.text
     for script in (good, wrong):
         assert "Traceback" not in script.text
         wait_until(lambda script=script: not script.left_processes(), 5, f"no process left: {script.left_processes()}")

@@ -67,9 +67,13 @@ def test_host_port_leads_to_the_multiaddrs_of_the_page():
         (b"SSH-2.0-OpenSSH_9.2\r\n", True, "it answers b'SSH-2.0"),
         (page("run", "/ip4/1.2.3.4", status="404 Not Found"), True, "404"),
         (page("another", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"), True, "of the run 'another', not 'run'"),
-        (page("run", "/ip4/127.0.0.1/tcp/1"), True, "which is no multiaddr"),
-        (page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER},/ip4/6.6.6.6/tcp/1/p2p/{PEER}"), True, "which is no multiaddr"),
-        (page("run", {"a": 1}), True, "which is no multiaddr"),
+        (page("run", "/ip4/127.0.0.1/tcp/1"), True, "which is not a multiaddr"),
+        (
+            page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER},/ip4/6.6.6.6/tcp/1/p2p/{PEER}"),
+            True,
+            "which is not a multiaddr",
+        ),
+        (page("run", {"a": 1}), True, "which is not a multiaddr"),
         (page("run"), True, "accepts no connections"),
         (page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}", client_mode=True), True, "accepts no connections"),
         (b"HTTP/1.0 200 OK\r\n\r\n[1]", True, "lists no multiaddrs"),
@@ -175,7 +179,7 @@ def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start,
             if ask(port, timeout=2)[0] == 200:
                 break
     else:
-        raise AssertionError("50 silent visitors keep the page from others for ever")
+        raise AssertionError("50 silent visitors keep the page from others forever")
     for visitor in idle:
         visitor.close()
 

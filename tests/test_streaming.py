@@ -199,7 +199,7 @@ def test_a_file_that_is_gone_is_left_out_and_a_changed_one_not_mixed(tmp_path):
         first = next(reading)[0]
         server.version = "2"
         *good, problem = [first, *(text for text, _ in reading)]
-        assert "has changed under way" in str(problem)
+        assert "has changed in the meantime" in str(problem)
         assert 1000 < len(good) < 30_000 and not [text for text in good if isinstance(text, Broken)]
 
 
@@ -418,7 +418,7 @@ def test_sources_name_their_splitter(tmp_path):
     assert [source.sentence_splitter for source in sources] == ["punkt", "razdel"]
 
 
-# ---------------------------------------------------------------- what the user has to mend
+# ---------------------------------------------------------------- what the user has to fix
 
 
 @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ def test_a_trainer_that_is_killed_reads_on(start, tmp_path, tiny_data, num_devic
     befores = [json.loads(file.read_text()) for file in files]
     before = befores[0]
     trainer = start("second", "run_trainer.py", *flags)
-    trainer.wait_for(rf"going on behind document {before['documents']:,}", 60)
+    trainer.wait_for(rf"continuing after document {before['documents']:,}", 60)
     trainer.wait_for("Epoch #6 ", 90)
     trainer.interrupt()
     trainer.assert_clean_end()

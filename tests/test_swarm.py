@@ -239,8 +239,8 @@ def test_unreachable_or_malformed_peers_are_one_line(start, tmp_path, tiny_data)
     for number, (address, words) in enumerate(
         [
             ("127.0.0.1:9", "--initial_peers 127.0.0.1:9: no status page to join by (Connection refused)"),
-            ("127.0.0.1", "is no address like /ip4/203.0.113.1/tcp/31337/p2p/"),
-            ("/ip4/127.0.0.1/tcp/31337", "is no address like /ip4/203.0.113.1/tcp/31337/p2p/"),
+            ("127.0.0.1", "is not an address such as /ip4/203.0.113.1/tcp/31337/p2p/"),
+            ("/ip4/127.0.0.1/tcp/31337", "is not an address such as /ip4/203.0.113.1/tcp/31337/p2p/"),
             (f"/ip4/127.0.0.1/tcp/9/p2p/{peer_id}", "nothing listens on its port 9"),
         ]
     ):

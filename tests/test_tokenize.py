@@ -328,7 +328,7 @@ FAULTS = {
     "no text": (b'{"text": 3}\n', ["--text_files", "input.jsonl"], "--text_column"),
     "one sentence": (b"Hello.", ["--text_files", "input.txt"], "give more"),
     "flag": (b"", ["--nonsense"], "unknown argument --nonsense"),
-    "exists": (b"", ["--corpus", "sample", "--dataset_path", "input.txt"], "exists already"),
+    "exists": (b"", ["--corpus", "sample", "--dataset_path", "input.txt"], "already exists"),
     "nested": (b"", ["--dataset_path", "x/y", "--tokenizer_path", "x"], "neither inside the other"),
     "place": (b"A b.\n\nC d.", ["--text_files", "input.txt", "--dataset_path", "input.txt/x"], "cannot write"),
     "no tokenizer": (b"A b. C d.", ["--text_files", "input.txt", "--tokenizer", "."], "no readable tokenizer"),

@@ -60,7 +60,7 @@ with run_trainer.clean_end():
     run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
 """
 
-# A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer's parameters break and are mended.
+# A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer breaks, and is restored.
 ROLES = """
 import contextlib, json, os, sys, time
 import torch

@@ -27,7 +27,7 @@ CollatorMaker = Callable[[list[str], int], DataCollator]
 def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
     """Seed of one peer's data order, 63 bits: the same in every process, unlike hash().
 
-    :param epoch: where the peer begins: one that goes on from a checkpoint does not read the first batches once more
+    :param epoch: where the peer begins: one that continues from a checkpoint does not read the first batches once more
     """
     start = f":{epoch}" if epoch else ""
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}{start}".encode()).digest()[:8], "big") >> 1
@@ -76,8 +76,8 @@ def cut_rows(
     """Columns and lengths of rows, joined end to end, with no row longer than sequence_length.
 
     [CLS] A [SEP] B [SEP] stays that: each segment keeps its first tokens and its [SEP], and the longer one gives first.
-    With the end of A kept, text would go on from A to B in unswapped pairs alone, which would tell them apart. A block
-    keeps its first tokens, and its [SEP] if it has one.
+    With the end of A kept, text would continue from A to B in unswapped pairs only, which would tell them apart. A
+    block keeps its first tokens, and its [SEP] if it has one.
     """
     if lengths.max() <= sequence_length:
         return flat, lengths
@@ -99,7 +99,7 @@ def cut_rows(
     return flat, kept_first + kept_second
 
 
-class MaskedBatches:
+class IndexedBatches:
     """Random access to batches of a split: (row numbers, seed of the masks, sequence length or None) -> batch. State:
     the open Arrow table."""
 
@@ -134,7 +134,7 @@ class MaskedBatches:
         return self.collator.collate(flat, lengths, np.random.default_rng(mask_seed), longest)
 
 
-def list_batches(batches: MaskedBatches, batch_size: int, max_samples: int | None = None) -> list[dict]:
+def list_batches(batches: IndexedBatches, batch_size: int, max_samples: int | None = None) -> list[dict]:
     """All batches of a split, or those of max_samples random rows of it, in order of length.
 
     Rows and masks are the same at each call and on each peer, whatever the batch size: losses can be compared.
@@ -167,7 +167,7 @@ def group_by_length(lengths: np.ndarray, batch_size: int, generator: np.random.G
 
 
 class LengthGroupedOrder:
-    """Endless keys of MaskedBatches, but the sequence length, pass after pass."""
+    """Endless keys of IndexedBatches, but the sequence length, pass after pass."""
 
     def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
         self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
@@ -182,16 +182,16 @@ class LengthGroupedOrder:
 
 
 class ShardedBatches:
-    """MaskedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
+    """IndexedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
     open; each process opens it for itself."""
 
     def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments):
         self.split, self.options = split, (make_collator, args)
         self.folder: Path | None = None
 
-    def open(self, folder: Path) -> MaskedBatches:
+    def open(self, folder: Path) -> IndexedBatches:
         if folder != self.folder:
-            self.folder, self.batches = folder, MaskedBatches(self.split.load(folder), *self.options)
+            self.folder, self.batches = folder, IndexedBatches(self.split.load(folder), *self.options)
         return self.batches
 
     def __getitem__(self, key: tuple[Path, np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
@@ -224,7 +224,7 @@ class BatchLoader:
         self.under_way, self.again = deque(), deque()
 
     def set_sequence_length(self, sequence_length: int | None) -> None:
-        """From the next batch on, cut instances to so many tokens (None: to none).
+        """From the next batch on, truncate instances to this many tokens (None: do not).
 
         What workers have prepared is thrown away and made anew: the batches are the same with any number of workers.
         """
@@ -263,12 +263,12 @@ class StreamedBatches:
     waiting), they are shuffled, grouped by length and the groups shuffled again; those beyond a multiple of batch_size
     sit out. While its batches are taken the next pool gathers. State: where the documents of the present pool begin,
     and how many of its batches have been taken. From there the same batches follow: nothing is lost,
-    nothing comes twice. Where batch size, sequence length or shuffle_buffer are others, the pool begins anew instead;
+    nothing comes twice. Where batch size, sequence length or shuffle_buffer are others, the pool starts over instead;
     where a source was late, part of the pool may be lost or come twice.
 
     :param collator: (instances, seed of the masks, sequence length) -> a batch
     :param stop: ends the iteration when it is set while data is waited for
-    :param state: where to go on; None: at the beginning
+    :param state: where to continue; None: at the beginning
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class StreamedBatches:
         self.sequence_length = length
 
     def state(self) -> dict | None:
-        """For JSON: what to begin with to go on behind the batch that was taken last; None before the first."""
+        """For JSON: what to begin with to continue after the batch that was taken last; None before the first."""
         return self.progress
 
     def describe(self) -> dict:
@@ -322,7 +322,7 @@ class StreamedBatches:
         chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
 
         def gather(pool: dict, count: int) -> bool:
-            """Whether the pool has so many instances now; False when there are no more."""
+            """Whether the pool has this many instances now; False when there are no more."""
             while len(pool["instances"]) < count and (result := next(chunks, None)):
                 length, columns, lengths = result
                 begin = begins.popleft()
@@ -368,8 +368,8 @@ def load_stream_state(path: Path) -> dict | None:
     try:
         state = json.loads(path.read_text())
         count, *_ = [state[name] for name in ("documents", "positions", "seed", "pool_size", "taken")]
-        logger.info(f"{path}: going on behind document {count:,}")
+        logger.info(f"{path}: continuing after document {count:,}")
         return state
     except (OSError, ValueError, KeyError, TypeError) as e:
-        logger.warning(f"{path} is damaged ({type(e).__name__}): the text is read from a new beginning")
+        logger.warning(f"{path} is damaged ({type(e).__name__}): starting over with the text")
         return None

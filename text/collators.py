@@ -120,7 +120,7 @@ class DataCollatorForWholeWordMask(DataCollator):
         if self.begins_word is None:
             raise UserError(
                 f"where words begin cannot be told from the pieces of the tokenizer {tokenizer.name_or_path}: add "
-                "--no_whole_word_mask, or take one of ALBERT or BERT"
+                "--no_whole_word_mask, or use one of ALBERT or BERT"
             )
 
     def add_labels(

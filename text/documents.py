@@ -296,7 +296,7 @@ def encode_documents(documents: list[list[str]], kind: InstanceKind, tokenizer, 
 def cut_blocks(
     ids: np.ndarray, seq_length: int, kind: InstanceKind, tokenizer, keep_rest: bool = False
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Instances of seq_length ids each from text without end (of encode_documents): (columns joined end to end, lengths
+    """Instances of seq_length ids each from endless text (of encode_documents): (columns joined end to end, lengths
     of the instances). To be masked, [CLS] and [SEP] are two of them, and each block begins where the one before ended
     (the full sentences of arxiv.org/abs/1907.11692, section 4.2, but that a block may begin and end within a sentence).
 

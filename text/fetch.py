@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from support.console import UserError, show_bytes
+from support.console import UserError, format_bytes
 from support.files import hash_file, locked
 
 logger = logging.getLogger("fetch")
@@ -54,7 +54,7 @@ class NoRoomError(FetchError):
 
 
 class CutError(Exception):
-    """A download that has to be gone on with, or begun anew."""
+    """A download that has to be continued or restarted."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Shard:
 
 
 @dataclass
-class Data:
+class FetchedDataset:
     """What --dataset_path stands for."""
 
     dataset: Path  # folder with corpus.json
@@ -75,7 +75,7 @@ class Data:
     cache_dir: Path = Path()
 
 
-def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> Data:
+def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedDataset:
     """Fetch and unpack what --dataset_path names, or find it in the cache. A UserError where that fails.
 
     :param path: a folder, an archive, an index of shards, or the http(s) URL of one
@@ -88,18 +88,18 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> Data:
         except ValueError:
             is_known = False
         if not is_known:
-            raise UserError(f"--dataset_path {path} is no http(s) address: mend it, or fetch the file and name that")
+            raise UserError(f"--dataset_path {path} is not an http(s) address: fix it, or fetch the file and name that")
     if not is_url(path) and not Path(path).is_file():
         if sha256:
-            raise UserError(f"--dataset_sha256 is of an archive, and {path} is none: leave it away")
-        return Data(Path(path))
+            raise UserError(f"--dataset_sha256 is for an archive, and {path} is not one: omit it")
+        return FetchedDataset(Path(path))
     try:
         found = fetch(path, sha256, cache_dir)
         if found.is_dir():
-            return Data(*find_parts(found))
+            return FetchedDataset(*locate_dataset(found))
         common, *shards = read_index(found, path)
-        dataset, tokenizer = find_parts(fetch(common.source, common.sha256, cache_dir))
-        return Data(dataset, tokenizer, shards, cache_dir)
+        dataset, tokenizer = locate_dataset(fetch(common.source, common.sha256, cache_dir))
+        return FetchedDataset(dataset, tokenizer, shards, cache_dir)
     except FetchError as e:
         raise UserError(str(e)) from e
 
@@ -146,8 +146,8 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoRoomError(
-                f"no room for {source} in {cache_dir}: make some, or give another --dataset_cache_dir; "
-                "the same command goes on from there"
+                f"no room for {source} in {cache_dir}: free some, or give another --dataset_cache_dir; the same "
+                "command continues from there"
             ) from e
         raise FetchError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
 
@@ -171,8 +171,8 @@ def make_name(source: str, sha256: str | None) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_-]', '', stem)[:60] or 'data'}-{sha256[:16]}"
 
 
-def hold(folder: Path) -> IO | None:
-    """Keep `make_room` of any process from removing a folder of the cache, as long as the returned file is open.
+def pin(folder: Path) -> IO | None:
+    """Keep `evict_oldest` of any process from removing a folder of the cache, as long as the returned file is open.
 
     :returns: None for a folder that this user may not write to: whose it is may keep it, or remove it at any time
     :raises FileNotFoundError: it has just been removed
@@ -190,8 +190,8 @@ def hold(folder: Path) -> IO | None:
     return file
 
 
-def make_room(shards: list[Shard], cache_dir: Path) -> bool:
-    """Remove that one of these shards which was read longest ago, of those that nobody holds; False: there is none."""
+def evict_oldest(shards: list[Shard], cache_dir: Path) -> bool:
+    """Remove the shard that was read longest ago, of those that nobody has pinned; False: there is none."""
     folders = [cache_dir / make_name(shard.source, shard.sha256) for shard in shards]
     try:
         marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
@@ -246,8 +246,10 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
             if file_size(partial) > before:
                 delay, last_progress = 1.0, now
             if now + delay - last_progress > patience:
-                raise FetchError(f"{reason}; gave up. The same command goes on from {show_bytes(file_size(partial))}")
-            logger.warning(f"{reason}; {show_bytes(file_size(partial))} are here, trying again in {delay:.0f} s")
+                raise FetchError(
+                    f"{reason}; gave up. The same command continues from {format_bytes(file_size(partial))}"
+                )
+            logger.warning(f"{reason}; {format_bytes(file_size(partial))} are here, trying again in {delay:.0f} s")
             time.sleep(delay)
             delay = min(2 * delay, LONGEST_DELAY)
 
@@ -281,7 +283,7 @@ def receive(url: str, partial: Path, progress: "Progress") -> None:
             is_same = all(value is None or facts[name] == value for name, value in told.items() if name != "url")
             if not match or int(match[1]) != start or not is_same:
                 discard(partial)
-                raise CutError("the file there is another one than before: beginning anew")
+                raise CutError("the file there is another one than before: starting over")
         else:
             # the whole file: at first, from a server that knows no ranges, or because it has changed
             start = 0
@@ -304,7 +306,7 @@ def receive(url: str, partial: Path, progress: "Progress") -> None:
 
 
 def discard(partial: Path) -> None:
-    """Remove a download that is of no more use."""
+    """Remove a download that is no longer needed."""
     partial.unlink(missing_ok=True)
     partial.with_suffix(".part.json").unlink(missing_ok=True)
 
@@ -344,8 +346,8 @@ class Progress:
             options = {"unit": "B", "unit_scale": True, "desc": f"fetching {self.name}", "dynamic_ncols": True}
             self.bar = tqdm(total=total, initial=received, **options)
         else:
-            size = show_bytes(total) if total else "unknown size"
-            logger.info(f"fetching {self.name}, {size}{f', from {show_bytes(received)} on' if received else ''}")
+            size = format_bytes(total) if total else "unknown size"
+            logger.info(f"fetching {self.name}, {size}{f', from {format_bytes(received)} on' if received else ''}")
             self.next_line = time.monotonic() + LINE_SECONDS
 
     def add(self, count: int) -> None:
@@ -356,7 +358,7 @@ class Progress:
         elif self.is_shown and time.monotonic() > self.next_line:
             self.next_line = time.monotonic() + LINE_SECONDS
             logger.info(
-                f"fetched {show_bytes(self.received)}" + (f" of {show_bytes(self.total)}" if self.total else "")
+                f"fetched {format_bytes(self.received)}" + (f" of {format_bytes(self.total)}" if self.total else "")
             )
 
 
@@ -389,13 +391,13 @@ def read_index(file: Path, source: str) -> list[Shard]:
         index = json.loads(file.read_text())
         for entry in [index["common"], *index["shards"]]:
             if not re.fullmatch(r"[\w-][\w.-]*", entry["name"]) or not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
-                raise ValueError(f"{entry['name']!r} is no name of a file, or its sha256 is none")
+                raise ValueError(f"{entry['name']!r} is not a file name, or its sha256 is not a SHA-256")
             name = entry["name"]
             place = urllib.parse.urljoin(source, name) if is_url(source) else str(Path(source).parent / name)
             shards.append(Shard(place, entry["sha256"]))
     except (ValueError, KeyError, TypeError) as e:
         raise FetchError(
-            f"{source} is no index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
+            f"{source} is not an index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
         ) from e
     if len(shards) < 2:
         raise FetchError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
@@ -426,18 +428,20 @@ def unpack(file: Path, source: str, folder: Path) -> None:
                 if member.size > shutil.disk_usage(unfinished).free:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 archive.extract(member, unfinished, **options)
-        find_parts(unfinished, source)
+        locate_dataset(unfinished, source)
         unfinished.rename(folder)
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as e:
         with open(file, "rb") as opened:
             begin = opened.read(16)
         reason = f"{str(e).splitlines()[0]}; it begins with {begin!r}"
-        raise FetchError(f"{source} is damaged or no .tar, .tar.gz or index: fetch or pack it again ({reason})") from e
+        raise FetchError(
+            f"{source} is damaged, or not a .tar, .tar.gz or index: fetch or pack it again ({reason})"
+        ) from e
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def find_parts(folder: Path, source: str | None = None) -> tuple[Path, Path | None]:
+def locate_dataset(folder: Path, source: str | None = None) -> tuple[Path, Path | None]:
     """(folder of the dataset, folder of the tokenizer or None) in an unpacked archive, however it was packed."""
     corpora, tokenizers = (sorted(folder.rglob(name)) for name in ("corpus.json", "tokenizer_config.json"))
     if len(corpora) != 1:

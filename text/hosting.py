@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from arguments import TokenizeArguments
-from support.console import UserError, show_bytes
+from support.console import UserError, format_bytes
 from support.files import hash_file, unfinished_folder
 from text.instances import KINDS, PAIRS
 from text.stored import load_tokenized_dataset, write_dataset
@@ -31,7 +31,7 @@ def name_shards(archive: Path, count: int) -> list[Path]:
 def check_archive(archive: Path, args: TokenizeArguments):
     for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
         if os.path.lexists(path):
-            raise UserError(f"{path} exists already: remove it, or give another --archive")
+            raise UserError(f"{path} already exists: remove it, or give another --archive")
     if not archive.parent.is_dir():
         raise UserError(f"--archive {archive}: there is no folder {archive.parent}, make it first")
 
@@ -62,13 +62,13 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
             path.unlink(missing_ok=True)
         if isinstance(e, OSError):
             raise UserError(
-                f"cannot write {archive} ({e}): make room, then run the same command again to pack what is there"
+                f"cannot write {archive} ({e}): free some space, then run the same command again to pack what is there"
             ) from e
         raise
     size = sum(path.stat().st_size for path in made)
     print(
         f"packed {dataset_path} and {tokenizer_path} into {len(made)} file{'s'[: len(made) != 1]} of "
-        f"{show_bytes(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
+        f"{format_bytes(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
         f"then for each trainer:\n--dataset_path https://YOUR_HOST/{made[0].name} --dataset_sha256 {sha256}"
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from support.console import UserError
-from text.fetch import Data, FetchError, NoRoomError, fetch, find_parts, hold, make_room
+from text.fetch import FetchedDataset, FetchError, NoRoomError, evict_oldest, fetch, locate_dataset, pin
 
 logger = logging.getLogger("shards")
 
@@ -24,7 +24,7 @@ class ShardedSplit:
     The order of shards depends on the seed alone: a shard that is late is waited for, not passed over.
     """
 
-    def __init__(self, found: Data, corpus: dict, columns: list[str]):
+    def __init__(self, found: FetchedDataset, corpus: dict, columns: list[str]):
         self.shards, self.cache_dir, self.corpus, self.columns = found.shards, found.cache_dir, corpus, columns
         self.seed: int | None = None
 
@@ -55,14 +55,14 @@ class ShardedSplit:
         while folder := coming.wait():
             current, coming = coming, ShardFetch(self, next(order), stop)
             yield folder
-            if current.held:
-                current.held.close()
+            if current.pinned:
+                current.pinned.close()
 
     def load(self, folder: Path):
         """The instances of one shard, a Dataset of its columns that is mapped into memory, not read."""
         from datasets import load_from_disk
 
-        path, _ = find_parts(folder)
+        path, _ = locate_dataset(folder)
         corpus = json.loads((path / "corpus.json").read_text())
         if corpus["tokenizer_fingerprint"] != self.corpus["tokenizer_fingerprint"]:
             raise UserError(f"the shard in {folder} was made by another tokenizer than the others: tell who hosts it")
@@ -71,7 +71,7 @@ class ShardedSplit:
 
 class ShardFetch(threading.Thread):
     """The fetch of one shard while another one is read. A failure is a warning and another try later; where the disk is
-    full, shards go that were read before, but not this one until `held` is closed."""
+    full, shards go that were read before, but not this one until `pinned` is closed."""
 
     def __init__(self, split: ShardedSplit, number: int, stop: threading.Event):
         super().__init__(daemon=True)
@@ -85,10 +85,10 @@ class ShardFetch(threading.Thread):
             try:
                 try:
                     folder = fetch(self.shard.source, self.shard.sha256, cache_dir, math.inf, is_shown=False)
-                    self.held = hold(folder)
+                    self.pinned = pin(folder)
                     self.folder = folder
                 except NoRoomError:
-                    if not make_room(self.split.shards, cache_dir):
+                    if not evict_oldest(self.split.shards, cache_dir):
                         raise
             except FileNotFoundError:
                 continue  # another trainer has made room meanwhile

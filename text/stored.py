@@ -8,13 +8,13 @@ import numpy as np
 
 from arguments import TokenizeArguments
 from support.console import UserError, first_line
-from text.fetch import Data
+from text.fetch import FetchedDataset
 from text.instances import BLOCKS, KINDS, PAIRS, InstanceKind
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 
 
-def load_tokenized_dataset(found: Data | str | Path, tokenizer, kind: InstanceKind | None = None) -> tuple:
+def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: InstanceKind | None = None) -> tuple:
     """What tokenize_wikitext103.py wrote: (its splits train and validation by name, the corpus.json as a dictionary).
 
     A missing or foreign folder, or one made by another tokenizer or of other instances, is a UserError. Where blocks
@@ -25,7 +25,7 @@ def load_tokenized_dataset(found: Data | str | Path, tokenizer, kind: InstanceKi
     """
     from datasets import load_from_disk
 
-    found = found if isinstance(found, Data) else Data(Path(found))
+    found = found if isinstance(found, FetchedDataset) else FetchedDataset(Path(found))
     path, names = found.dataset, ["validation"] if found.shards else ["train", "validation"]
     if not path.is_dir():
         raise UserError(f"no dataset in {path}: make it with python tokenize_wikitext103.py --dataset_path {path}")
@@ -88,7 +88,7 @@ def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
 
 
 def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
-    """Arrow tables of full blocks, of so many numbers each at most: offsets in a list column have 32 bits."""
+    """Arrow tables of full blocks, of at most so many elements each: offsets in a list column have 32 bits."""
     rows = most // int(lengths.max())
     ends = np.concatenate([[0], lengths.cumsum()])
     for start in range(0, len(lengths), rows):

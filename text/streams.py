@@ -1,4 +1,4 @@
-"""Text that is read, tokenized and shuffled while the model trains on it: a mixture of sources without end.
+"""Text that is read, tokenized and shuffled while the model trains on it: an endless mixture of sources.
 
     python run_trainer.py --streaming --sources configs/sources.json --experiment_prefix my_albert
 
@@ -17,8 +17,8 @@ Hub dataset. A document is a record, or about 10,000 characters of a text file, 
 Each pass over a source has an order of its own, made from the peer's seed, of its files and of their parts: pieces of
 16 MiB of a plain file, row groups of parquet. A packed file can only be read from its beginning: divide large ones.
 
-A position of each source is enough to go on from: what happens to a document depends on its number and the seed alone.
-datasets' own mixtures were tried (5.2): a line that is no JSON ends them; a resumed shuffle buffer loses some records
+A position in each source is enough to resume from: what happens to a document depends on its number and the seed alone.
+datasets' own mixtures were tried (5.2): a line that is not JSON ends them; a resumed shuffle buffer loses some records
 and repeats others; each pass has the order of the one before; and no more workers take part than there are files.
 """
 
@@ -74,7 +74,7 @@ LONGEST_LINE = 2**26  # bytes; a longer one is broken, not a reason to run out o
 TEXT_CHARACTERS = 10_000  # of a text file that make a document
 CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # that a worker gets at a time: a tenth of a second
 READ_AHEAD = 64  # documents of each source
-LATE_SECONDS = 10.0  # until the others go on without a source
+LATE_SECONDS = 10.0  # until the others continue without a source
 STALL_SECONDS = 30.0  # without a byte in one connection
 START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a byte, over all tries, before a file is given up
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two tries
@@ -128,7 +128,7 @@ class HttpFile(io.RawIOBase):
             if self.size is None:
                 self.retry(lambda: b" ")
             if self.size is None:
-                raise io.UnsupportedOperation(f"{self.url}: its server does not tell its size")
+                raise io.UnsupportedOperation(f"{self.url}: its server does not report its size")
         self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
         return self.position
 
@@ -155,12 +155,12 @@ class HttpFile(io.RawIOBase):
         headers = self.response.headers
         identity = headers["ETag"] or headers["Last-Modified"]
         if self.identity not in (None, identity):
-            raise Broken(f"{self.url} has changed under way")
+            raise Broken(f"{self.url} has changed in the meantime")
         self.identity = identity
         if self.response.status == http.client.PARTIAL_CONTENT:
             match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers["Content-Range"] or "")
             if not match or int(match[1]) != self.position:
-                raise Broken(f"{self.url} answers with another range than asked for")
+                raise Broken(f"{self.url} answers with a range that was not asked for")
             self.size = int(match[2])
         else:  # from the beginning: at first, or because the server knows no ranges
             self.size = int(headers["Content-Length"]) if headers["Content-Length"] else None
@@ -234,7 +234,7 @@ def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
 
 
 def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> Iterator[tuple[bytes, int]]:
-    """(line, offset behind it) of the lines that begin within the part, from the offset `start` on if it is not 0."""
+    """(line, offset after it) of the lines that begin within the part, from the offset `start` on if it is not 0."""
     begin, end = part
     position = start or max(begin - 1, 0)
     if is_packed(path):
@@ -254,7 +254,7 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
 
 
 def read_jsonl(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[str | Broken, int, int]]:
-    """(text or why there is none, offset behind it, number of the line) of each line; the first is behind `record`."""
+    """(text or why there is none, offset after it, number of the line) of each line; the first is behind `record`."""
     for number, (line, offset) in enumerate(lines, start=record + 1):
         if line.isspace():
             continue
@@ -317,7 +317,7 @@ def take_text(record, column: str) -> str | Broken:
         found = ", ".join(map(str, record)) if isinstance(record, dict) else "no field at all"
         return Broken(f"has no {column} (there is {found[:200]}): give another text_column")
     if not isinstance(record[column], str):
-        return Broken(f"has a {column} that is no text: give another text_column")
+        return Broken(f"has a {column} that is not text: give another text_column")
     # JSON can spell half of a surrogate pair, which no tokenizer takes
     return record[column].encode("utf-8", "replace").decode()
 
@@ -381,7 +381,7 @@ class Source:
     def read_pass(
         self, seed: int, position: Position, stop: threading.Event, patience: float = PATIENCE
     ) -> Iterator[tuple[str | Broken, Position]]:
-        """(document's text, or what is broken, position behind it) from a position to the end of its pass."""
+        """(document's text, or what is broken, position after it) from a position to the end of its pass."""
         self.ask_hub()
         key = [seed, zlib.crc32(self.name.encode()), position.number]
         order = np.random.default_rng(key).permutation(len(self.files))
@@ -406,10 +406,10 @@ class Source:
                             yield text, position
             except READ_ERRORS as e:
                 reason = getattr(e, "strerror", None) or e or type(e).__name__
-                yield Broken(f"{self.files[index]}: {reason}; the rest of it is left out"), position
+                yield Broken(f"{self.files[index]}: {reason}; skipping the rest of it"), position
 
     def read(self, seed: int, position: Position, stop: threading.Event) -> Iterator[tuple[str, Position]]:
-        """Endless (document's text, position behind it), pass after pass; what is broken is counted and logged."""
+        """Endless (document's text, position after it), pass after pass; what is broken is counted and logged."""
         while not stop.is_set():
             is_empty = position.files == 0
             for text, behind in self.read_pass(seed, position, stop):
@@ -467,7 +467,7 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
     except ValueError as e:
         raise UserError(f"--sources {path} is not JSON ({e}); configs/sources.json is an example") from e
     if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"--sources {path} is no list of objects; configs/sources.json is an example")
+        raise UserError(f"--sources {path} is not a list of objects; configs/sources.json is an example")
     sources = []
     for entry in entries:
         where = f"--sources {path}, {entry.get('name') or entry.get('path') or entry}"
@@ -534,7 +534,7 @@ class Reader(threading.Thread):
 class DocumentStream:
     """Endless documents of a mixture in chunks: (state before it, [(number, of which source, text)]).
 
-    From that state another stream of the same seed goes on with the same chunk, unless a source was late: then the
+    From that state another stream of the same seed continues with the same chunk, unless a source was late: then the
     others go on, and it may come in later.
 
     :param interrupted: ends the iteration when it is set
@@ -594,7 +594,7 @@ class DocumentStream:
                 if time.monotonic() > deadline:
                     break
             if not reader.is_late:
-                logger.warning(f"source {reader.source.name} is late: going on without it until it gives something")
+                logger.warning(f"source {reader.source.name} is late: continuing without it until it yields something")
             reader.is_late = True
         return None
 
@@ -607,7 +607,7 @@ class DocumentStream:
 
 class ChunkTokenizer:
     """Chunks of a DocumentStream to instances: (seq_length, chunk) -> (seq_length, columns joined end to end, lengths).
-    For DataLoader's workers. Full blocks begin anew with each chunk, the last of which is shorter. State: the
+    For DataLoader's workers. Full blocks start over with each chunk, the last of which is shorter. State: the
     tokenizer's engine, in each process its own."""
 
     def __init__(self, sources: list[Source], tokenizer, seed: int, kind: InstanceKind = PAIRS):
@@ -642,7 +642,7 @@ def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[
 
 class TrainingDataset(IterableDataset):
     """Endless instances, see data.make_training_dataset. The trainer's own loader, batches.StreamedBatches, takes its
-    parts instead: there, one process reads for all workers, and goes on where an earlier one has ended."""
+    parts instead: there, one process reads for all workers, and continues where an earlier one has ended."""
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: str | Pa
                     blocks = cut_blocks(np.concatenate(parts), args.seq_length, kind, tokenizer)
                     tables[name] = pyarrow.concat_tables(make_tables(*blocks))
     except BrokenProcessPool:
-        raise UserError("a tokenizing process was killed, probably for want of memory: lower --num_proc") from None
+        raise UserError("a tokenizing process was killed, probably out of memory: lower --num_proc") from None
     finally:
         if executor:
             executor.shutdown(cancel_futures=True)
@@ -226,7 +226,7 @@ def load_hub_splits(args: DataArguments) -> tuple[str, dict[str, list[list[str]]
             raise UserError(f"--dataset_name {args.dataset_name} has the columns {columns}: give one in --text_column")
         texts = [text or "" for text in found[split][args.text_column]]
         if any(not isinstance(text, str) for text in texts):
-            raise UserError(f"--dataset_name {args.dataset_name}: {args.text_column} is no text: give --text_column")
+            raise UserError(f"--dataset_name {args.dataset_name}: {args.text_column} is not text: give --text_column")
         first = next((text for text in texts if text.strip()), "")
         if WIKITEXT_TITLE.match(first.strip("\n")):
             splits[split] = split_articles(texts)

@@ -58,13 +58,13 @@ def check_tokenizer(tokenizer, name, kind: InstanceKind = PAIRS):
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
         cure = "one of ALBERT or BERT" if kind.is_masked else "one of GPT-2 or Llama"
         raise UserError(
-            f"the tokenizer {name} has {reason}: take {cure}, or --train_tokenizer (--objective {kind.name})"
+            f"the tokenizer {name} has {reason}: use {cure}, or --train_tokenizer (--objective {kind.name})"
         )
     if not kind.is_masked and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
         # training texts end with it alone
         logger.warning(f"the tokenizer {name} ends each prompt too: generate text with add_special_tokens=False")
     if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
-        raise UserError(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: take one without gaps")
+        raise UserError(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: use one without gaps")
     if kind.has_pairs:
         # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]

@@ -1,7 +1,7 @@
 """Keep states of the swarm and publish them on the Hugging Face Hub; for run_training_monitor.py and run_aux_peer.py.
 
 A checkpoint of the archive is a trainer's (see machine/checkpoint.py) with a model card beside it, stamped with its
-epoch, loss and the peer that gave it. Of the command line it holds what all peers of the run agree on, and nothing of
+epoch, loss and the peer that sent it. Of the command line it holds what all peers of the run agree on, and nothing of
 this machine: it may be published as it is. To publish the newest one at once, after the end of a run for instance:
 
     HF_TOKEN=hf_XXXX python -m viewing.archive --store_checkpoints --local_path outputs/monitor --repo_url ORG/NAME
@@ -45,7 +45,7 @@ from machine.checkpoint import (
     set_aside,
 )
 from swarm.contract import compare_with_run
-from swarm.optimizer import Optimizer
+from swarm.optimizer import CollaborativeOptimizer
 from text.tokenizers import tokenizer_fingerprint
 from utils import SwarmMetrics
 from viewing.hub import Publisher, explain_failure, find_token, read_stamp
@@ -83,7 +83,7 @@ class CheckpointHandler:
         *,
         model: torch.nn.Module,
         tokenizer,
-        optimizer: Optimizer,
+        optimizer: CollaborativeOptimizer,
         arguments: dict,
     ):
         self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(output_dir)
@@ -101,7 +101,7 @@ class CheckpointHandler:
             if saved and read_stamp(saved[-1]).get("experiment_prefix") == self.prefix:
                 self.last_epoch = read_epoch(saved[-1])
             elif saved:
-                logger.info(f"{saved[-1]} is not of the run {self.prefix}")
+                logger.info(f"{saved[-1]} does not belong to the run {self.prefix}")
                 set_aside(self.folder, -1)
         except OSError as e:
             raise UserError(
@@ -133,26 +133,26 @@ class CheckpointHandler:
                 return  # the figures of its own epoch are about to be seen
             self.download = self.arrival = None
             if loaded is None:
-                logger.warning("No peer gave its state, will try to save a checkpoint at the next epoch")
+                logger.warning("No peer sent its state, will try to save a checkpoint at the next epoch")
             elif loaded[0]["epoch"] <= self.last_epoch < self.wanted_epoch:
                 logger.warning(
-                    f"The swarm gave a state of epoch {loaded[0]['epoch']}, epoch {self.last_epoch} is saved already. "
+                    f"The swarm sent a state of epoch {loaded[0]['epoch']}, epoch {self.last_epoch} is saved already. "
                     "Will try again at the next epoch"
                 )
             else:
                 self.save(*loaded, history)
 
     def is_due(self, epoch: int) -> bool:
-        """Whether it is time for a checkpoint; also when the swarm has gone back, as it does when a run begins anew."""
+        """Whether it is time for a checkpoint; also when the swarm has gone back, as it does when a run starts over."""
         return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_checkpoint_step_interval
 
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
         """Take over a state that has just been downloaded, and begin to write it."""
         averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
         averager.take_over(metadata, tensors)
-        # a whole training state: should all trainers die, one can go on from it (--resume_from_checkpoint)
+        # a whole training state: should all trainers die, one can continue from it (--resume_from_checkpoint)
         state = collect_state(self.model, self.optimizer, self.settings)
-        # who averages for the trainers meanwhile goes on where it was
+        # who averages for the trainers meanwhile continues where it was
         averager.set_epoch(epoch)
         self.last_epoch = epoch = state["local_epoch"]
         # up to the state's own epoch, or the last one before it in which this observer looked
@@ -191,7 +191,7 @@ class CheckpointHandler:
             remove_checkpoints(select_outdated(find_checkpoints(self.folder), self.args.save_total_limit, interval))
 
     def finish(self) -> None:
-        """Let a checkpoint that is being written get ready, and give up an upload that is going on."""
+        """Let a checkpoint that is being written get ready, and give up an upload in progress."""
         if self.saving:
             self.saving.join(FINAL_WAIT)
         if self.publisher and (folder := self.publisher.find_new()):
@@ -208,7 +208,7 @@ def make_observer(
     optimizer_args: OptimizerArguments,
     averaging_args: AveragingArguments,
     tokenizer,
-) -> tuple[torch.nn.Module, Optimizer, dict[str, str]]:
+) -> tuple[torch.nn.Module, CollaborativeOptimizer, dict[str, str]]:
     """What a role that computes no gradients needs to take the trainers' states, or to average for them.
 
     :returns: model and optimizer as the trainers build them, and the contract that this implies; where that of live
@@ -225,7 +225,7 @@ def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Pat
 
     :param folders: by epoch
     :param newest: number of newest ones to keep
-    :param interval: epochs of which the first checkpoint is kept for ever; 0: of none
+    :param interval: epochs of which the first checkpoint is kept forever; 0: of none
     """
     first = {read_epoch(path) // interval: path for path in reversed(folders)} if interval else {}
     return [path for path in folders[:-newest] if path not in first.values()]
@@ -264,7 +264,7 @@ predict = pipeline("{task}", "{where}"{trust})
 print(predict({example}))
 ```
 
-{heads}`training_state.pt` holds the optimizer and everything else that training goes on from: download the folder and
+{heads}`training_state.pt` holds the optimizer and everything else that training continues from: download the folder and
 give it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each file.
 """
 

@@ -42,7 +42,7 @@ def plot_run(history: History, prefix: str, path: Path) -> bool:
     epochs = [entry["epoch"] for entry in history]
     over = {
         "epoch (optimizer step of the swarm)": epochs,
-        "samples that the peers gave": [entry["total_samples"] for entry in history],
+        "samples contributed by the peers": [entry["total_samples"] for entry in history],
         "hours since the first epoch shown": [(entry["time"] - history[0]["time"]) / 3600 for entry in history],
     }
     for axes, (label, values) in zip(panels, over.items(), strict=True):

@@ -40,7 +40,7 @@ def make_run_name(prefix: str) -> str:
 
 
 def start_trackio(prefix: str, run_name: str, config: dict):
-    """The module trackio with a run begun or gone on with, or None: no dashboard."""
+    """The module trackio with a run started or continued, or None: no dashboard."""
     try:
         import trackio
 
@@ -56,7 +56,7 @@ def start_trackio(prefix: str, run_name: str, config: dict):
                 auto_log_gpu=False,
             )
     except (ImportError, *DASHBOARD_ERRORS) as e:
-        logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are written all the same")
+        logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are still written")
         return None
     # beside the interpreter when .venv is not activated
     command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
@@ -66,7 +66,7 @@ def start_trackio(prefix: str, run_name: str, config: dict):
 
 
 def start_wandb(project: str, run_name: str, config: dict):
-    """The module wandb with a run begun or gone on with, or None: no dashboard.
+    """The module wandb with a run started or continued, or None: no dashboard.
 
     Sends the config and what is logged: no host name, no command line, no console output, which holds addresses.
     """
@@ -86,7 +86,7 @@ def start_wandb(project: str, run_name: str, config: dict):
         settings = wandb.Settings(
             init_timeout=20,  # without a network, wandb tries for 90 s
             login_timeout=60,  # who has no key is asked for one, in a terminal
-            finish_timeout=10,  # and then for ever; what is not uploaded stays on the disk for `wandb sync`
+            finish_timeout=10,  # and then forever; what is not uploaded stays on the disk for `wandb sync`
             console="off",
             disable_code=True,
             disable_git=True,
@@ -111,7 +111,7 @@ def start_wandb(project: str, run_name: str, config: dict):
 def require_wandb(args: ReportArguments | TrainerArguments) -> None:
     """A UserError where --wandb_project is given and wandb is missing."""
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise UserError("--wandb_project needs wandb: pip install wandb, or leave the flag away")
+        raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
 
 
 def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool):
@@ -119,7 +119,7 @@ def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, i
 
     Call it when hivemind's helper processes are forked.
 
-    :param is_resumed: go on with the curves of the trainer that used this --output_dir before
+    :param is_resumed: continue with the curves of the trainer that used this --output_dir before
     """
     project = args.wandb_project or os.environ.get("WANDB_PROJECT")
     if not project:
@@ -137,21 +137,23 @@ def group_metrics(values: dict) -> dict:
     return {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
 
 
-def report_to_dashboard(dashboard, values: dict, thanks: Sequence[dict] = ()):
+def report_to_dashboard(dashboard, values: dict, contributors: Sequence[dict] = ()):
     """Log one epoch without waiting; returns the dashboard, or None once it has failed.
 
     :param values: metrics by name, `epoch` among them
-    :param thanks: rows of a table
+    :param contributors: rows of a table
     """
     if dashboard is None:
         return None
     try:
         table = {}
-        if thanks:
-            table["thanks"] = dashboard.Table(columns=list(thanks[0]), data=[list(row.values()) for row in thanks])
+        if contributors:
+            table["contributors"] = dashboard.Table(
+                columns=list(contributors[0]), data=[list(row.values()) for row in contributors]
+            )
         dashboard.log(group_metrics(values) | table, step=values["epoch"])
     except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
-        logger.warning(f"The dashboard failed ({e!r}) and gets no more")
+        logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
         return None
     return dashboard
 

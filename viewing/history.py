@@ -91,8 +91,8 @@ class Contribution:
 class Contributions:
     """Who has given how much, also those who have left.
 
-    A trainer counts its samples itself, and goes on counting after a restart from its checkpoint; one that starts
-    without has an older number, or zero. What it gave before counts all the same.
+    A trainer counts its samples itself, and continues counting after a restart from its checkpoint; one that starts
+    without has an older number, or zero. What it contributed before still counts.
 
     :param saved: what `to_json` gave
     """
@@ -136,7 +136,7 @@ class Contributions:
         return sum(peer.total_samples for peer in self.peers.values())
 
     def make_rows(self) -> list[dict]:
-        """The table of thanks: peers by what they gave, the most generous first, and one row for all others."""
+        """Rows of the table of contributors: the most generous first, and one row for all others."""
         ranking, total = self.ranking(), max(1, self.total_samples())
         rows = [
             {
@@ -146,7 +146,7 @@ class Contributions:
                 "samples/s": round(peer.samples_per_second, 1),
                 "epoch": peer.last_epoch,
                 "last seen (UTC)": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(peer.last_seen)),
-                "way in": "client" if peer.client_mode else "public",
+                "connection": "client" if peer.client_mode else "public",
                 "skipped steps": peer.skipped_steps,
             }
             for label, peer in ranking[:MAX_PEERS_SHOWN]

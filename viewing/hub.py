@@ -36,7 +36,7 @@ class Publisher:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(self.record.read_text(encoding="utf-8"))
             self.uploaded = record if record["repo_id"] == repo_id else {}
-        # a clock that was set back must not put it off for ever
+        # a clock that was set back must not put it off forever
         wait = self.uploaded.get("time", 0) + interval - time.time()
         self.next_upload = time.monotonic() + min(max(wait, 0), interval)
         bound_waiting_for_the_hub()
@@ -91,7 +91,7 @@ def find_token() -> str | None:
 
 
 def bound_waiting_for_the_hub() -> None:
-    """Have huggingface_hub, which waits for ever, give up a connection that is silent."""
+    """Have huggingface_hub, which waits forever, give up a connection that is silent."""
     client = huggingface_hub.get_session()
     huggingface_hub.set_client_factory(
         lambda: type(client)(event_hooks=client.event_hooks, follow_redirects=True, timeout=NETWORK_TIMEOUT)
@@ -108,7 +108,7 @@ def upload_checkpoint(folder: Path, repo_id: str) -> str:
     """
     stamp = read_stamp(folder)
     if "settings" not in stamp:
-        raise ValueError(f"{folder} is not of an archive: a trainer's checkpoint holds its whole command line")
+        raise ValueError(f"{folder} does not belong to an archive: a trainer's checkpoint holds its whole command line")
     # a peer's id leads to its address: a digest tells as well whether two states are of one peer
     stamp["given_by"] = [hashlib.sha256(donor.encode()).hexdigest()[:8] for donor in stamp["given_by"]]
     api = huggingface_hub.HfApi(token=find_token())
@@ -142,14 +142,14 @@ def explain_failure(error: BaseException) -> str:
         text = re.sub(r"hf_\w+", "hf_***", " ".join(str(error).split())[:300])
         text = f"{type(error).__name__}: {text}"
         if is_of_network:
-            return f"no answer from {huggingface_hub.constants.ENDPOINT} ({text}), see to the network"
+            return f"no answer from {huggingface_hub.constants.ENDPOINT} ({text}), check the network"
         return text
     cures = {
         401: "the token is refused: set HF_TOKEN to one that may write (huggingface.co/settings/tokens), or run "
         "`hf auth login`",
         403: "the token may not write there, or the quota is used up: see the Hub's settings of both",
         404: "there is no such user or organization, or the token may not see it: check --repo_url",
-        413: "it is too large for the quota: make room there",
+        413: "it is too large for the quota: free some space there",
         429: "too many requests: raise --upload_interval",
     }
     cure = cures.get(response.status_code, "the Hub has a problem of its own" if response.status_code >= 500 else "")

@@ -1,4 +1,4 @@
-"""What people look at: the dashboard, the learning curve, the thanks to those who contribute, the summary of a run.
+"""What people look at: the dashboard, the learning curve, the table of contributors, the summary of a run.
 
 Used by the roles that watch the whole swarm, run_training_monitor.py and run_aux_peer.py.
 """
@@ -16,7 +16,7 @@ import hivemind
 from arguments import ReportArguments
 from support.console import UserError
 from support.files import append_line, lock_folder, write_file
-from swarm.contract import Plan, find_plan
+from swarm.contract import RunSchedule, find_run_schedule
 from utils import (
     RECENT_EPOCHS,
     LocalMetrics,
@@ -26,11 +26,11 @@ from utils import (
     fetch_records,
     find_evaluation,
     find_final_epoch,
+    format_progress,
+    format_samples,
     measure_progress,
     perplexity,
     select_believable,
-    show_progress,
-    show_samples,
 )
 from viewing.curves import draw_learning_curve
 from viewing.dashboards import (
@@ -47,13 +47,13 @@ from viewing.history import Contributions, load_history, pick
 logger = logging.getLogger("report")
 
 CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of a core that may be training
-# Seconds between two tables of thanks, of which dashboards keep every one: at the start, and later.
+# Seconds between two tables of contributors, of which dashboards keep every one: at the start, and later.
 FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
 FINAL_FETCH_TIMEOUT = 5.0
-PLAN_PERIOD = 60.0  # seconds between two looks at what never changes in a run
-# A read of the DHT may miss a record that is there; so many reads that miss all newer ones mean that a run began anew.
+SCHEDULE_PERIOD = 60.0  # seconds between two looks at what never changes in a run
+# A read of the DHT may miss a record that is there; so many that miss all newer ones mean that a run started over.
 READS_BEFORE_GOING_BACK = 3
-# Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it goes on from an older
+# Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it continues from an older
 # state of itself. A new run may have come that far before it is noticed.
 NEW_RUN_EPOCH = 30
 
@@ -61,7 +61,7 @@ NEW_RUN_EPOCH = 30
 class RunReport:
     """Follows a run's metrics and writes what people look at; the state that lives from one look to the next.
 
-    It goes on where an earlier process with the same --output_dir ended, and keeps others out of that folder. An
+    It continues where an earlier process with the same --output_dir ended, and keeps others out of that folder. An
     --output_dir that is in use, or cannot be written, is a UserError when it is made.
     """
 
@@ -85,7 +85,7 @@ class RunReport:
         self.run_name = summary.get("run_name") or make_run_name(prefix)
         self.reported_to = summary.get("reported_to", [])
         self.dashboard, self.config, self.alive_peers = None, {}, 0
-        self.plan, self.next_plan, self.progress = Plan(), 0.0, {}
+        self.schedule, self.next_schedule, self.progress = RunSchedule(), 0.0, {}
         self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
         self.table_period = FIRST_TABLE_PERIOD
 
@@ -130,7 +130,7 @@ class RunReport:
         is_new = current is not None and (
             self.last is None or current.epoch > last_epoch or self.older_reads >= READS_BEFORE_GOING_BACK
         )
-        begins_anew = is_new and self.last is not None and current.epoch < last_epoch and self.go_back(current.epoch)
+        starts_over = is_new and self.last is not None and current.epoch < last_epoch and self.go_back(current.epoch)
         if is_new or not self.older_reads:  # else it is not clear yet to which run they belong
             self.contributions.update({label: records[label] for label, _ in believable}, time.time())
         evaluation = None if self.older_reads and not is_new else find_evaluation(believable)
@@ -139,7 +139,7 @@ class RunReport:
         if is_new:
             self.last, self.older_reads = current, 0
             self.progress = self.measure_progress(dht, believable, is_last)
-            course = f"{show_progress(current.epoch, self.progress)}  {show_samples(self.progress)}".strip()
+            course = f"{format_progress(current.epoch, self.progress)}  {format_samples(self.progress)}".strip()
             logger.info(
                 f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
                 f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
@@ -154,7 +154,7 @@ class RunReport:
             # an evaluation may come later than the metrics of its epoch: another line then, in place of the last
             entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(self.last), **self.progress}
             entry["total_samples"] = self.contributions.total_samples()
-            entry |= {"begins_anew": True} if begins_anew else {}
+            entry |= {"begins_anew": True} if starts_over else {}
             entry |= describe_evaluation(evaluation) if evaluation else {}
             self.history.add(entry)
             append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
@@ -174,35 +174,35 @@ class RunReport:
 
     def measure_progress(self, dht: hivemind.DHT, records: list[tuple[str, LocalMetrics]], is_last: bool) -> dict:
         """How far the swarm has come, and when it ends: see utils.measure_progress."""
-        if time.monotonic() >= self.next_plan and not is_last:
-            self.plan = find_plan(dht, self.prefix, FINAL_FETCH_TIMEOUT) or self.plan
-            self.next_plan = time.monotonic() + (PLAN_PERIOD if self.plan.total_steps else 0.0)
-        final_epoch = find_final_epoch(records, self.plan.total_steps)
+        if time.monotonic() >= self.next_schedule and not is_last:
+            self.schedule = find_run_schedule(dht, self.prefix, FINAL_FETCH_TIMEOUT) or self.schedule
+            self.next_schedule = time.monotonic() + (SCHEDULE_PERIOD if self.schedule.total_steps else 0.0)
+        final_epoch = find_final_epoch(records, self.schedule.total_steps)
         recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [self.last.epoch_seconds]
-        return measure_progress(self.last.epoch, final_epoch, self.plan.target_batch_size, recent)
+        return measure_progress(self.last.epoch, final_epoch, self.schedule.target_batch_size, recent)
 
     def go_back(self, epoch: int) -> bool:
-        """The swarm goes on from an older state, or, if True, has begun anew: what comes now is a curve of its own."""
-        begins_anew = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
-        self.history.forget_from(0 if begins_anew else epoch)
-        if begins_anew:
-            logger.info(f"Run {self.prefix} has begun anew, at epoch {epoch}")
+        """The swarm continues from an older state, or, if True, has started over: a new curve begins."""
+        starts_over = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
+        self.history.forget_from(0 if starts_over else epoch)
+        if starts_over:
+            logger.info(f"Run {self.prefix} has started over, at epoch {epoch}")
             self.write_summary()
             self.put_summary_aside()
             self.contributions = Contributions({})
         finish_dashboard(self.dashboard)
         self.dashboard, self.run_name, self.reported_to = None, make_run_name(self.prefix), []
         self.start_dashboard(self.config)
-        return begins_anew
+        return starts_over
 
     def read_progress(self) -> dict:
-        """For the status page, which asks from a thread of its own."""
+        """Return what the status page shows; it asks from its own thread."""
         last = self.last
         progress = {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
         return progress | self.progress | self.last_validation()
 
     def last_validation(self) -> dict:
-        """By the names of metrics.jsonl."""
+        """Return the last validation, by the names of metrics.jsonl."""
         values = self.history.validation[-1] if self.history.validation else {}
         return {f"validation_{name}": value for name, value in values.items()}
 
@@ -211,7 +211,7 @@ class RunReport:
         self.write_summary()
         total = max(1, self.contributions.total_samples())
         for row in self.contributions.make_rows():
-            logger.info(f"Peer {row['peer']} gave {row['samples']:,} samples ({row['samples'] / total:.1%})")
+            logger.info(f"Peer {row['peer']} contributed {row['samples']:,} samples ({row['samples'] / total:.1%})")
         logger.info(f"Learning curve, metrics.jsonl and summary.json are in {self.output_dir}")
         if self.last:
             # the whole table once more, beside the last epoch's numbers
@@ -219,7 +219,7 @@ class RunReport:
         finish_dashboard(self.dashboard)
 
     def write_summary(self) -> None:
-        """Write summary.json: the thanks, and what the next process needs to go on."""
+        """Write summary.json: the contributors, and what the next process needs to continue."""
         summary = {
             "experiment_prefix": self.prefix,
             "epochs": self.last.epoch if self.last else 0,
