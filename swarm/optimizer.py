@@ -461,8 +461,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 at_least = 1
             elif not has_waited:
                 at_least = 1 + len(others)
-            else:  # most of them: two halves of a swarm would continue with different states. In the end, anybody, but not
-                # while they may be busy with a round that this peer has left
+            else:  # most of them: two halves of a swarm would continue with different states. In the end, anybody, but
+                # not while they may be busy with a round that this peer has left
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
             self.grad_averager.set_expected_peers(others, at_least)
