@@ -455,7 +455,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             waited = time.monotonic() - start
             if waited > self.matchmaking_time and not has_waited:
                 has_waited = True
-                self._leave_out_idle(asked)
+                self._leave_out_idle(asked, at_most=len(self.tracker.peers_at_epoch) // 2)
             others = self.tracker.peers_at_epoch
             if not self._averages_in_step():
                 at_least = 1
@@ -486,11 +486,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if not self.tracker.peers_at_epoch:
                 raise AllreduceException("nobody else is there")
 
-    def _leave_out_idle(self, asked: float) -> None:
-        """Those who answer pings, but have given no sign of life since this time, in which others waited for them."""
-        if self._averages_in_step():
-            records = self.tracker.present.items()
-            self.tracker.leave_out(peer_id for peer_id, record in records if record.time < asked)
+    def _leave_out_idle(self, asked: float, at_most: int | None = None) -> None:
+        """Those who answer pings, but have given no sign of life since this time, in which others waited for them.
+
+        :param at_most: nobody where there are more of them, who may be busy with long steps: most of the swarm will do
+        """
+        idle = [peer_id for peer_id, record in self.tracker.present.items() if record.time < asked]
+        if self._averages_in_step() and (at_most is None or len(idle) <= at_most):
+            self.tracker.leave_out(idle)
 
     def _question(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
         """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
