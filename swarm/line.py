@@ -272,16 +272,16 @@ class Line:
         :param since: when that was
         """
         self._is_held.value, held, received = True, time.monotonic(), self._received.value
-        answers, peers = 0, choose_peers(node)
+        answers = 0
         try:
-            while 2 * answers <= len(peers) and (peers := choose_peers(node)):
+            while not answers and (peers := choose_peers(node)):
                 self.note_answer(LONGEST_PATIENCE / PATIENCE)  # nobody is gone because this line is slow
-                asking = [asyncio.create_task(ask(node, peer)) for peer in peers]
-                answers = 0
-                for answer in asyncio.as_completed(asking):
+                for answer in asyncio.as_completed([asyncio.create_task(ask(node, peer)) for peer in peers]):
                     answers += await answer is not None
-                    if 2 * answers > len(peers):  # each peer's connection has a queue of its own
+                    if 2 * answers > len(peers):  # each peer's connection has a queue of its own, and some may be dead
                         break
+                if not answers:
+                    await asyncio.sleep(LOOK_PERIOD)
         finally:
             self._is_held.value = False
         now = time.monotonic()

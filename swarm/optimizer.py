@@ -466,9 +466,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
             self.grad_averager.set_expected_peers(others, at_least)
-            if answer is None and time.monotonic() >= next_look:
-                if STOP_REQUESTED.is_set():
-                    raise AllreduceException("this peer was asked to stop")
+            if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
+                raise AllreduceException("this peer was asked to stop")
+            if time.monotonic() >= next_look and answer is None:
                 if all(question.done() for question in self._questions):
                     self._question(self.tracker.peers_at_epoch)
                 answer = self.tracker.request_records()

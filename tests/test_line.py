@@ -235,13 +235,15 @@ def test_a_queue_lowers_the_rate_to_what_the_line_carries():
 
 
 class SilentNode:
-    """A DHT node, and its only peer, which answers a ping late."""
+    """A DHT node, and of its three peers the one that is not dead, which answers a ping late."""
 
     def __init__(self, seconds: float):
         self.answers_at, self.protocol = time.monotonic() + seconds, self
-        self.routing_table, self.peer_id_to_uid = self, {"peer": 1}
+        self.routing_table, self.peer_id_to_uid = self, {"dead": 1, "peer": 2, "gone": 3}
 
-    def get_stub(self, _: str):
+    def get_stub(self, peer: str):
+        if peer != "peer":
+            raise ConnectionRefusedError
         return self
 
     async def rpc_ping(self, _: dht_pb2.PingRequest) -> dht_pb2.PingResponse:
