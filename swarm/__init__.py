@@ -1,7 +1,8 @@
 """Everything that hivemind 1.1.12 lacks or gets wrong; nothing here knows a model.
 
-Each repair names what it repairs, as "(note NN)" where docs/hivemind.md has more; tests/test_hivemind_gaps.py tells
-when hivemind repairs it itself. What stands below has to be set before hivemind is imported.
+Each repair names what it repairs, as "(note NN)" where docs/hivemind.md has more;
+tests/swarm/test_hivemind_gaps.py tells when hivemind repairs it itself. What stands below has to be set before hivemind
+is imported.
 """
 
 import multiprocessing

@@ -1,7 +1,7 @@
 """A peer that offers a state to those who join, and gives one that cannot be used: each time another kind of KINDS.
 
 It claims to be further than everybody, so that it is asked first. Its parameter is that of tests/gradient_peer.py. Run
-by tests/test_averaging.py.
+by tests/swarm/test_averaging.py.
 """
 
 import argparse

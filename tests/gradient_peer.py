@@ -1,7 +1,7 @@
 """A peer whose gradient is known: SGD on one vector, so that parameters tell which gradients entered the average.
 
-Run by tests/test_averaging.py as a process of its own. The gradient of every step is `--gradient` in all components;
-after each epoch it prints a JSON line with its parameters and counters.
+Run by tests/swarm/test_averaging.py as a process of its own. The gradient of every step is `--gradient` in all
+components; after each epoch it prints a JSON line with its parameters and counters.
 """
 
 import argparse

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from processes import run_python
+from processes import ROOT, run_python
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
@@ -48,7 +48,6 @@ from text.instances import BLOCKS, PAIRS, TEXT
 from text.stored import load_tokenized_dataset
 from text.tokenizers import find_word_beginnings, load_tokenizer, tokenizer_fingerprint, train_byte_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
 
 
