@@ -34,7 +34,7 @@ from machine.checkpoint import (
     save_state_file,
 )
 from machine.devices import all_finite, is_out_of_memory
-from machine.preflight import warn_of_speed
+from machine.preflight import check_epoch_time, check_step_time, warn_of
 from machine.training import evaluate
 from support.console import UserError
 from support.files import append_line, write_file
@@ -261,14 +261,10 @@ class CollaborativeCallback:
             **self.measure_rounds(),
         }
         if self.epochs == 3:
-            # the first two begin in the middle, or wait for others who start
-            warn_of_speed(
-                self.batch_size / max(metrics["samples_per_second"], 1e-9),
-                self.batch_size,
-                now - self.epoch_start,
-                metrics["num_peers"],
-                optimizer.matchmaking_time,
-            )
+            # the first two begin in the middle, or wait for others who start; and short steps are harmless
+            step_seconds = max(0.5, self.batch_size / max(metrics["samples_per_second"], 1e-9))
+            checks = [check_epoch_time(now - self.epoch_start, metrics["num_peers"], optimizer.matchmaking_time)]
+            warn_of([check_step_time(step_seconds, self.batch_size), *checks])
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
         self.metrics = metrics
