@@ -86,7 +86,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
 
 def warn_of_silent_peers(maddrs: list[str]) -> None:
     for maddr in maddrs:
-        if reason := explain_silence(maddr):
+        if reason := asyncio.run(explain_silence(maddr)):
             logger.warning(f"--initial_peers {maddr}: {reason}")
 
 
@@ -229,11 +229,8 @@ def warn_of_local_addresses(dht: hivemind.DHT, swarm: SwarmArguments) -> None:
         )
 
 
-async def probe_peers(maddrs: list[str], use_ipfs: bool = False) -> dict[str, str | None]:
-    """Connect to each of these peers from a daemon made for this purpose.
-
-    :returns: for each, why it did not work, with the cure, or None
-    """
+async def probe_peers(maddrs: list[str]) -> list[str | None]:
+    """Connect to each of these peers from a daemon made for this purpose; why it did not work, with the cure."""
     p2p = await P2P.create(dht_mode="client", no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
     try:
 
@@ -247,16 +244,20 @@ async def probe_peers(maddrs: list[str], use_ipfs: bool = False) -> dict[str, st
                 return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
             return None
 
-        return dict(zip(maddrs, await asyncio.gather(*map(probe, maddrs)), strict=True))
+        return await asyncio.gather(*map(probe, maddrs))
     finally:
         await p2p.shutdown()
 
 
 def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
     """For each peer why it cannot be reached, with the cure, or None when it can: by name, TCP, and libp2p."""
-    reasons = {maddr: explain_silence(maddr) for maddr in maddrs}
-    answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
-    return reasons | (asyncio.run(probe_peers(answering)) if answering else {})
+
+    async def explain() -> dict[str, str | None]:
+        reasons = dict(zip(maddrs, await asyncio.gather(*map(explain_silence, maddrs)), strict=True))
+        answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
+        return reasons | (dict(zip(answering, await probe_peers(answering), strict=True)) if answering else {})
+
+    return asyncio.run(explain())
 
 
 def explain_clock(seconds: float) -> str:
