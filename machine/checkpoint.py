@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from arguments import TrainerArguments
 from models.build import describe_architecture
 from support.console import UserError
-from support.files import describe_file, flush_to_disk, lock_folder, make_folder, warn_of_full_disk, write_file
+from support.files import describe_file, lock_folder, make_folder, replaced_at_once, write_file
 from utils import keep_signing_key
 
 logger = logging.getLogger("checkpoint")
@@ -68,14 +68,10 @@ def save_model(
     :param beside: other files by name, for people: they may edit them, and the folder still counts as complete
     """
     folder = Path(folder).absolute()
-    # one name, not a random one: what a killed process left behind is overwritten
-    unfinished, replaced = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f".{folder.name}.replaced")
-    with warn_of_full_disk(folder.parent, f"the model to {folder}", unfinished) as success:
+    with replaced_at_once(folder, folder.parent, f"the model to {folder}") as (unfinished, success):
         put_back(folder.parent)
-        for leftover in folder.parent.glob(".checkpoint-*.unfinished"):
-            shutil.rmtree(leftover)
-        if unfinished.exists():
-            shutil.rmtree(unfinished)
+        for leftover in (*folder.parent.glob(".checkpoint-*.unfinished"), unfinished):
+            shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
         disable_progress_bar()  # "Writing model shards" would break into the log at each checkpoint
         if state is None:
@@ -93,13 +89,6 @@ def save_model(
             (unfinished / name).write_bytes(content)
         text = json.dumps({**extra, "files": files}, indent=2)
         (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")
-        for path in (*unfinished.rglob("*"), unfinished):
-            flush_to_disk(path)
-        if folder.exists():  # a folder that is not empty cannot be replaced by a rename
-            folder.rename(replaced)
-        unfinished.rename(folder)
-        flush_to_disk(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
     return bool(success)
 
 
