@@ -13,6 +13,7 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -28,10 +29,8 @@ from machine.checkpoint import (
     apply_state,
     collect_state,
     load_state,
-    load_state_file,
     save_checkpoint,
     save_model,
-    save_state_file,
 )
 from machine.devices import all_finite, is_out_of_memory
 from machine.preflight import check_epoch_time, check_step_time, warn_of
@@ -464,7 +463,7 @@ class CollaborativeCallback:
     def back_up(self) -> None:
         """Copy the state to --state_path, or in memory without one, or when that file cannot be written."""
         state = self.collect_state()
-        is_in_file = self.args.state_path is not None and save_state_file(state, self.args.state_path)
+        is_in_file = self.args.state_path is not None and write_file(self.args.state_path, partial(torch.save, state))
         self.backup = None if is_in_file else state
 
     def restore(self) -> None:
@@ -472,7 +471,7 @@ class CollaborativeCallback:
         optimizer = self.optimizer
         logger.warning(f"non-finite parameters at epoch {optimizer.local_epoch}, restoring the last backup")
         try:
-            state = load_state_file(self.args.state_path) if self.backup is None else self.backup
+            state = load_state(self.args.state_path) if self.backup is None else self.backup
             now = {"local_epoch": optimizer.local_epoch, "total_samples": optimizer.total_samples}
             apply_state({**state, **now, "scaler": None, "random": None}, self.model, optimizer)
         except CheckpointError as e:

@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from arguments import TrainerArguments
 from models.build import describe_architecture
 from support.console import UserError
-from support.files import describe_file, lock_folder, make_folder, replaced_at_once, write_file
+from support.files import describe_file, lock_folder, make_folder, replaced_at_once
 from utils import keep_signing_key
 
 logger = logging.getLogger("checkpoint")
@@ -112,11 +112,6 @@ def remove_checkpoints(folders: Iterable[Path]) -> None:
         shutil.rmtree(outdated, ignore_errors=True)
 
 
-def save_state_file(state: dict, path: str | Path) -> bool:
-    """Write a whole training state to one file, which is replaced at once; a full disk is a warning and False."""
-    return write_file(path, lambda file: torch.save(state, file))
-
-
 # --- finding and reading ----------------------------------------------------------------------------------------------
 
 
@@ -142,9 +137,29 @@ def put_back(output_dir: Path) -> None:
             replaced.rename(folder)
 
 
-def load_checkpoint(folder: str | Path) -> dict:
-    """The training state in a folder that save_model has written; raises CheckpointError when it is not whole."""
-    folder = Path(folder)
+def load_state(path: str | Path) -> dict:
+    """The training state in a checkpoint's folder or in a state file, with its path; raises CheckpointError when it is
+    not whole."""
+    path, is_folder = Path(path), Path(path).is_dir()
+    if is_folder:
+        check_files(path)
+    try:
+        state = torch.load(path / "training_state.pt" if is_folder else path, map_location="cpu", weights_only=True)
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror}") from e
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
+        raise CheckpointError(f"{path} is truncated or not a training state ({type(e).__name__})") from e
+    if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
+        raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
+    if is_folder:
+        state["model"] = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+    if not isinstance(state.get("model"), dict):
+        raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
+    return {**state, "path": path}
+
+
+def check_files(folder: Path) -> None:
+    """Raises CheckpointError when this is not just what save_model has written of a training state."""
     try:
         files = json.loads((folder / "training_state.json").read_text(encoding="utf-8"))["files"]
         for name, description in files.items():
@@ -156,37 +171,6 @@ def load_checkpoint(folder: str | Path) -> dict:
         raise CheckpointError(f"{folder} is not intact: training_state.json has no list of its files") from e
     if "training_state.pt" not in files:
         raise CheckpointError(f"{folder} holds a model, and no training state beside it")
-    state = read_state(folder / "training_state.pt")
-    state["model"] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        state["model"] |= load_file(path)
-    return state
-
-
-def load_state_file(path: str | Path) -> dict:
-    """The training state in a file that save_state_file has written; raises CheckpointError when it is not one."""
-    state = read_state(Path(path))
-    if not isinstance(state.get("model"), dict):
-        raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
-    return state
-
-
-def read_state(path: Path) -> dict:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as e:
-        raise CheckpointError(f"{path}: {e.strerror}") from e
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
-        raise CheckpointError(f"{path} is truncated or not a training state ({type(e).__name__})") from e
-    if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
-        raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
-    return state
-
-
-def load_state(path: Path) -> dict:
-    """The training state in a checkpoint's folder or a state file, with its path; raises CheckpointError."""
-    state = load_checkpoint(path) if path.is_dir() else load_state_file(path)
-    return {**state, "path": path}
 
 
 def claim_folders(args: TrainerArguments) -> None:
@@ -247,18 +231,14 @@ def set_aside(output_dir: Path, epoch: int) -> None:
 def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
     """The newest of all whole checkpoints and the state file, with its path; a warning for each that is not whole."""
     newest = None
-    if state_path and Path(state_path).exists():
-        try:
-            newest = load_state(Path(state_path))
-        except CheckpointError as e:
-            logger.warning(f"skipped a training state: {e}")
-    for folder in reversed(find_checkpoints(output_dir)):
-        if newest and newest["local_epoch"] >= read_epoch(folder):
+    is_there = state_path is not None and Path(state_path).exists()
+    for path in ([Path(state_path)] if is_there else []) + find_checkpoints(output_dir)[::-1]:
+        if newest and path.is_dir() and newest["local_epoch"] >= read_epoch(path):
             break
         try:
-            newest = load_state(folder)
+            newest = load_state(path)
         except CheckpointError as e:
-            logger.warning(f"skipped a checkpoint: {e}")
+            logger.warning(f"skipped a training state: {e}")
     return newest
 
 
