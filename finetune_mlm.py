@@ -56,7 +56,7 @@ from experiment.tasks import (
 from machine.checkpoint import save_model
 from models.build import find_longest_sequence
 from models.ruleanalbert import load_ruleanalbert
-from support.files import lock_folder, make_folder, write_file
+from support.files import lock_folder, write_file
 
 logger = logging.getLogger("finetune")
 
@@ -474,7 +474,6 @@ def main(args: FinetuneArguments) -> None:
     check_tokenizer(pretrained, is_own=args.checkpoint is not None)
     # what is wrong with the model is said before anything is written
     max_length = choose_length(make_task_model(pretrained, task, args.dropout), args.max_length)
-    make_folder("--output_dir", folder)
     lock_folder("--output_dir", folder)
     seeds = load_results(args, folder)
 

@@ -47,9 +47,6 @@ class CheckpointError(Exception):
     """This is not a usable training state, or belongs to a different model; the text says why."""
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 def save_model(
     model,
     tokenizer,
@@ -110,9 +107,6 @@ def remove_checkpoints(folders: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):
             folder.rename(outdated)
         shutil.rmtree(outdated, ignore_errors=True)
-
-
-# --- finding and reading ----------------------------------------------------------------------------------------------
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -176,7 +170,6 @@ def check_files(folder: Path) -> None:
 def claim_folders(args: TrainerArguments) -> None:
     """Make --output_dir and the folder of --state_path, keep other peers out of the former, and sign with the key that
     is kept there."""
-    make_folder("--output_dir", args.output_dir)
     make_folder("--state_path", os.path.dirname(args.state_path or ""))
     lock_folder("--output_dir", args.output_dir)
     keep_signing_key(Path(args.output_dir) / "signing_key")
@@ -240,9 +233,6 @@ def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
         except CheckpointError as e:
             logger.warning(f"skipped a training state: {e}")
     return newest
-
-
-# --- from a trainer to a state and back -------------------------------------------------------------------------------
 
 
 def collect_state(

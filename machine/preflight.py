@@ -94,9 +94,6 @@ def judge(what: str, finding: str, cure: str, *, is_fatal: bool = False, is_warn
     return Check(what, "fatal" if is_fatal else "warning" if is_warning else "ok", finding, cure)
 
 
-# --- this machine -----------------------------------------------------------------------------------------------------
-
-
 def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
     """The checks that take no time."""
     checks = [check_file_limit(), check_memory(parameters)]
@@ -132,9 +129,6 @@ def check_memory(parameters: int) -> Check:
     finding = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {parameters:,} parameters, and batches"
     cure = "end other programs, add swap, or train a smaller --config_path"
     return judge("memory", finding, cure, is_fatal=free < needed, is_warning=free < 1.2 * needed)
-
-
-# --- the others -------------------------------------------------------------------------------------------------------
 
 
 def check_announced(maddrs: list[str], initial_peers: list[str], client_mode: bool) -> Check:
@@ -180,9 +174,6 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: i
     cure = "behind a firewall: use --client_mode, or open a port and give it in --host_maddrs. Without either, it will "
     cure += "choose client mode by itself" if averagers else "go through a relay, which is slower"
     return Check("connection", "warning", finding, cure)
-
-
-# --- speed ------------------------------------------------------------------------------------------------------------
 
 
 def check_step_time(seconds: float, batch_size: int) -> Check:
@@ -240,9 +231,6 @@ def measure_passes(
         if time.monotonic() > deadline:
             break
     return statistics.mean(times[1:] or times)
-
-
-# --- all of it --------------------------------------------------------------------------------------------------------
 
 
 class Table:

@@ -29,10 +29,11 @@ def make_folder(flag: str, folder: str | Path) -> None:
 
 
 def lock_folder(flag: str, folder: str | Path) -> None:
-    """Keep others out of a folder until this process ends; a UserError when another one is in there.
+    """Make a folder and keep others out of it until this process ends; a UserError when another one is in there.
 
     Two peers in one folder would take each other's checkpoints for their own.
     """
+    make_folder(flag, folder)
     path = Path(folder).resolve() / ".lock"
     if path not in OPEN_LOCKS:
         try:

@@ -53,7 +53,7 @@ from utils import make_validators
 
 logger = logging.getLogger("joining")
 
-RELAY_TIMEOUT = 200.0  # seconds until a peer stops waiting for a place at a relay
+RELAY_TIMEOUT = 200  # seconds until a peer stops waiting for a place at a relay
 
 
 def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
@@ -204,17 +204,14 @@ def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where
     )
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
     dht = start_dht(swarm, validators, strict=False, **options)
-    started = time.monotonic()
-    next_report = started + 10
-    while not (maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]):
-        if (now := time.monotonic()) > started + RELAY_TIMEOUT:
-            logger.warning("no relay has accepted this peer: others can reach it only once one does")
+    for fifth in range(5 * RELAY_TIMEOUT):
+        if maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]:
+            logger.warning(f"others reach this peer through a relay: {select_for_others(maddrs)[0]}")
             return dht
-        if now > next_report:
-            next_report += 10
-            logger.info(f"no relay has accepted this peer within {now - started:.0f} s, still asking")
+        if fifth and fifth % 50 == 0:
+            logger.info(f"no relay has accepted this peer within {fifth // 5} s, still asking")
         time.sleep(0.2)
-    logger.warning(f"others reach this peer through a relay: {select_for_others(maddrs)[0]}")
+    logger.warning("no relay has accepted this peer: others can reach it only once one does")
     return dht
 
 

@@ -18,7 +18,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, read_pbmsg_safe
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
 from arguments import AveragingArguments
 from swarm.addresses import explain_silence, get_host_port, get_ip, get_peer_id, is_relayed
@@ -39,7 +39,7 @@ DEFAULT_BANDWIDTH, LOWEST_BANDWIDTH = 100.0, 0.1  # Mbit/s
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
 # Of a request to a peer that is gone, too slow, of another project, or lies.
-REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, ValueError, asyncio.TimeoutError)
+REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError)
 
 
 def find_ports(dht: hivemind.DHT) -> list[int]:

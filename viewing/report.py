@@ -69,7 +69,6 @@ class RunReport:
         require_wandb(args)
         self.args, self.prefix, self.output_dir = args, prefix, Path(args.output_dir)
         try:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
             lock_folder("--output_dir", self.output_dir)
             (self.output_dir / "metrics.jsonl").touch()
             self.history = load_history(self.output_dir / "metrics.jsonl", prefix)
