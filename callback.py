@@ -148,8 +148,7 @@ class CollaborativeCallback:
             self.optimizer.failed_rounds = counters.get("failed_rounds", 0)
             # what came after the checkpoint was lost, and comes again
             lines = [line for line in read_history(self.history) if line["epoch"] <= self.optimizer.local_epoch]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        write_file(self.history, lambda file: file.write(text.encode()))
+        write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
 
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
@@ -516,8 +515,7 @@ class CollaborativeCallback:
             summary |= {"final_loss": final["loss"], "final_perplexity": perplexity(final["loss"])}
             summary["final_accuracy"] = final["accuracy"]
             logger.info(f"validation loss {final['loss']:.3f}, unigram entropy {entropy:.3f} nats")
-        text = json.dumps(summary, indent=2) + "\n"
-        write_file(output_dir / "summary.json", lambda file: file.write(text.encode()))
+        write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         logger.info(
             f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples, averaged with others in "
             f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "

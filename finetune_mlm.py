@@ -502,10 +502,9 @@ def main(args: FinetuneArguments) -> None:
                 with make_autocast(args, device):
                     predictions = predict(model, rows["test"], task, pretrained.tokenizer, args.batch_size, device)
                 name, text = format_predictions(task, examples["test"], predictions)
-                write_file(folder / name, lambda file, text=text: file.write(text.encode()))
+                write_file(folder / name, text)
         # last: a seed that is in there is finished
-        text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
-        write_file(folder / "results.json", lambda file, text=text: file.write(text.encode()))
+        write_file(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     print(format_table(summarize(args, task, seeds, majority, counts)))
     print(f"model, predictions and results.json: {folder}")
 

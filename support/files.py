@@ -73,11 +73,12 @@ def try_lock(file: TextIO) -> bool:
     return True
 
 
-def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> bool:
-    """Have `write` write a file, which then exists complete or not at all; a full disk is a warning and False."""
+def write_file(path: str | Path, content: str | Callable[[BinaryIO], object]) -> bool:
+    """Write a text, or have a function write, to a file, which then exists complete or not at all; a full disk is a
+    warning and False."""
     path = Path(path).absolute()
     with replaced_at_once(path, path, str(path)) as (unfinished, success), open(unfinished, "wb") as file:
-        write(file)
+        file.write(content.encode()) if isinstance(content, str) else content(file)
     return bool(success)
 
 

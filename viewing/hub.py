@@ -73,7 +73,7 @@ class Publisher:
         url = upload_checkpoint(folder, self.repo_id)
         logger.info(f"Uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
         self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], "time": time.time()}
-        write_file(self.record, lambda file: file.write(json.dumps(self.uploaded).encode()))
+        write_file(self.record, json.dumps(self.uploaded))
 
 
 def read_stamp(folder: Path) -> dict:

@@ -229,8 +229,7 @@ class RunReport:
             "reported_to": self.reported_to,
             "peers": self.contributions.to_json(),
         }
-        text = json.dumps(summary, indent=2) + "\n"
-        write_file(self.output_dir / "summary.json", lambda file: file.write(text.encode()))
+        write_file(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def load_summary(self) -> dict:
         """What an earlier process has written of this run; that of another run is put aside."""
