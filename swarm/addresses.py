@@ -94,21 +94,29 @@ async def explain_silence(maddr: str, timeout: float = 5.0) -> str | None:
     if port is None or is_relayed(maddr):
         return None
     families = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
-    # of a name with several addresses the first one that answers
-    options = dict(family=families.get(protocol, socket.AF_UNSPEC), happy_eyeballs_delay=0.25)
+    family = families.get(protocol, socket.AF_UNSPEC)
+
+    async def ask(ip: str) -> str | None:
+        try:
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), timeout)
+        except ConnectionRefusedError:
+            return f"{host} is up, but nothing listens on its port {port}: is the peer running, is this its port?"
+        except TimeoutError:
+            return f"{host} does not answer on port {port} within {timeout:g} s: is it up, or behind a firewall?"
+        except OSError as e:
+            reason = (
+                os.strerror(e.errno) if e.errno else e
+            )  # asyncio has put the address in place of the system's words
+            return f"{host} cannot be reached ({reason}): check your network and the address"
+        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            writer.write(GREETING)
+            if await asyncio.wait_for(reader.readexactly(len(GREETING)), timeout) == GREETING:
+                return None
+        return f"what listens on port {port} of {host} is not a hivemind peer: check the port"
+
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port, **options), timeout)
-    except socket.gaierror as e:
-        return f"the name {host} does not resolve ({e.strerror}): check its spelling and your DNS"
-    except ConnectionRefusedError:
-        return f"{host} is up, but nothing listens on its port {port}: is the peer running, is this its port?"
-    except TimeoutError:
-        return f"{host} does not answer on port {port} within {timeout:g} s: is it up, or behind a firewall?"
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
     except OSError as e:
-        reason = os.strerror(e.errno) if e.errno else e  # asyncio has put the address in place of the system's words
-        return f"{host} cannot be reached ({reason}): check your network and the address"
-    with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError):
-        writer.write(GREETING)
-        if await asyncio.wait_for(reader.readexactly(len(GREETING)), timeout) == GREETING:
-            return None
-    return f"what listens on port {port} of {host} is not a hivemind peer: check the port"
+        return f"the name {host} does not resolve ({e.strerror}): check its spelling and your DNS"
+    reasons = await asyncio.gather(*(ask(address[0]) for *_, address in found))
+    return None if None in reasons else reasons[-1]

@@ -122,7 +122,7 @@ async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
 
     No HTTP client, because this bounds what a hostile page can cost: MAX_PAGE_BYTES, and what the caller waits.
     """
-    reader, writer = await asyncio.open_connection(host, port, happy_eyeballs_delay=0.25)
+    reader, writer = await asyncio.open_connection(host, port)
     with contextlib.closing(writer):
         writer.write(f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
         try:
