@@ -11,6 +11,7 @@ find, and later what its first epochs reveal of its speed. Which batch size suit
 with a trainer's flags; the last line that it prints is the flags to add to them.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -169,8 +170,8 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: i
         return Check("connection", "warning", finding, "if you are behind a firewall or router, use --client_mode")
     if is_reachable:
         return Check("connection", "ok", f"others reach this peer at {where}")
-    known = f"{averagers} that average can be reached from here"
-    finding = f"others cannot reach this peer at {where}; {known if averagers else 'no peer here helps clients'}"
+    found = f"{averagers} that average" if averagers else "no peer that averages"
+    finding = f"others cannot reach this peer at {where}; {found} can be reached from here"
     cure = "behind a firewall: use --client_mode, or open a port and give it in --host_maddrs. Without either, it will "
     cure += "choose client mode by itself" if averagers else "go through a relay, which is slower"
     return Check("connection", "warning", finding, cure)
@@ -332,7 +333,7 @@ def check_swarm(
     reports, prefix = [], swarm.experiment_prefix
     with table.attempt("joining"):
         swarm = check_addresses(swarm)
-        reasons = {} if swarm.use_ipfs else explain_unreachable(swarm.initial_peers)
+        reasons = {} if swarm.use_ipfs else asyncio.run(explain_unreachable(swarm.initial_peers))
         is_alone = bool(reasons) and all(reasons.values())  # one that answers is enough
         for maddr, reason in reasons.items():
             finding = f"{maddr}: {reason or 'answers, and has the expected id'}"

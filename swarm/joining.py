@@ -3,7 +3,8 @@
 A peer finds out whether others can reach it by asking those it reaches itself to dial back. If they cannot, it becomes
 a client, or is reached through a relay. Each way in which this can fail is one line that names the cure.
 
-    python -c "from swarm import joining; print(joining.explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX']))"
+    python -c "import asyncio; from swarm.joining import explain_unreachable; \\
+        print(asyncio.run(explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX'])))"
 """
 
 import asyncio
@@ -175,7 +176,11 @@ def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
         )
     except ValidationError as e:
         if clocks := re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(e)):
-            raise UserError(explain_clock(float(clocks[1]) - float(clocks[2]))) from e
+            ahead = float(clocks[1]) - float(clocks[2])
+            raise UserError(
+                f"this machine's clock is {abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's, "
+                "which allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
+            ) from e
         # the peer did not get through to us just now: whether it can is found out with more patience
         return start_dht(swarm, validators, **{**options, "strict": False, "check_if_identity_free": False})
     except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
@@ -226,43 +231,31 @@ def warn_of_local_addresses(dht: hivemind.DHT, swarm: SwarmArguments) -> None:
         )
 
 
-async def probe_peers(maddrs: list[str]) -> list[str | None]:
-    """Connect to each of these peers from a daemon made for this purpose; why it did not work, with the cure."""
-    p2p = await P2P.create(dht_mode="client", no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
+async def probe(p2p: P2P, maddr: str) -> str | None:
+    """Why libp2p cannot connect to a peer, with the cure, or None."""
     try:
-
-        async def probe(maddr: str) -> str | None:
-            address = Multiaddr(maddr.rsplit("/p2p/", 1)[0])
-            try:
-                await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [address]), 15)
-            except (ControlFailure, asyncio.TimeoutError) as e:
-                if mismatch := re.search(r"remote key matches (\w+)", str(e)):
-                    return f"another peer is at this address: its id is {mismatch[1]}, use the address it prints now"
-                return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
-            return None
-
-        return await asyncio.gather(*map(probe, maddrs))
-    finally:
-        await p2p.shutdown()
+        address = Multiaddr(maddr.rsplit("/p2p/", 1)[0])
+        await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [address]), 15)
+    except (ControlFailure, TimeoutError) as e:
+        if mismatch := re.search(r"remote key matches (\w+)", str(e)):
+            return f"another peer is at this address: its id is {mismatch[1]}, use the address it prints now"
+        return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
+    return None
 
 
-def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
+async def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
     """For each peer why it cannot be reached, with the cure, or None when it can: by name, TCP, and libp2p."""
-
-    async def explain() -> dict[str, str | None]:
-        reasons = dict(zip(maddrs, await asyncio.gather(*map(explain_silence, maddrs)), strict=True))
-        answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
-        return reasons | (dict(zip(answering, await probe_peers(answering), strict=True)) if answering else {})
-
-    return asyncio.run(explain())
-
-
-def explain_clock(seconds: float) -> str:
-    """:param seconds: by which this machine's clock is ahead of the swarm's"""
-    return (
-        f"this machine's clock is {abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's, which "
-        "allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
-    )
+    reasons = dict(zip(maddrs, await asyncio.gather(*map(explain_silence, maddrs)), strict=True))
+    answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
+    if answering:
+        options = dict(no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
+        p2p = await P2P.create(dht_mode="client", **options)  # a daemon made for this purpose
+        try:
+            found = await asyncio.gather(*(probe(p2p, maddr) for maddr in answering))
+            reasons |= zip(answering, found, strict=True)
+        finally:
+            await p2p.shutdown()
+    return reasons
 
 
 def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
@@ -275,6 +268,7 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
     if swarm.identity_path and (swarm.identity_path in error or "saving the identity" in error):
         return f"--identity_path {swarm.identity_path} cannot be written ({last_line}): name a file in another folder"
     if swarm.initial_peers:
-        reasons = [f"{maddr}: {reason}" for maddr, reason in explain_unreachable(swarm.initial_peers).items() if reason]
+        reasons = asyncio.run(explain_unreachable(swarm.initial_peers)).items()
+        reasons = [f"{maddr}: {reason}" for maddr, reason in reasons if reason]
         return f"cannot reach --initial_peers {'; '.join(reasons) or f'{swarm.initial_peers} ({last_line})'}"
     return f"cannot start the peer-to-peer daemon ({last_line})"
