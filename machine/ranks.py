@@ -52,12 +52,8 @@ def start_ranks(args: TrainerArguments) -> "DeviceGroup":
     are several devices; or the only one. Starts no thread, and makes no CUDA context."""
     devices = choose_devices(args)
     number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    # torchrun has set that; WORLD_SIZE alone may be a cloud's, of another program's machines
-    is_started = "LOCAL_RANK" in os.environ
-    if not is_started and len(devices) > 1:
-        return start_others(devices)
-    if not is_started or count == len(devices) == 1:
-        return DeviceGroup(0, devices)
+    if "LOCAL_RANK" not in os.environ:  # which torchrun sets; WORLD_SIZE alone may be a cloud's, of another program
+        return start_others(devices) if len(devices) > 1 else DeviceGroup(0, devices)
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         raise UserError(
             "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
