@@ -223,7 +223,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
         :returns: whether somebody who has started from this very state gave them
         """
-        loaded = self.state_averager.load_step_from_peers(self._download_timeout)
+        loaded = self.state_averager.load_step_from_peers(list(self.tracker.silent), self._download_timeout)
         if loaded is None:
             return False
         gradients, group_id = loaded

@@ -367,7 +367,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
         # target_group_size for the auxiliary peers in it
         self._matchmaking.group_key_manager.target_group_size = None
-        self._matchmaking.expected, self._matchmaking.at_least = expected, at_least
+        self._matchmaking.expect(expected, at_least)
         await self._matchmaking.start_when_complete()
 
     async def _step(self, *, step, **kwargs) -> None:
