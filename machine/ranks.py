@@ -98,7 +98,7 @@ def start_others(devices: list[torch.device]) -> "DeviceGroup":
     return DeviceGroup(0, devices, dist.FileStore(path, count), children, folder)
 
 
-class DeviceGroup:
+class DeviceGroup(contextlib.AbstractContextManager):
     """One process's part among those of a machine that make up one peer. With a single one nothing here does anything.
 
     Waits for the others raise RankLost when one of them has ended. With `with`, that is one line, and exit code 1.
@@ -117,9 +117,6 @@ class DeviceGroup:
         self.parent = os.getppid()
         self.group: dist.ProcessGroup | None = None
         self.sent_versions: list[int] = []
-
-    def __enter__(self) -> "DeviceGroup":
-        return self
 
     def __exit__(self, _, error: BaseException | None, __) -> bool:
         self.remove_files()
