@@ -282,7 +282,8 @@ def run_preflight(*groups) -> int:
                 table.add(check_stream(dataset["train"], tokenizer, data_args))
         # without a tokenizer one of common size, to see what the model needs
         model = make_trained_model(model_args, args, 30_000 if tokenizer is None else tokenizer)
-        table.add(Check("model", "ok", f"{model.num_parameters():,} parameters, {describe_architecture(model)}"))
+        where = ", with 30,000 pieces" * (tokenizer is None)
+        table.add(Check("model", "ok", f"{model.num_parameters():,} parameters{where}, {describe_architecture(model)}"))
         table.add(*check_machine(model.num_parameters(), args))
         if dataset:
             check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
