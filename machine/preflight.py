@@ -274,12 +274,12 @@ def run_preflight(*groups) -> int:
         with table.attempt("dataset"):
             tokenizer, dataset, corpus = load_data(model_args, data_args, args.do_eval)
             table.add(Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer.name_or_path}"))
-            sizes = [f"{len(split):,} for {name}" for name, split in dataset.items() if hasattr(split, "__len__")]
-            table.add(
-                Check("dataset", "ok", f"instances: {', '.join(sizes)}; made by this tokenizer, {objective.kind.name}")
-            )
-            if data_args.streaming:
-                table.add(check_stream(dataset["train"], tokenizer, data_args))
+            for name, split in dataset.items():
+                if name == "train" and data_args.streaming:
+                    table.add(check_stream(split, tokenizer, data_args))
+                else:
+                    finding = f"{len(split):,} instances for {name}, made by this tokenizer, {objective.kind.name}"
+                    table.add(Check("dataset", "ok", finding))
         # without a tokenizer one of common size, to see what the model needs
         model = make_trained_model(model_args, args, 30_000 if tokenizer is None else tokenizer)
         where = ", with 30,000 pieces" * (tokenizer is None)
