@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from arguments import TrainerArguments
 from models.build import describe_architecture
 from support.console import UserError
-from support.files import describe_file, lock_folder, make_folder, replaced_at_once
+from support.files import describe_file, lock_folder, make_folder, write_whole
 from utils import keep_signing_key
 
 logger = logging.getLogger("checkpoint")
@@ -65,7 +65,8 @@ def save_model(
     :param beside: other files by name, for people: they may edit them, and the folder still counts as complete
     """
     folder = Path(folder).absolute()
-    with replaced_at_once(folder, folder.parent, f"the model to {folder}") as (unfinished, success):
+
+    def write(unfinished: Path) -> None:
         put_back(folder.parent)
         for leftover in (*folder.parent.glob(".checkpoint-*.unfinished"), unfinished):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -86,7 +87,8 @@ def save_model(
             (unfinished / name).write_bytes(content)
         text = json.dumps({**extra, "files": files}, indent=2)
         (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")
-    return bool(success)
+
+    return write_whole(folder, write, folder.parent)
 
 
 def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:

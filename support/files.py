@@ -77,9 +77,12 @@ def write_file(path: str | Path, content: str | Callable[[BinaryIO], object]) ->
     """Write a text, or have a function write, to a file, which then exists complete or not at all; a full disk is a
     warning and False."""
     path = Path(path).absolute()
-    with replaced_at_once(path, path, str(path)) as (unfinished, success), open(unfinished, "wb") as file:
-        file.write(content.encode()) if isinstance(content, str) else content(file)
-    return bool(success)
+
+    def write(unfinished: Path) -> None:
+        with open(unfinished, "wb") as file:
+            file.write(content.encode()) if isinstance(content, str) else content(file)
+
+    return write_whole(path, write, path)
 
 
 def append_line(path: str | Path, line: str) -> None:
@@ -98,21 +101,18 @@ def append_line(path: str | Path, line: str) -> None:
         UNWRITABLE.add(path)
 
 
-@contextlib.contextmanager
-def replaced_at_once(target: Path, where: Path, what: str) -> Iterator[tuple[Path, list]]:
-    """Write a file or a folder to the path that this yields; at the end it takes the target's place, and is on disk.
+def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> bool:
+    """Have `write` write a file or a folder beside the target, whose place it takes when it is on disk.
 
     What cannot be written makes one warning, until it can be again, and what is unfinished goes.
 
     :param where: to be warned of only once
-    :param what: for the warning
-    :returns: that path, and a list that stays empty unless all was written
+    :returns: whether all was written
     """
     # one name, not a random one: what a killed process left behind is overwritten
     unfinished, replaced = (target.with_name(f".{target.name}.{why}") for why in ("unfinished", "replaced"))
-    success = []
     try:
-        yield unfinished, success
+        write(unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             flush_to_disk(path)
         if target.is_dir():  # a folder that is not empty cannot be replaced by a rename
@@ -131,13 +131,13 @@ def replaced_at_once(target: Path, where: Path, what: str) -> Iterator[tuple[Pat
             unfinished.unlink(missing_ok=True)
         if where not in UNWRITABLE:
             reason = cause if isinstance(cause, OSError) else e
-            logger.warning(f"Could not save {what}: {reason}. Will keep trying, and report when it works")
+            logger.warning(f"Could not save {target}: {reason}. Will keep trying, and report when it works")
         UNWRITABLE.add(where)
-    else:
-        success.append(True)
-        if where in UNWRITABLE:
-            UNWRITABLE.remove(where)
-            logger.info(f"Saved {what}: writing works again")
+        return False
+    if where in UNWRITABLE:
+        UNWRITABLE.remove(where)
+        logger.info(f"Saved {target}: writing works again")
+    return True
 
 
 def flush_to_disk(path: Path) -> None:
