@@ -93,8 +93,7 @@ async def explain_silence(maddr: str, timeout: float = 5.0) -> str | None:
     protocol, host, port = get_host_port(maddr)
     if port is None or is_relayed(maddr):
         return None
-    families = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
-    family = families.get(protocol, socket.AF_UNSPEC)
+    family = {"4": socket.AF_INET, "6": socket.AF_INET6}.get(protocol[-1], socket.AF_UNSPEC)  # of ip4, dns6, dns
 
     async def ask(ip: str) -> str | None:
         try:
