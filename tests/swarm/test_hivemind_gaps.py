@@ -223,7 +223,9 @@ def test_progress_is_locked_while_the_dht_is_asked():
 
 def test_steps_and_parameter_rounds_share_a_thread():
     """Note 72; the state averager's expected peers in CollaborativeOptimizer._wait_for_round."""
-    assert "ThreadPoolExecutor(max_workers=1)" in inspect.getsource(TrainingStateAverager)
+    assert "ThreadPoolExecutor(max_workers=2 if self.delta_rule_averaging else 1)" in inspect.getsource(
+        TrainingStateAverager
+    )
 
 
 def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
