@@ -4,17 +4,9 @@ import json
 
 import pytest
 from processes import LOOPBACK, make_prefix, wait_until
-from test_averaging import epochs, start_peer
-from test_swarm import TRAINER, flags, history, largest_difference, start_trainer
+from swarms import SHARED, TRAINER, epochs, flags, history, largest_difference, start_peer, start_trainer
 
 from machine.checkpoint import find_checkpoints
-
-# flags of the trainers that an auxiliary peer needs
-SHARED = (
-    *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
-    *("--matchmaking_time", "--request_timeout", "--next_chunk_timeout", "--averaging_timeout"),
-    *("--average_state_every", "--default_refresh_period"),
-)
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed

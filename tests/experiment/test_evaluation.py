@@ -14,8 +14,8 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
-from test_metrics import make_metrics, run_dhts
-from test_monitor import read_epochs, start_monitor
+from records import make_metrics, run_dhts
+from swarms import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import LOOPBACK, ROOT, Script, make_prefix, run_python, wait_until
+from processes import ROOT, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
-from test_swarm import TRAINER, flags, history, start_monitor
+from swarms import ALONE, flags, history, start_alone, start_monitor
 from transformers import AlbertForPreTraining, AutoTokenizer
 
 from arguments import ModelArguments, TrainerArguments
@@ -33,16 +33,6 @@ from models.build import describe_architecture
 from support.console import UserError
 from support.files import lock_folder
 from text.tokenizers import load_tokenizer
-
-ALONE = {
-    **TRAINER,
-    "--target_batch_size": 64,
-    "--learning_rate": 2e-3,
-    "--save_steps": 2,
-    "--save_total_limit": 3,
-    # a step of this model takes 20 ms; epochs that end faster than anybody looks would only be noise
-    "--gradient_accumulation_steps": 2,
-}
 
 # Two optimizers of one model: the state of the first, after some steps, goes through a file into the second.
 ROUND_TRIP = """
@@ -357,11 +347,6 @@ def test_a_full_disk_is_one_warning_whichever_file_it_meets(saved, small_disk, c
         shutil.rmtree(disk / "checkpoint-2")
 
 
-def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict) -> Script:
-    own = {"--experiment_prefix": prefix, "--output_dir": output_dir}
-    return start(name, "run_trainer.py", *LOOPBACK, *flags(ALONE, own, *groups))
-
-
 def kill_after_epoch(trainer: Script, tmp_path: Path, name: str, epoch: int) -> dict[int, dict]:
     """kill -9 of the whole peer once it has passed an epoch; its history."""
     wait_until(lambda: max(history(tmp_path, name), default=0) >= epoch, 90, f"epoch {epoch} of {name}")
@@ -450,7 +435,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
 def test_all_dead_and_one_back(start, tmp_path, tiny_data):
     """Two peers, both killed; one comes back and goes on alone; the other follows and takes over what it missed."""
     prefix, names = make_prefix(), ["first", "second"]
-    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     own = {
         **tiny_data,
         "--initial_peers": peers,
@@ -501,7 +486,8 @@ def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
     _, peers = start_monitor(
         start,
         prefix,
-        *flags(shared, {"--output_dir": tmp_path / "monitor", "--report_to": "none", "--refresh_period": 0.5}),
+        tmp_path / "monitor",
+        *flags(shared, {"--report_to": "none"}),
         *("--store_checkpoints", "--save_checkpoint_step_interval", 4),
     )
     own = {**tiny_data, "--target_batch_size": 256}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
-from test_swarm import TRAINER, flags, largest_difference, start_trainer
+from swarms import TRAINER, flags, largest_difference, start_trainer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from bad_donor import KINDS
 from processes import ROOT, make_prefix, wait_until
+from swarms import epochs, start_peer
 
 from swarm.rounds import drop_small_shares
 
@@ -40,23 +41,6 @@ with clean_end():
         print(json.dumps(facts), flush=True)
     shut_down(dht, optimizer)
 """
-
-
-def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):
-    initial_peers = ["--initial_peers", *sum((other.json_lines()[0]["maddrs"] for other in others), [])]
-    peer = start(
-        name,
-        "tests/gradient_peer.py",
-        *("--experiment_prefix", prefix, "--gradient", gradient, "--batch_size", batch_size),
-        *(initial_peers if others else ()),
-        *flags,
-    )
-    peer.wait_for('"maddrs"')
-    return peer
-
-
-def epochs(peer) -> dict[int, dict]:
-    return {line["epoch"]: line for line in peer.json_lines() if "epoch" in line}
 
 
 def joint_epochs(a, b) -> list[int]:

@@ -14,7 +14,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 from processes import ROOT, make_prefix, wait_until
-from test_faults import Swarm
+from swarms import Swarm
 
 from swarm.line import PAYLOAD_SHARE, Line
 from swarm.matchmaking import PromptMatchmaking

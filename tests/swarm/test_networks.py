@@ -9,8 +9,7 @@ from pathlib import Path
 import netlab
 import pytest
 from processes import Script, make_prefix, wait_until
-from test_aux_peer import SHARED
-from test_swarm import TRAINER, flags, history
+from swarms import SHARED, TRAINER, flags, history
 
 STATUS_PORT = 8080
 # epochs long enough for a newcomer to see the others before it has stepped alone

@@ -2,12 +2,11 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from processes import LOOPBACK, Script, make_prefix, wait_until
-from safetensors.torch import load_file
+from processes import LOOPBACK, make_prefix, wait_until
+from swarms import TRAINER, flags, history, largest_difference, start_monitor, start_trainer
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments
@@ -18,57 +17,6 @@ from machine.training import evaluate, move_batch
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 
-# a small ALBERT, and rounds that start at once when all are there
-TRAINER = {
-    "--config_path": "configs/demo.json",
-    "--optim": "adamw",
-    "--learning_rate": 2e-3,
-    "--warmup_steps": 5,
-    "--total_steps": 100,
-    "--target_batch_size": 384,
-    # what 16 bits round off differs from peer to peer, by 5e-6 in weights between two averagings of parameters
-    "--compression": "none",
-    "--per_device_train_batch_size": 16,
-    "--gradient_accumulation_steps": 1,
-    "--matchmaking_time": 3,
-    "--request_timeout": 1.5,
-    "--next_chunk_timeout": 8,
-    "--averaging_timeout": 20,
-    # epochs are so short here that parameters are not averaged at the last one if they are at each
-    "--average_state_every": 4,
-    "--default_refresh_period": 0.5,
-    "--dataloader_num_workers": 0,
-}
-
-
-def flags(*groups: dict) -> list:
-    merged = {name: value for group in groups for name, value in group.items()}
-    return sum(([name, *(value if isinstance(value, list) else [value])] for name, value in merged.items()), [])
-
-
-def start_monitor(start, prefix: str, *more, **options) -> tuple[Script, str]:
-    """The monitor and the address that it prints for others."""
-    monitor = start("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, *more, **options)
-    return monitor, monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
-
-
-def start_trainer(start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict, **options) -> Script:
-    own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
-    return start(name, "run_trainer.py", *LOOPBACK, *flags(TRAINER, own, *groups), **options)
-
-
-def history(tmp_path: Path, name: str) -> dict[int, dict]:
-    """What a trainer has written of its epochs."""
-    path = tmp_path / name / "history.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return {line["epoch"]: line for line in (json.loads(text) for text in lines if text.endswith("\n"))}
-
-
-def largest_difference(tmp_path: Path, *names: str) -> float:
-    """Between any weight of the first trainer's model and the same one of another's."""
-    first, *others = [load_file(tmp_path / name / "model" / "model.safetensors") for name in names]
-    return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
-
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
@@ -76,8 +24,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
         make_prefix(),
         {**tiny_data, "--max_steps": 32, "--target_group_size": 3, "--target_batch_size": 1024},
     )
-    where = ["--refresh_period", 0.5, "--output_dir", tmp_path / "monitor", "--report_to", "none"]
-    monitor, peers = start_monitor(start, prefix, *where, is_real=True)
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
     names = ["first", "second", "third"]
     trainers = [
         start_trainer(start, tmp_path, name, prefix, peers, together, is_real=name == "first") for name in names[:2]
@@ -130,7 +77,7 @@ def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
     pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 32}
     pairs["--average_state_every"] = 1
     prefix = make_prefix()
-    monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     names = ["a", "b", "c", "d"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, pairs) for name in names]
     for trainer in trainers:
@@ -152,7 +99,7 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
         "--do_eval": [],
     }
     prefix = make_prefix()
-    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, curve) for name in ("first", "second")]
     for trainer in trainers:
         trainer.assert_clean_end(180)
@@ -197,7 +144,7 @@ def test_lean_albert_learns_in_a_swarm(start, tmp_path, tiny_data):
         "--sequence_length_warmup_steps": 6,
     }
     prefix = make_prefix()
-    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     trainers = [
         start_trainer(start, tmp_path, "first", prefix, peers, lean, {"--gradient_checkpointing": []}),
         start_trainer(start, tmp_path, "second", prefix, peers, lean, {"--do_eval": []}),
