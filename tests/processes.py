@@ -76,6 +76,7 @@ class ForkServer:
     # what nothing reads while it is imported; a program whose environment differs in more starts by itself
     LATE_VARIABLES = re.compile(
         "CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
+        "|_TORCHINDUCTOR_.*"  # which torch sets when it compiles
     )
 
     def __init__(self):

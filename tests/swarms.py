@@ -67,9 +67,13 @@ def read_epochs(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def start_trainer(start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict, **options) -> Script:
+def start_trainer(
+    start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict, pace: float | None = None, **options
+) -> Script:
+    """:param pace: seconds that each batch takes, at little work for the processor"""
     own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
-    return start(name, "run_trainer.py", *LOOPBACK, *flags(TRAINER, own, *groups), **options)
+    script = ["run_trainer.py"] if pace is None else ["benchmarks/paced_trainer.py", pace]
+    return start(name, *script, *LOOPBACK, *flags(TRAINER, own, *groups), **options)
 
 
 def history(tmp_path: Path, name: str) -> dict[int, dict]:
@@ -94,8 +98,8 @@ def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):
     initial_peers = ["--initial_peers", *sum((other.json_lines()[0]["maddrs"] for other in others), [])]
     peer = start(
         name,
-        "tests/gradient_peer.py",
-        *("--experiment_prefix", prefix, "--gradient", gradient, "--batch_size", batch_size),
+        *("-m", "tests.programs.gradient_peer", "--experiment_prefix", prefix),
+        *("--gradient", gradient, "--batch_size", batch_size),
         *(initial_peers if others else ()),
         *flags,
     )

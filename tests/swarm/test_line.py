@@ -151,7 +151,7 @@ def test_a_slow_line_sends_less_and_loses_nothing(start):
         own = ["--experiment_prefix", prefix, "--gradient", gradient, "--batch_size", 16, "--step_seconds", 1]
         own += ["--target_batch_size", 144, "--group_size", 3, "--numbers", 2_000_000, "--mbits", mbits]
         own += ["--averaging_timeout", 60, "--others", 2, *(["--initial_peers", *addresses] if addresses else [])]
-        peers[name] = start(name, "tests/gradient_peer.py", *own)
+        peers[name] = start(name, "-m", "tests.programs.gradient_peer", *own)
         if not addresses:
             addresses = json.loads(peers[name].wait_for(r'\{"maddrs".*\}').group(0))["maddrs"]
 

@@ -117,37 +117,10 @@ def test_data_seed_is_the_same_in_every_process():
     assert int(seeds[0]) == int.from_bytes(hashlib.sha256(b"42:12D3KooW").digest()[:8], "big") // 2
 
 
-INTERRUPTED = """
-import signal, sys
-from experiment import data
-from arguments import DataArguments
-from datasets import load_from_disk
-from transformers import AlbertTokenizer
-special = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
-tokenizer = AlbertTokenizer(vocab=[(t, 0.0) for t in [*special, *(f"▁word{number}" for number in range(195))]])
-signals = []
-is_patient = sys.argv[2] == "finish"  # a trainer that notes the signal and finishes its step
-# set in any case: a shell that starts tests in the background has them ignore it
-signal.signal(signal.SIGINT, (lambda number, _: signals.append(number)) if is_patient else signal.default_int_handler)
-options = dict(batch_size=8, seed=1, num_workers=2)
-batches = iter(data.make_train_batches(load_from_disk(sys.argv[1]), tokenizer, DataArguments(), **options))
-next(batches)
-try:
-    print("ready", flush=True)
-    while not signals:
-        next(batches)
-    for _ in range(50):
-        next(batches)
-except KeyboardInterrupt:
-    pass
-print("ended well", flush=True)
-"""
-
-
 @pytest.mark.parametrize("way", ["finish", "at once"])
 def test_workers_outlive_ctrl_c_until_the_trainer_ends(start, dataset, tmp_path, way):
     dataset.save_to_disk(str(tmp_path / "dataset"))
-    script = start("script", "-c", INTERRUPTED, tmp_path / "dataset", way)
+    script = start("script", "-m", "tests.programs.interrupted_batches", tmp_path / "dataset", way)
     script.wait_for("ready")
     script.interrupt()
     script.assert_clean_end()
