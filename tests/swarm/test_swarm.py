@@ -20,28 +20,24 @@ from text.tokenizers import load_tokenizer
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
-    prefix, together = (
-        make_prefix(),
-        {**tiny_data, "--max_steps": 32, "--target_group_size": 3, "--target_batch_size": 1024},
-    )
+    prefix, epochs = make_prefix(), 20
+    together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3}
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
     names = ["first", "second", "third"]
-    trainers = [
-        start_trainer(start, tmp_path, name, prefix, peers, together, is_real=name == "first") for name in names[:2]
-    ]
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.1) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
-    trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together))
+    trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together, pace=0.1))
     trainers[-1].wait_for("first contribution", 120)
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
-    assert "target_batch_size: the run has 1024, you have 64" in stranger.text
+    assert "target_batch_size: the run has 384, you have 64" in stranger.text
     wait_until(lambda: not stranger.left_processes(), 5, "no process left")
     for trainer in trainers:
         trainer.assert_clean_end(120)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in names]
 
     # the same epoch, the same weights
-    assert [summary["epoch"] for summary in summaries] == [32, 32, 32]
+    assert [summary["epoch"] for summary in summaries] == [epochs] * 3
     assert largest_difference(tmp_path, *names) < 1e-6
 
     # the third began where the others were, not at zero, and went on from their weights: its first loss shows it
@@ -63,7 +59,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     monitor.interrupt()
     monitor.assert_clean_end()
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["epoch"] == 32
+    assert lines[-1]["epoch"] == epochs
     assert max(line["alive_peers"] for line in lines) == 3
     assert lines[-1]["loss"] < lines[0]["loss"]
     seen = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
@@ -96,6 +92,7 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
         "--target_batch_size": batch_size,
         "--max_steps": epochs,
         "--target_group_size": 2,
+        "--per_device_train_batch_size": 32,
         "--do_eval": [],
     }
     prefix = make_prefix()
@@ -113,11 +110,11 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     model, device = make_model(ModelArguments(config_path="configs/demo.json"), len(tokenizer)), torch.device("cpu")
     optimizer = make_local_optimizer(options, make_param_groups(model))
     scheduler = make_scheduler(options, optimizer)
-    batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1))
+    batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=32, seed=1))
     for _ in range(epochs):
         optimizer.zero_grad()
-        for _ in range(batch_size // 16):
-            (model(**move_batch(next(batches), device))["loss"] * 16 / batch_size).backward()
+        for _ in range(batch_size // 32):
+            (model(**move_batch(next(batches), device))["loss"] * 32 / batch_size).backward()
         optimizer.step()
         scheduler.step()
     validation = make_eval_batches(dataset["validation"], tokenizer, DataArguments(), batch_size=32)
