@@ -136,7 +136,8 @@ def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
     assert read(tmp_path / "out" / "summary.json")["samples"] % (2 * step) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_torchrun_and_its_end(tmp_path, start, data, number):
     """torchrun tells its processes, waits for them, and says itself that it was stopped."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

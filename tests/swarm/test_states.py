@@ -101,7 +101,7 @@ def test_who_is_one_step_behind_makes_it_with_the_gradients_of_the_others(start)
     """Both begin with the same state, of epoch 0; one of them is there when the other has stepped."""
     prefix = make_prefix()
     common = ["--experiment_prefix", prefix, "--target_batch_size", 128]
-    slow = ["--gradient", 1, "--batch_size", 128, "--step_seconds", 25]  # longer than another peer starts
+    slow = ["--gradient", 1, "--batch_size", 128, "--step_seconds", 15]  # longer than another peer starts
     first = start("first", "-m", "tests.programs.gradient_peer", *common, *slow)
     maddrs = json.loads(first.wait_for(r'\{"maddrs".*\}').group(0))["maddrs"]
     first.wait_for('"epoch": 1')
