@@ -28,6 +28,8 @@ TRAINER = {
     "--average_state_every": 4,
     "--default_refresh_period": 0.5,
     "--dataloader_num_workers": 0,
+    # or each measures it for seconds, in which loopback takes both cores
+    "--bandwidth": 1000,
 }
 
 # of a peer that needs nobody
@@ -45,7 +47,7 @@ ALONE = {
 SHARED = (
     *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
     *("--matchmaking_time", "--request_timeout", "--next_chunk_timeout", "--averaging_timeout"),
-    *("--average_state_every", "--default_refresh_period"),
+    *("--average_state_every", "--default_refresh_period", "--bandwidth"),
 )
 
 
@@ -133,6 +135,8 @@ class Swarm:
     def __init__(self, start, tmp_path: Path, settings: dict, net: netlab.Net | None = None):
         self.start, self.tmp_path, self.net = start, tmp_path, net
         self.settings = {**PACED, **settings, "--experiment_prefix": make_prefix()}
+        if net:
+            del self.settings["--bandwidth"]
         self.trainers: dict[str, Script] = {}
         self.pace = PACE  # seconds of a batch
 

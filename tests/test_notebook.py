@@ -22,7 +22,7 @@ SWARM = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "2e-3", "--warmup_steps", "5"),
     *("--total_steps", "2000", "--target_batch_size", "1024", "--matchmaking_time", "3", "--request_timeout", "1.5"),
     *("--averaging_timeout", "20", "--average_state_every", "4", "--default_refresh_period", "0.5"),
-    *("--dataloader_num_workers", "0"),
+    *("--dataloader_num_workers", "0", "--bandwidth", "1000"),
 ]
 
 

@@ -44,6 +44,7 @@ TRAINER = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
     *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
     *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "0", *LOOPBACK),
+    *("--bandwidth", "1000"),
 ]
 
 

@@ -29,6 +29,7 @@ TINY = [
     *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "8"),
     *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--matchmaking_time", "2"),
     *("--request_timeout", "1", "--averaging_timeout", "30", *LOOPBACK),
+    *("--bandwidth", "1000"),
 ]
 
 
