@@ -1,6 +1,7 @@
 """Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
 
 import lzma
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -25,6 +26,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # a shell that starts tests in the background has them, and all that they start, ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
 
 

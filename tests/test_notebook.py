@@ -11,6 +11,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import psutil
+import pytest
 from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
@@ -58,6 +59,7 @@ def text_of(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 
+@pytest.mark.slow
 def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_data, monkeypatch):
     prefix, output_dir = make_prefix(), tmp_path / "notebook"
     hosted = tmp_path / "hosted"
