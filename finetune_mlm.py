@@ -235,10 +235,8 @@ def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> 
         inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
         # not char_to_token, which knows one token for a character: where a word begins with the pieces "▁" and "а",
         # both have the place of the letter
-        text_of, (begins, ends) = (
-            np.array(encoded.sequence_ids(0), dtype=float),
-            np.array(encoded.encodings[0].offsets).T,
-        )
+        text_of = np.array(encoded.sequence_ids(0), dtype=float)  # nan: of none
+        begins, ends = np.array(encoded.encodings[0].offsets).T
         spans = []
         for places in example.spans:
             found = [(text_of == text) & (begins < end) & (ends > start) for text, start, end in places]

@@ -54,17 +54,11 @@ class DataCollator:
             flat["sentence_order_label"] = np.array([int(instance["sentence_order_label"]) for instance in instances])
         return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed), longest))
 
-    def collate(
-        self,
-        flat: dict[str, np.ndarray],
-        lengths: np.ndarray,
-        generator: np.random.Generator,
-        longest: float = math.inf,
-    ) -> dict[str, np.ndarray]:
-        """The batch of rows whose columns are joined end to end; see `add_labels` and `pad`."""
+    def collate(self, flat: dict, lengths: np.ndarray, generator: np.random.Generator, longest: float) -> dict:
+        """The batch, as arrays, of rows whose columns are joined end to end; see `add_labels` and `pad`."""
         return self.pad(self.add_labels(flat, lengths, generator), lengths, longest)
 
-    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray, longest: float = math.inf) -> dict[str, np.ndarray]:
+    def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray, longest: float) -> dict[str, np.ndarray]:
         """Arrays [rows, width] of int64; width is the longest row's length, rounded up to pad_to_multiple_of.
 
         :param longest: but no more than this: a model may have no position for it

@@ -158,7 +158,7 @@ def tokenize_for_trainer(
         seed=seed,
         num_proc=min(8, os.cpu_count() or 1),
     )
-    facts = [kind.name, options.seq_length, options.seed, options.language, options.sentence_splitter]
+    facts = [kind.name, options.seq_length, seed, args.language, args.sentence_splitter]
     digest = hashlib.sha256(json.dumps([*facts, tokenizer_fingerprint(tokenizer)]).encode())
     for name, documents in splits.items():
         digest.update(f"{name} {len(documents)}".encode())
