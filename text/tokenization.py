@@ -70,10 +70,8 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
     if not fitting:
         fitting = [min(shuffled, key=sizes.__getitem__)]
     held_out = set(fitting[: min(max(1, round(fraction * len(documents))), len(documents) - 1)])
-    splits = {"train": [], "validation": []}
-    for index, document in enumerate(documents):
-        splits["validation" if index in held_out else "train"].append(document)
-    return splits
+    train = [document for index, document in enumerate(documents) if index not in held_out]
+    return {"train": train, "validation": [documents[index] for index in sorted(held_out)]}
 
 
 class ChunkEncoder:
