@@ -36,11 +36,7 @@ logger = logging.getLogger("fetch")
 PATIENCE = 60.0  # seconds without a byte, over all tries, before a start gives up
 
 
-class FetchError(Exception):
-    """One line for the user: what is wrong, and the cure."""
-
-
-class NoRoomError(FetchError):
+class NoRoomError(UserError):
     """The disk of the cache is full."""
 
 
@@ -80,15 +76,12 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedD
         if sha256:
             raise UserError(f"--dataset_sha256 is for an archive, and {path} is not one: omit it")
         return FetchedDataset(Path(path))
-    try:
-        found = fetch(path, sha256, cache_dir)
-        if found.is_dir():
-            return FetchedDataset(*locate_dataset(found))
-        common, *shards = read_index(found, path)
-        dataset, tokenizer = locate_dataset(fetch(common.source, common.sha256, cache_dir))
-        return FetchedDataset(dataset, tokenizer, shards, cache_dir)
-    except FetchError as e:
-        raise UserError(str(e)) from e
+    found = fetch(path, sha256, cache_dir)
+    if found.is_dir():
+        return FetchedDataset(*locate_dataset(found))
+    common, *shards = read_index(found, path)
+    dataset, tokenizer = locate_dataset(fetch(common.source, common.sha256, cache_dir))
+    return FetchedDataset(dataset, tokenizer, shards, cache_dir)
 
 
 def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PATIENCE, is_shown: bool = True) -> Path:
@@ -96,7 +89,7 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
 
     :param patience: seconds without a byte, over all tries, before it gives up
     :param is_shown: whether progress is shown
-    :raises FetchError: it cannot be had, is not what sha256 says, or cannot be unpacked
+    :raises UserError: it cannot be had, is not what sha256 says, or cannot be unpacked
     """
     sha256 = sha256.lower() if sha256 else None
     folder = cache_dir / make_name(source, sha256)
@@ -122,7 +115,7 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
                     index.with_suffix(".unfinished").replace(index)
                 else:
                     unpack(file, source, folder)
-            except FetchError:
+            except UserError:
                 discard(partial)
                 raise
             discard(partial)
@@ -133,7 +126,7 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
                 f"no room for {source} in {cache_dir}: free some, or give another --dataset_cache_dir; the same "
                 "command continues from there"
             ) from e
-        raise FetchError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
+        raise UserError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
 
 
 def find_fetched(folder: Path, index: Path, source: str) -> Path | None:
@@ -200,7 +193,7 @@ def evict_oldest(shards: list[Shard], cache_dir: Path) -> bool:
 def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
     """Fetch url to the file `partial`, from where an earlier try, or an earlier process, was cut off.
 
-    :raises FetchError: it cannot be had; what has come so far is kept
+    :raises UserError: it cannot be had; what has come so far is kept
     """
     facts_file = partial.with_suffix(".part.json")
     while True:
@@ -223,11 +216,11 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
         except HttpError as e:
             size = file_size(partial)
             resume = f". The same command continues from {format_bytes(size)}" if size else ""
-            raise FetchError(f"{url}: {e}{resume}") from e
+            raise UserError(f"{url}: {e}{resume}") from e
         if file_size(partial):
             return
         discard(partial)
-        raise FetchError(f"{url} is empty: check the address")
+        raise UserError(f"{url} is empty: check the address")
 
 
 def copy_rest(source: HttpFile, partial: Path, is_shown: bool) -> None:
@@ -265,7 +258,7 @@ def check_sha256(file: Path, source: str, sha256: str | None) -> None:
     if sha256 is None:
         logger.info(f"{source} has sha256 {found}: with --dataset_sha256 you are sure of what you get")
     elif found != sha256:
-        raise FetchError(
+        raise UserError(
             f"{source} has sha256 {found}, not {sha256}, and is not used: compare with what its publisher says, "
             "then try again"
         )
@@ -274,7 +267,7 @@ def check_sha256(file: Path, source: str, sha256: str | None) -> None:
 def read_index(file: Path, source: str) -> list[Shard]:
     """The archives that an index lists, the common one first; they lie beside the index, wherever that came from.
 
-    :raises FetchError: it is no such index
+    :raises UserError: it is no such index
     """
     shards = []
     try:
@@ -286,11 +279,11 @@ def read_index(file: Path, source: str) -> list[Shard]:
             place = urllib.parse.urljoin(source, name) if is_url(source) else str(Path(source).parent / name)
             shards.append(Shard(place, entry["sha256"]))
     except (ValueError, KeyError, TypeError) as e:
-        raise FetchError(
+        raise UserError(
             f"{source} is not an index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
         ) from e
     if len(shards) < 2:
-        raise FetchError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
+        raise UserError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
     return shards
 
 
@@ -299,7 +292,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
 
     It may hold files and folders only: no links, whose targets could lie anywhere, and no devices.
 
-    :raises FetchError: it is damaged, holds anything else, or no dataset
+    :raises UserError: it is damaged, holds anything else, or no dataset
     """
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
@@ -311,7 +304,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
             for member in archive:
                 path = PurePosixPath(member.name)
                 if not (member.isreg() or member.isdir()) or path.is_absolute() or ".." in path.parts:
-                    raise FetchError(
+                    raise UserError(
                         f"{source} holds {member.name!r}, which is a link, a device or outside its folder, and is not "
                         "used: whoever packed it should pack plain files (tokenize_wikitext103.py --archive does)"
                     )
@@ -324,7 +317,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
         with open(file, "rb") as opened:
             begin = opened.read(16)
         reason = f"{str(e).splitlines()[0]}; it begins with {begin!r}"
-        raise FetchError(
+        raise UserError(
             f"{source} is damaged, or not a .tar, .tar.gz or index: fetch or pack it again ({reason})"
         ) from e
     finally:
@@ -336,5 +329,5 @@ def locate_dataset(folder: Path, source: str | None = None) -> tuple[Path, Path 
     corpora, tokenizers = (sorted(folder.rglob(name)) for name in ("corpus.json", "tokenizer_config.json"))
     if len(corpora) != 1:
         number = "more than one dataset" if corpora else "no dataset"
-        raise FetchError(f"{source or folder} holds {number}: make it with python tokenize_wikitext103.py --archive")
+        raise UserError(f"{source or folder} holds {number}: make it with python tokenize_wikitext103.py --archive")
     return corpora[0].parent, tokenizers[0].parent if len(tokenizers) == 1 else None
