@@ -88,9 +88,10 @@ class HttpFile(io.RawIOBase):
         request = urllib.request.Request(self.url, headers={"User-Agent": "collaborative-training"})
         if self.position:
             request.add_header("Range", f"bytes={self.position}-")
-            # a weak ETag means "much the same", which is not enough to continue a file
-            etag = self.facts.get("etag") or "W/"
-            if validator := self.facts.get("last_modified") if etag.startswith("W/") else etag:
+            etag = self.facts.get("etag")
+            # a weak one means "much the same", which is not enough to continue a file
+            is_strong = etag and not etag.startswith("W/")
+            if validator := etag if is_strong else self.facts.get("last_modified"):
                 request.add_header("If-Range", validator)
         self.response = urllib.request.urlopen(request, timeout=STALL_SECONDS)
         headers = self.response.headers
