@@ -370,7 +370,7 @@ class DataArguments:
     sources: str = flag(
         "configs/sources.json",
         "With --streaming: JSON list of what to read and in which proportion: Hub datasets, JSON lines, text, parquet, "
-        "local or http(s). text/streams.py explains each field. All trainers should use the same.",
+        "local or http(s). docs/data.md explains each field. All trainers should use the same.",
     )
     language: str = flag(
         "english",
