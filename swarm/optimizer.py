@@ -178,6 +178,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return None
         return super().step(closure, batch_size, grad_scaler)
 
+    def shutdown(self) -> None:
+        # hivemind cancels once more a round that has failed and was cancelled, which raises
+        self.scheduled_grads, self.scheduled_state = (
+            None if control is None or control.done() else control
+            for control in (self.scheduled_grads, self.scheduled_state)
+        )
+        super().shutdown()
+
     def seconds_to_next_step(self, at_most: float) -> float:
         """How long an auxiliary peer may do nothing: it has to be there when the trainers' epoch is about to end."""
         return min(at_most, max(0.05, self.tracker.estimated_next_update_time - self.matchmaking_time - get_dht_time()))

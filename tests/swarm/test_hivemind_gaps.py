@@ -7,6 +7,7 @@ import json
 import hivemind
 import pytest
 from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.averaging.control import StepControl
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.optim.progress_tracker import ProgressTracker
@@ -221,3 +222,9 @@ def test_iterators_of_the_standard_library_are_not_recognised_in_requests():
     from collections.abc import AsyncIterator
 
     assert hivemind.p2p.ServicerBase._strip_iterator_hint(AsyncIterator[int]) == (AsyncIterator[int], False)
+
+
+def test_a_round_that_is_cancelled_twice_raises():
+    """CollaborativeOptimizer.shutdown: Ctrl-C after a failed round ended with a traceback, and wrote no model."""
+    assert "self._cancel.set_result(None)" in inspect.getsource(StepControl.cancel)
+    assert "done()" not in inspect.getsource(StepControl.cancel)
