@@ -902,8 +902,11 @@ def make_repo_id(text: str) -> str:
     return repo_id
 
 
-#: of run_trainer.py, in the order in which its functions take them
-TRAINER_ARGS = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
+#: of the scripts, in the order in which their functions take them
+SHARED_ARGS = (ModelArguments, OptimizerArguments, AveragingArguments)
+TRAINER_ARGS = (SwarmArguments, *SHARED_ARGS, DataArguments, TrainerArguments)
+MONITOR_ARGS = (SwarmArguments, MonitorArguments, ArchiveArguments, *SHARED_ARGS)
+AUX_PEER_ARGS = (SwarmArguments, AuxPeerArguments, ArchiveArguments, *SHARED_ARGS)
 
 
 def parse_arguments(*groups: type, description: str | None = None) -> tuple:

@@ -46,19 +46,9 @@ from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import StatusServer
-from utils import (
-    RECENT_EPOCHS,
-    Evaluation,
-    LocalMetrics,
-    RunContract,
-    compute_seconds,
-    describe_evaluation,
-    format_progress,
-    format_samples,
-    measure_progress,
-    perplexity,
-)
+from utils import Evaluation, LocalMetrics, RunContract, compute_seconds, describe_evaluation, perplexity
 from viewing.dashboards import finish_dashboard, report_to_dashboard, start_trainer_dashboard
+from viewing.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
 
 logger = logging.getLogger("trainer")
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from arguments import ReportArguments, TrainerArguments
-from support.console import UserError
+from support.console import UserError, first_line
 
 logger = logging.getLogger("dashboards")
 
@@ -39,22 +39,22 @@ def make_run_name(prefix: str) -> str:
     return f"{prefix}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
+def select_public(config: dict) -> dict:
+    return {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
+
+
 def start_trackio(prefix: str, run_name: str, config: dict):
-    """The module trackio with a run started or continued, or None: no dashboard."""
+    """The module trackio with a run started or continued, or None: no dashboard.
+
+    :param config: the command line's arguments, of which it shows those that are not PRIVATE beside the curves
+    """
     try:
         import trackio
 
         # to a local SQLite file: no server, no account; it greets with colour codes and two commands of its own
         with contextlib.redirect_stdout(io.StringIO()):
-            trackio.init(
-                prefix,
-                name=run_name,
-                resume="allow",
-                config=config,
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
+            options = dict(resume="allow", embed=False, auto_log_cpu=False, auto_log_gpu=False)
+            trackio.init(prefix, name=run_name, config=select_public(config), **options)
     except (ImportError, *DASHBOARD_ERRORS) as e:
         logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are still written")
         return None
@@ -66,7 +66,7 @@ def start_trackio(prefix: str, run_name: str, config: dict):
 
 
 def start_wandb(project: str, run_name: str, config: dict):
-    """The module wandb with a run started or continued, or None: no dashboard.
+    """Like start_trackio, for the module wandb.
 
     Sends the config and what is logged: no host name, no command line, no console output, which holds addresses.
     """
@@ -98,10 +98,10 @@ def start_wandb(project: str, run_name: str, config: dict):
         )
         # the name, without the characters that an id may not have: the same run after a restart
         run_id = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_name)[-64:]
-        run = wandb.init(project=project, id=run_id, name=run_name, resume="allow", config=config, settings=settings)
+        options = dict(resume="allow", config=select_public(config), settings=settings)
+        run = wandb.init(project=project, id=run_id, name=run_name, **options)
     except (wandb.Error, *DASHBOARD_ERRORS) as e:
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        logger.warning(f"No dashboard: wandb failed ({reason}). WANDB_MODE=offline records for a later upload")
+        logger.warning(f"No dashboard: wandb failed ({first_line(e)}). WANDB_MODE=offline records for a later upload")
         wandb.teardown()
         return None
     logger.info(f"Dashboard: {run.url or f'wandb sync {Path(run.dir).parent}'}")
@@ -129,12 +129,7 @@ def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, i
         if is_resumed and path.exists():
             run_name = path.read_text(encoding="utf-8").strip()
         path.write_text(run_name, encoding="utf-8")
-    return start_wandb(project, run_name, {name: value for name, value in config.items() if not name.endswith(PRIVATE)})
-
-
-def group_metrics(values: dict) -> dict:
-    """Those metrics that dashboards show, by the names they have there."""
-    return {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
+    return start_wandb(project, run_name, config)
 
 
 def report_to_dashboard(dashboard, values: dict, contributors: Sequence[dict] = ()):
@@ -145,13 +140,12 @@ def report_to_dashboard(dashboard, values: dict, contributors: Sequence[dict] = 
     """
     if dashboard is None:
         return None
+    shown = {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
     try:
-        table = {}
         if contributors:
-            table["contributors"] = dashboard.Table(
-                columns=list(contributors[0]), data=[list(row.values()) for row in contributors]
-            )
-        dashboard.log(group_metrics(values) | table, step=values["epoch"])
+            rows = [list(row.values()) for row in contributors]
+            shown["contributors"] = dashboard.Table(columns=list(contributors[0]), data=rows)
+        dashboard.log(shown, step=values["epoch"])
     except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
         logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
         return None

@@ -22,39 +22,35 @@ class History(list):
         super().__init__()
         #: epoch, loss, perplexity, accuracy of each, oldest first
         self.validation: list[dict] = []
-        # one epoch in `stride` is kept for good, `added` counts all
-        self.stride, self.added = 1, 0
+        #: epochs of which the first one is kept for good
+        self.stride = 1
 
     def add(self, entry: dict) -> None:
         """Append an epoch; those beyond it are of an earlier run with the same name, and are forgotten. A second
         line on the newest epoch takes the place of the first."""
-        if self and self[-1]["epoch"] == entry["epoch"] and not entry.get("begins_anew"):
-            self[-1] = entry
-            self.add_validation(entry)
-            return
         if self and self[-1]["epoch"] >= entry["epoch"]:
             self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
-        self.add_validation(entry)
-        if self and (self.added - 1) % self.stride:
-            self.pop()
-        self.append(entry)
-        self.added += 1
-        if len(self) > MAX_POINTS:
-            self.stride *= 2
-            # every second of those kept for good, and the newest in any case
-            self[:] = self[::2] + self[-1:] * (len(self) % 2 == 0)
-
-    def add_validation(self, entry: dict) -> None:
         if "validation_loss" in entry:
             names = ("epoch", "loss", "perplexity", "accuracy")
             self.validation.append({name: entry[f"validation_{name}"] for name in names})
-        if len(self.validation) > MAX_POINTS:
-            self.validation[:] = self.validation[::2]
+            if len(self.validation) > MAX_POINTS:
+                self.validation[:] = self.validation[::2]
+        if len(self) > 1 and self.find_stretch(self[-1]) == self.find_stretch(self[-2]):
+            self.pop()
+        if len(self) == MAX_POINTS:
+            self.stride *= 2
+            first = {self.find_stretch(entry): entry for entry in reversed(self)}
+            self[:] = reversed(first.values())
+        self.append(entry)
+
+    def find_stretch(self, entry: dict) -> int:
+        return (entry["epoch"] - self[0]["epoch"]) // self.stride
 
     def forget_from(self, epoch: int) -> None:
         self.validation[:] = [values for values in self.validation if values["epoch"] < epoch]
         self[:] = [entry for entry in self if entry["epoch"] < epoch]
-        self.stride, self.added = (self.stride, (len(self) - 1) * self.stride + 1) if self else (1, 0)
+        if not self:
+            self.stride = 1
 
 
 def load_history(path: Path, prefix: str) -> History:

@@ -13,6 +13,7 @@ from pathlib import Path
 import huggingface_hub
 
 from machine.checkpoint import find_checkpoints
+from support.console import UserError
 from support.files import write_file
 
 logger = logging.getLogger("hub")
@@ -29,6 +30,8 @@ class Publisher:
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
+        if find_token() is None:
+            raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
         self.repo_id, self.interval, self.folder = repo_id, interval, folder
         self.record = folder / "uploaded.json"
         self.thread = self.last_failure = None

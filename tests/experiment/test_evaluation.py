@@ -26,18 +26,10 @@ from support.console import format_duration
 from swarm.progress import ProgressTracker
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
-from utils import (
-    LocalMetrics,
-    find_evaluation,
-    find_final_epoch,
-    format_progress,
-    format_samples,
-    make_validators,
-    measure_progress,
-    perplexity,
-)
+from utils import LocalMetrics, find_evaluation, make_validators, perplexity
 from viewing.curves import draw_learning_curve
 from viewing.history import History
+from viewing.progress import find_final_epoch, format_progress, format_samples, measure_progress
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [
@@ -158,7 +150,7 @@ def test_history_and_curve_have_evaluations(tmp_path):
         if epoch % 10 == 0:  # comes late, for the epoch before
             late = {"epoch": epoch - 1, "loss": 7 / epoch**0.2, "perplexity": 2.0, "accuracy": 0.5}
             history.add(values | {f"validation_{name}": value for name, value in late.items()})
-    assert [entry["epoch"] for entry in history] == list(range(1, 41)) and history.added == 40
+    assert [entry["epoch"] for entry in history] == list(range(1, 41))
     assert [values["epoch"] for values in history.validation] == [9, 19, 29, 39]
     assert draw_learning_curve(history, "run", tmp_path / "curve.png")
     picture = matplotlib.image.imread(tmp_path / "curve.png")
