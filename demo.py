@@ -27,6 +27,8 @@ import threading
 import time
 from pathlib import Path
 
+from support.files import read_json_lines
+
 ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
@@ -170,13 +172,6 @@ def wrap_command(command: str) -> str:
     return " \\\n".join(f"  {line}" for line in lines)
 
 
-def read_json_lines(path: Path) -> list[dict]:
-    """The complete lines of a file that somebody may be writing, or may not have begun."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
@@ -222,7 +217,7 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
         while not all([scripts.has_ended(name) for name in TRAINERS]):
             if scripts.has_ended("monitor"):
                 raise DemoFailed(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
-            metrics = read_json_lines(metrics_file)
+            metrics = list(read_json_lines(metrics_file))
             elapsed = time.monotonic() - start_time
             if metrics:
                 if metrics[-1]["epoch"] != epoch:

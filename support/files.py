@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -63,6 +64,11 @@ def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> bool:
     return bool(success)
 
 
+def write_text(path: str | Path, text: str) -> bool:
+    """Like write_file."""
+    return write_file(path, lambda file: file.write(text.encode()))
+
+
 def append_line(path: str | Path, line: str) -> None:
     """Append to a file of lines; a full disk is a warning and no line."""
     path = Path(path).absolute()
@@ -77,6 +83,16 @@ def append_line(path: str | Path, line: str) -> None:
         if not {path, path.parent} & UNWRITABLE:
             logger.warning(f"Could not write to {path}: {e}. Will keep trying")
         UNWRITABLE.add(path)
+
+
+def read_json_lines(path: str | Path) -> Iterator[dict]:
+    """The objects in a file of lines, if it is there; without a line that is cut, as somebody writes it, or was killed
+    meanwhile."""
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as lines:
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                if isinstance(entry := json.loads(line), dict):
+                    yield entry
 
 
 @contextlib.contextmanager

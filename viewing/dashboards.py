@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from arguments import ReportArguments, TrainerArguments
 from support.console import UserError, first_line
@@ -34,6 +36,47 @@ GROUPS = {
 PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
 
 
+class Dashboard:
+    """A run on trackio or wandb, for any thread: their modules' own functions know of a run only in that which began
+    it. Without a run, as after a failure, what it is told goes nowhere.
+
+    :param module: trackio or wandb
+    """
+
+    def __init__(self, module: ModuleType | None = None, run: Any = None):
+        self.module, self.run = module, run
+
+    def report(self, values: dict, contributors: Sequence[dict] = ()) -> None:
+        """Log one epoch without waiting.
+
+        :param values: metrics by name, `epoch` among them
+        :param contributors: rows of a table
+        """
+        if self.run is None:
+            return
+        shown = {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
+        try:
+            if contributors:
+                rows = [list(row.values()) for row in contributors]
+                shown["contributors"] = self.module.Table(columns=list(contributors[0]), data=rows)
+            self.run.log(shown, step=values["epoch"])
+        except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
+            logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
+            self.run = None
+
+    def finish(self) -> None:
+        """Write what is pending and end the dashboard's threads and helper processes."""
+        if self.run is None:
+            return
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.run.finish()
+            if hasattr(self.module, "teardown"):  # wandb's service process
+                self.module.teardown()
+        except Exception as e:  # as above
+            logger.warning(f"The dashboard may lack the last epochs ({e!r})")
+
+
 def make_run_name(prefix: str) -> str:
     """For dashboards: unique, also among several peers that report to one of them."""
     return f"{prefix}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -43,8 +86,8 @@ def select_public(config: dict) -> dict:
     return {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
 
 
-def start_trackio(prefix: str, run_name: str, config: dict):
-    """The module trackio with a run started or continued, or None: no dashboard.
+def start_trackio(prefix: str, run_name: str, config: dict) -> Dashboard:
+    """Start or continue a run.
 
     :param config: the command line's arguments, of which it shows those that are not PRIVATE beside the curves
     """
@@ -54,19 +97,19 @@ def start_trackio(prefix: str, run_name: str, config: dict):
         # to a local SQLite file: no server, no account; it greets with colour codes and two commands of its own
         with contextlib.redirect_stdout(io.StringIO()):
             options = dict(resume="allow", embed=False, auto_log_cpu=False, auto_log_gpu=False)
-            trackio.init(prefix, name=run_name, config=select_public(config), **options)
+            run = trackio.init(prefix, name=run_name, config=select_public(config), **options)
     except (ImportError, *DASHBOARD_ERRORS) as e:
         logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are still written")
-        return None
+        return Dashboard()
     # beside the interpreter when .venv is not activated
     command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
     folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
     logger.info(f"Dashboard: {folder}{command} show --project {shlex.quote(prefix)}")
-    return trackio
+    return Dashboard(trackio, run)
 
 
-def start_wandb(project: str, run_name: str, config: dict):
-    """Like start_trackio, for the module wandb.
+def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
+    """Like start_trackio.
 
     Sends the config and what is logged: no host name, no command line, no console output, which holds addresses.
     """
@@ -74,10 +117,10 @@ def start_wandb(project: str, run_name: str, config: dict):
     disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
     if disabled or os.environ.get("WANDB_MODE") == "disabled":
         logger.info(f"No dashboard: {'WANDB_DISABLED is set' if disabled else 'WANDB_MODE is disabled'}")
-        return None
+        return Dashboard()
     if importlib.util.find_spec("wandb") is None:
         logger.warning("No dashboard: wandb is not installed (pip install wandb)")
-        return None
+        return Dashboard()
     import wandb
 
     try:
@@ -103,9 +146,9 @@ def start_wandb(project: str, run_name: str, config: dict):
     except (wandb.Error, *DASHBOARD_ERRORS) as e:
         logger.warning(f"No dashboard: wandb failed ({first_line(e)}). WANDB_MODE=offline records for a later upload")
         wandb.teardown()
-        return None
+        return Dashboard()
     logger.info(f"Dashboard: {run.url or f'wandb sync {Path(run.dir).parent}'}")
-    return wandb
+    return Dashboard(wandb, run)
 
 
 def require_wandb(args: ReportArguments | TrainerArguments) -> None:
@@ -114,8 +157,8 @@ def require_wandb(args: ReportArguments | TrainerArguments) -> None:
         raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
 
 
-def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool):
-    """The module wandb when --wandb_project or WANDB_PROJECT asks for a trainer's own curves, or None.
+def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool) -> Dashboard:
+    """Like start_wandb, when --wandb_project or WANDB_PROJECT asks for a trainer's own curves.
 
     Call it when hivemind's helper processes are forked.
 
@@ -123,42 +166,10 @@ def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, i
     """
     project = args.wandb_project or os.environ.get("WANDB_PROJECT")
     if not project:
-        return None
+        return Dashboard()
     path, run_name = Path(args.output_dir) / "wandb_run", make_run_name(f"{prefix}-trainer")
     with contextlib.suppress(OSError):
         if is_resumed and path.exists():
             run_name = path.read_text(encoding="utf-8").strip()
         path.write_text(run_name, encoding="utf-8")
     return start_wandb(project, run_name, config)
-
-
-def report_to_dashboard(dashboard, values: dict, contributors: Sequence[dict] = ()):
-    """Log one epoch without waiting; returns the dashboard, or None once it has failed.
-
-    :param values: metrics by name, `epoch` among them
-    :param contributors: rows of a table
-    """
-    if dashboard is None:
-        return None
-    shown = {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
-    try:
-        if contributors:
-            rows = [list(row.values()) for row in contributors]
-            shown["contributors"] = dashboard.Table(columns=list(contributors[0]), data=rows)
-        dashboard.log(shown, step=values["epoch"])
-    except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
-        logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
-        return None
-    return dashboard
-
-
-def finish_dashboard(dashboard) -> None:
-    """Write what is pending and end the dashboard's threads and helper processes."""
-    if dashboard is not None:
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                dashboard.finish()
-            if hasattr(dashboard, "teardown"):  # wandb's service process
-                dashboard.teardown()
-        except Exception as e:  # as above
-            logger.warning(f"The dashboard may lack the last epochs ({e!r})")

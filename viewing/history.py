@@ -1,10 +1,10 @@
 """What is kept of a run, in memory and on disk: its epochs, and who has contributed how much."""
 
-import json
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from support.files import read_json_lines
 from utils import LocalMetrics, SwarmMetrics
 
 MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
@@ -57,16 +57,10 @@ def load_history(path: Path, prefix: str) -> History:
     """The epochs of this run that an earlier monitor wrote, so that a restart continues the curve."""
     history = History()
     needed = {field.name for field in fields(SwarmMetrics)} | {"time", "total_samples"}
-    if path.exists():
-        with open(path, encoding="utf-8") as lines:
-            for line in lines:
-                try:
-                    entry = json.loads(line)
-                except json.JSONDecodeError:  # the last line, if that monitor was killed
-                    continue
-                # those of older versions lack fields
-                if isinstance(entry, dict) and entry.get("experiment_prefix") == prefix and needed <= entry.keys():
-                    history.add(entry)
+    for entry in read_json_lines(path):
+        # those of older versions lack fields
+        if entry.get("experiment_prefix") == prefix and needed <= entry.keys():
+            history.add(entry)
     return history
 
 

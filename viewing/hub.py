@@ -14,7 +14,7 @@ import huggingface_hub
 
 from machine.checkpoint import find_checkpoints
 from support.console import UserError
-from support.files import write_file
+from support.files import write_text
 
 logger = logging.getLogger("hub")
 
@@ -76,7 +76,7 @@ class Publisher:
         url = upload_checkpoint(folder, self.repo_id)
         logger.info(f"Uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
         self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], "time": time.time()}
-        write_file(self.record, lambda file: file.write(json.dumps(self.uploaded).encode()))
+        write_text(self.record, json.dumps(self.uploaded))
 
 
 def read_stamp(folder: Path) -> dict:

@@ -15,7 +15,7 @@ import hivemind
 
 from arguments import ReportArguments, SwarmArguments
 from support.console import UserError
-from support.files import append_line, lock_folder, write_file
+from support.files import append_line, lock_folder, write_text
 from utils import (
     FETCH_TIMEOUT,
     Evaluation,
@@ -28,14 +28,7 @@ from utils import (
     select_believable,
 )
 from viewing.curves import draw_learning_curve
-from viewing.dashboards import (
-    finish_dashboard,
-    make_run_name,
-    report_to_dashboard,
-    require_wandb,
-    start_trackio,
-    start_wandb,
-)
+from viewing.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
 from viewing.history import Contributions, load_history, pick
 from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 
@@ -80,7 +73,7 @@ class RunReport:
         self.reported_to = summary.get("reported_to", [])
         #: arguments to show beside the curves
         self.config = asdict(swarm) | asdict(args)
-        self.dashboard, self.alive_peers = None, 0
+        self.dashboard, self.alive_peers = Dashboard(), 0
         self.course, self.progress = RunCourse(self.prefix), {}
         self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
         self.table_period = FIRST_TABLE_PERIOD
@@ -93,14 +86,14 @@ class RunReport:
         elif self.args.report_to == "wandb":
             self.dashboard = start_wandb(self.args.wandb_project, self.run_name, self.config)
             where = self.args.wandb_project
-        if self.dashboard is None or f"{self.args.report_to} {where}" in self.reported_to:
+        if self.dashboard.run is None or f"{self.args.report_to} {where}" in self.reported_to:
             return
         # a dashboard that does not know this run yet
         for entry in self.history:
-            self.dashboard = report_to_dashboard(self.dashboard, entry)
+            self.dashboard.report(entry)
         if self.history:
             # before it is noted that all this was reported, it has to be
-            finish_dashboard(self.dashboard)
+            self.dashboard.finish()
         # the run's name there is on the disk at once, should this process be killed
         self.reported_to.append(f"{self.args.report_to} {where}")
         self.write_summary()
@@ -167,7 +160,7 @@ class RunReport:
             rows = self.contributions.make_rows()
         # of a second line only what is new: dashboards have the rest
         news = entry if is_new else {"epoch": entry["epoch"], **validation}
-        self.dashboard = report_to_dashboard(self.dashboard, news, rows)
+        self.dashboard.report(news, rows)
 
     def go_back(self, epoch: int) -> bool:
         """The swarm continues from an older state, or, if True, has started over: a new curve begins."""
@@ -178,8 +171,8 @@ class RunReport:
             self.write_summary()
             self.put_summary_aside()
             self.contributions = Contributions({})
-        finish_dashboard(self.dashboard)
-        self.dashboard, self.run_name, self.reported_to = None, make_run_name(self.prefix), []
+        self.dashboard.finish()
+        self.dashboard, self.run_name, self.reported_to = Dashboard(), make_run_name(self.prefix), []
         self.start_dashboard()
         return starts_over
 
@@ -203,8 +196,8 @@ class RunReport:
         logger.info(f"Learning curve, metrics.jsonl and summary.json are in {self.output_dir}")
         if self.last:
             # the whole table once more, beside the last epoch's numbers
-            report_to_dashboard(self.dashboard, {"epoch": self.last.epoch}, self.contributions.make_rows())
-        finish_dashboard(self.dashboard)
+            self.dashboard.report({"epoch": self.last.epoch}, self.contributions.make_rows())
+        self.dashboard.finish()
 
     def write_summary(self) -> None:
         """Write summary.json: the contributors, and what the next process needs to continue."""
@@ -218,8 +211,7 @@ class RunReport:
             "reported_to": self.reported_to,
             "peers": self.contributions.to_json(),
         }
-        text = json.dumps(summary, indent=2) + "\n"
-        write_file(self.output_dir / "summary.json", lambda file: file.write(text.encode()))
+        write_text(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def load_summary(self) -> dict:
         """What an earlier process has written of this run; that of another run is put aside."""
