@@ -45,7 +45,15 @@ from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import StatusServer
-from utils import Evaluation, LocalMetrics, RunContract, compute_seconds, describe_evaluation, perplexity
+from utils import (
+    Evaluation,
+    LocalMetrics,
+    RunContract,
+    compute_seconds,
+    describe_evaluation,
+    format_evaluation,
+    perplexity,
+)
 from viewing.dashboards import Dashboard, start_trainer_dashboard
 from viewing.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
 
@@ -81,6 +89,7 @@ class CollaborativeCallback:
     ):
         self.dht, self.optimizer, self.public_key, self.contract = dht, optimizer, public_key, contract
         self.swarm, _, optimizer_args, _, self.data_args, self.args = groups
+        self.prefix = self.swarm.experiment_prefix
         self.arguments = {name: value for group in groups for name, value in asdict(group).items()}
         self.model, self.tokenizer, self.dataset, self.corpus = model, tokenizer, dataset, corpus
         self.autocast, self.scaler, self.page = autocast, scaler, page
@@ -145,10 +154,9 @@ class CollaborativeCallback:
             self.resume(saved_state)
         except CheckpointError as e:
             raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
-        prefix, is_resumed = self.swarm.experiment_prefix, saved_state is not None
-        self.dashboard = start_trainer_dashboard(self.args, prefix, self.arguments, is_resumed)
+        self.dashboard = start_trainer_dashboard(self.args, self.prefix, self.arguments, saved_state is not None)
         logger.info(
-            f"run {prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
+            f"run {self.prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
             f"peer {self.dht.peer_id}{' in client mode' if self.dht.client_mode else ''}"
         )
         if not self.dht.client_mode:
@@ -199,7 +207,7 @@ class CollaborativeCallback:
         if now >= self.next_contract_time:
             expiration = self.optimizer.tracker.metadata_expiration
             self.next_contract_time = now + expiration / 3
-            publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, self.contract, expiration)
+            publish_contract(self.dht, self.prefix, self.public_key, self.contract, expiration)
         if not self.has_contributed and self.optimizer.grad_averager.local_samples_accumulated:
             self.has_contributed = True
             seconds = time.time() - psutil.Process().create_time()
@@ -248,19 +256,15 @@ class CollaborativeCallback:
         }
         if self.counters["epochs"] == 3:
             # the first two begin in the middle, or wait for others who start
-            warn_of_speed(
-                self.batch_size / max(metrics["samples_per_second"], 1e-9),
-                self.batch_size,
-                now - self.epoch_start,
-                metrics["num_peers"],
-                optimizer.matchmaking_time,
-            )
+            step_seconds = self.batch_size / max(metrics["samples_per_second"], 1e-9)
+            peers, seconds = metrics["num_peers"], metrics["epoch_seconds"]
+            warn_of_speed(step_seconds, self.batch_size, seconds, peers, optimizer.matchmaking_time)
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
         self.metrics = metrics
         self.publish()
-        validation = {}
-        if self.is_evaluation_due(epoch) and self.measure():
+        validation, is_last = {}, epoch >= self.final_epoch
+        if self.args.eval_steps and (self.has_passed(self.args.eval_steps) or is_last) and self.measure():
             validation = describe_evaluation(self.evaluation)
             self.publish()
         progress = self.measure_progress()
@@ -288,10 +292,9 @@ class CollaborativeCallback:
                 f"{format_progress(epoch, progress)}  {format_samples(progress)}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
-        # a peer that takes over the swarm's state leaps over epochs, maybe over one that is due
-        if epoch // self.args.backup_every_epochs != self.last_epoch // self.args.backup_every_epochs:
+        if self.has_passed(self.args.backup_every_epochs):
             self.back_up()
-        if epoch // self.args.save_steps != self.last_epoch // self.args.save_steps:
+        if self.has_passed(self.args.save_steps):
             self.save()
         self.last_epoch, self.epoch_start = epoch, now
 
@@ -305,17 +308,16 @@ class CollaborativeCallback:
             logger.warning(f"epoch {self.metrics['epoch']} is not reported: {list_errors(e)}")
             return
         self.dht.store(
-            f"{self.swarm.experiment_prefix}_metrics",
+            f"{self.prefix}_metrics",
             subkey=self.public_key,
             value=record,
             expiration_time=get_dht_time() + self.args.statistics_expiration,
             return_future=True,
         )
 
-    def is_evaluation_due(self, epoch: int) -> bool:
-        """Every --eval_steps epochs, over which a peer may leap, and at the last one."""
-        steps = self.args.eval_steps
-        return steps is not None and (epoch // steps != self.last_epoch // steps or epoch >= self.final_epoch)
+    def has_passed(self, steps: int) -> bool:
+        """Whether what is due every so many epochs is due: a peer that takes over the swarm's state leaps over some."""
+        return self.optimizer.local_epoch // steps != self.last_epoch // steps
 
     def compute_evaluation(self) -> dict:
         """Loss and accuracy on the validation split, and of how many samples."""
@@ -349,30 +351,26 @@ class CollaborativeCallback:
                 f"{self.args.per_device_eval_batch_size}); the model is not evaluated"
             )
             return False
-        seconds, found = time.monotonic() - start, self.evaluation
+        seconds = time.monotonic() - start
         with self.bar.external_write_mode():
-            logger.info(
-                f"validation loss {found.loss:.4f} nats, perplexity {perplexity(found.loss):,.1f}, accuracy "
-                f"{found.accuracy:.1%} at epoch {found.epoch}, measured in {seconds:.1f} s"
-            )
+            logger.info(f"validation {format_evaluation(self.evaluation)}, measured in {seconds:.1f} s")
             if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
                 logger.warning(
                     f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
-                    f"{found.samples:,}), or the swarm continues without this trainer meanwhile"
+                    f"{self.evaluation.samples:,}), or the swarm continues without this trainer meanwhile"
                 )
         return True
 
     def measure_progress(self) -> dict:
-        """How far the swarm has come, and when this trainer ends: see utils.measure_progress."""
+        """How far the swarm has come, and when this trainer ends: as its data may before the run does."""
         # not the tracker's, which is less --batch_size_lead
-        target_batch_size = self.arguments["target_batch_size"]
-        recent = list(self.recent_seconds)
+        target_batch_size, recent = self.arguments["target_batch_size"], list(self.recent_seconds)
         progress = measure_progress(self.optimizer.local_epoch, self.final_epoch, target_batch_size, recent)
         computed = self.counters["computed_samples"]
         if computed > self.samples_before and self.sample_limit < math.inf:
             seconds = (time.monotonic() - self.train_start) / (computed - self.samples_before)
             left = max(0.0, self.sample_limit - computed) * seconds
-            if left <= progress.get("seconds_left", left):  # its data end before the run does
+            if left <= progress.get("seconds_left", left):
                 progress |= {"seconds_left": left, "own_samples": computed, "sample_limit": int(self.sample_limit)}
         return progress
 
@@ -408,24 +406,23 @@ class CollaborativeCallback:
     def describe_progress(self) -> str:
         """One line on the swarm, from what the tracker already knows."""
         progress, optimizer = self.optimizer.tracker.global_progress, self.optimizer
-        peers = len(optimizer.tracker.present) + 1
-        eta = progress.eta_next_epoch - get_dht_time()
-        speed = (progress.target_batch_size - progress.samples_accumulated) / eta if 0 < eta < math.inf else math.nan
+        seconds = max(0.0, progress.eta_next_epoch - get_dht_time())
+        missing = progress.target_batch_size - progress.samples_accumulated
+        speed = missing / seconds if 0 < seconds < math.inf else math.nan
         percent = min(100, 100 * progress.samples_accumulated // progress.target_batch_size)
-        course = format_progress(optimizer.local_epoch, self.measure_progress())
+        peers, course = len(optimizer.tracker.present) + 1, self.measure_progress()
+        mine = optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated
         return (
-            f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  "
-            f"peers {peers}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
-            f"{course}  waits for data {self.wait_share:.0%}  "
-            f"mine {optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated:,} samples"
+            f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  peers {peers}  "
+            f"{speed:.0f} samples/s  next epoch in {min(seconds, 1e6):.0f} s  "
+            f"{format_progress(optimizer.local_epoch, course)}  waits for data {self.wait_share:.0%}  "
+            f"mine {mine:,} samples"
         )
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Parameters and moments of the optimizer, which live in host memory."""
-        local = self.optimizer.opt
-        params = list_params(local)
-        moments = [value for param in params for value in local.state[param].values() if torch.is_tensor(value)]
-        return params + moments
+        params, state = list_params(self.optimizer.opt), self.optimizer.opt.state
+        return params + [value for param in params for value in state[param].values() if torch.is_tensor(value)]
 
     def parameters_are_finite(self) -> bool:
         # the codes of 8-bit moments are whole numbers; it is their scales that may not be finite
@@ -439,7 +436,7 @@ class CollaborativeCallback:
     def save(self) -> None:
         """Write a checkpoint; a disk that is full costs the checkpoint, not the training."""
         state = self.collect_state()
-        extra = {"experiment_prefix": self.swarm.experiment_prefix, "loss": self.epoch_loss, "time": time.time()}
+        extra = {"experiment_prefix": self.prefix, "loss": self.epoch_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, self.args.save_total_limit):
             self.saved_epoch = state["local_epoch"]
 
@@ -471,7 +468,7 @@ class CollaborativeCallback:
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
             self.save()
         expiration = self.optimizer.tracker.metadata_expiration
-        publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, None, expiration)
+        publish_contract(self.dht, self.prefix, self.public_key, None, expiration)
         self.dashboard.finish()
 
     def save_results(self, with_evaluation: bool) -> None:

@@ -291,24 +291,19 @@ def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int |
     mini_steps = sum(metrics.mini_steps for metrics in current)
     if mini_steps == 0:
         return None
-    seconds = {
-        name: statistics.median(getattr(metrics, name) for metrics in current)
-        for name in ("epoch_seconds", "waiting_seconds", "averaging_seconds")
-    }
+    summed = ("bytes_sent", "bytes_received", "skipped_steps")
+    median = ("epoch_seconds", "waiting_seconds", "averaging_seconds", "grad_norm", "learning_rate")
+    medians = {name: statistics.median(getattr(metrics, name) for metrics in current) for name in median}
     return SwarmMetrics(
         epoch=newest_epoch,
         loss=math.fsum(metrics.loss for metrics in current) / mini_steps,
         alive_peers=len(current),
         samples=sum(metrics.samples_accumulated for metrics in current),
         samples_per_second=math.fsum(metrics.samples_per_second for metrics in current),
-        **seconds,
-        compute_seconds=compute_seconds(seconds),
-        bytes_sent=sum(metrics.bytes_sent for metrics in current),
-        bytes_received=sum(metrics.bytes_received for metrics in current),
+        compute_seconds=compute_seconds(medians),
         averaged_with=min(metrics.averaged_with for metrics in current),
-        grad_norm=statistics.median(metrics.grad_norm for metrics in current),
-        learning_rate=statistics.median(metrics.learning_rate for metrics in current),
-        skipped_steps=sum(metrics.skipped_steps for metrics in current),
+        **{name: sum(getattr(metrics, name) for metrics in current) for name in summed},
+        **medians,
     )
 
 
@@ -328,6 +323,14 @@ def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
         "validation_perplexity": perplexity(evaluation.loss),
         "validation_accuracy": evaluation.accuracy,
     }
+
+
+def format_evaluation(evaluation: Evaluation) -> str:
+    """`loss 5.2500 nats, perplexity 190.6, accuracy 12.5% at epoch 1,000`."""
+    return (
+        f"loss {evaluation.loss:.4f} nats, perplexity {perplexity(evaluation.loss):,.1f}, accuracy "
+        f"{evaluation.accuracy:.1%} at epoch {evaluation.epoch:,}"
+    )
 
 
 def perplexity(loss: float) -> float:

@@ -60,26 +60,19 @@ class CheckpointHandler:
     Downloads are a helper process's work, writing and uploading that of threads: `step` returns at once. A folder
     that cannot be written, or no token for the Hub, is a UserError when it is made.
 
+    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS, of which checkpoints note PUBLIC_ARGUMENTS
     :param optimizer: an auxiliary one, made by make_optimizer. Its state is the trainers' only right after a download
         (note 28)
-    :param arguments: of the whole command line, by name: checkpoints note PUBLIC_ARGUMENTS
     """
 
-    def __init__(
-        self,
-        args: ArchiveArguments,
-        swarm: SwarmArguments,
-        output_dir: str,
-        *,
-        model: torch.nn.Module,
-        tokenizer,
-        optimizer: CollaborativeOptimizer,
-        arguments: dict,
-    ):
-        self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(output_dir)
-        self.folder = Path(args.local_path or output_dir)
+    def __init__(self, groups: tuple, model: torch.nn.Module, tokenizer, optimizer: CollaborativeOptimizer):
+        swarm, report_args, self.args, *_ = groups
+        self.prefix, self.output_dir = swarm.experiment_prefix, Path(report_args.output_dir)
+        self.folder = Path(self.args.local_path or self.output_dir)
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
-        self.settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
+        self.settings = {
+            name: value for group in groups for name, value in vars(group).items() if name in PUBLIC_ARGUMENTS
+        }
         self.download = self.arrival = self.saving = None
         self.wanted_epoch = self.last_epoch = 0
         self.start = time.time()
@@ -97,9 +90,8 @@ class CheckpointHandler:
             raise UserError(
                 f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
             ) from e
-        self.publisher = None
-        if args.repo_url:
-            self.publisher = Publisher(args.repo_url, args.upload_interval, self.folder)
+        url, interval = self.args.repo_url, self.args.upload_interval
+        self.publisher = Publisher(url, interval, self.folder) if url else None
 
     def step(self, metrics: SwarmMetrics | None, history: list[dict]) -> None:
         """Go on with what is due, without waiting for network or disk: call it at each look at the swarm.

@@ -3,7 +3,6 @@
 import concurrent.futures
 import threading
 from collections import deque
-from dataclasses import asdict
 
 from arguments import AuxPeerArguments
 from support.console import UserError
@@ -70,7 +69,7 @@ class Observer:
         from text.tokenizers import load_tokenizer, tokenizer_fingerprint
         from viewing.archive import CheckpointHandler
 
-        swarm, args, archive_args, model_args, optimizer_args, averaging_args = self.groups
+        swarm, _, archive_args, model_args, optimizer_args, averaging_args = self.groups
         tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
         if self.assists:
             averaging_args = measure_bandwidth(self.dht, averaging_args)
@@ -81,15 +80,7 @@ class Observer:
         if self.assists:
             self.optimizer.state_averager.offer_states()
         if archive_args.store_checkpoints:
-            self.archive = CheckpointHandler(
-                archive_args,
-                swarm,
-                args.output_dir,
-                model=model,
-                tokenizer=tokenizer,
-                optimizer=self.optimizer,
-                arguments={name: value for group in self.groups for name, value in asdict(group).items()},
-            )
+            self.archive = CheckpointHandler(self.groups, model, tokenizer, self.optimizer)
 
     def watch(self) -> None:
         """In a thread: look at the metrics until the end, once more then."""

@@ -24,7 +24,7 @@ from utils import (
     describe_evaluation,
     fetch_records,
     find_evaluation,
-    perplexity,
+    format_evaluation,
     select_believable,
 )
 from viewing.curves import draw_learning_curve
@@ -131,10 +131,7 @@ class RunReport:
                 f"  {format_progress(current.epoch, self.progress)}  {format_samples(self.progress)}".rstrip()
             )
         if evaluation:
-            logger.info(
-                f"Validation at epoch {evaluation.epoch}: loss {evaluation.loss:.4f}, perplexity "
-                f"{perplexity(evaluation.loss):,.1f}, accuracy {evaluation.accuracy:.1%}"
-            )
+            logger.info(f"Validation {format_evaluation(evaluation)}")
         if is_new or (evaluation and self.last):
             self.note(is_new, starts_over, evaluation)
         if self.history and (is_last or time.monotonic() >= self.next_drawing):

@@ -36,7 +36,7 @@ from utils import (
     fetch_metrics,
     fetch_progress,
     find_evaluation,
-    perplexity,
+    format_evaluation,
     select_believable,
 )
 from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
@@ -58,23 +58,13 @@ class SwarmSnapshot:
     swarm: SwarmMetrics | None
 
     def __post_init__(self):
+        reports = self.progress.values()
         self.evaluation = find_evaluation(list(self.metrics.items()))
-        self.labels = self.metrics.keys() | self.progress.keys()
-
-    @property
-    def epoch(self) -> int | None:
-        """That the swarm works at."""
-        epochs = [report.epoch for report in self.progress.values()]
-        return max(epochs) if epochs else self.swarm.epoch if self.swarm else None
-
-    @property
-    def samples(self) -> int:
-        """Gathered so far toward the next step."""
-        return sum(r.samples_accumulated for r in self.progress.values() if r.epoch == self.epoch)
-
-    @property
-    def samples_per_second(self) -> float:
-        return math.fsum(report.samples_per_second for report in self.progress.values())
+        #: that the swarm works at
+        self.epoch = max((report.epoch for report in reports), default=self.swarm.epoch if self.swarm else None)
+        #: gathered so far toward the next step
+        self.samples = sum(report.samples_accumulated for report in reports if report.epoch == self.epoch)
+        self.samples_per_second = math.fsum(report.samples_per_second for report in reports)
 
 
 def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
@@ -85,7 +75,7 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     # the identity file may be the monitor's, and two peers of one name are one too many
     dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))
     stop = handle_stop_signals()
-    losses: deque[float] = deque(maxlen=200)
+    losses: deque[float] = deque(maxlen=48)  # as many bars as fit
     seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
     course, last_epoch = RunCourse(prefix), None
     with open_screen() as show:
@@ -170,12 +160,8 @@ def make_screen(
         if console.encoding.startswith("utf"):
             line.append(make_sparkline(losses), style="not bold cyan")
         head.add_row("loss", line)
-    if evaluation := snapshot.evaluation:
-        head.add_row(
-            "validation",
-            f"loss {evaluation.loss:.4f}, perplexity {perplexity(evaluation.loss):,.1f}, accuracy "
-            f"{evaluation.accuracy:.1%} at epoch {evaluation.epoch:,}",
-        )
+    if snapshot.evaluation:
+        head.add_row("validation", format_evaluation(snapshot.evaluation))
     if snapshot.swarm:
         swarm = snapshot.swarm
         head.add_row(
@@ -204,11 +190,10 @@ def make_progress(snapshot: SwarmSnapshot, target: int | None, width: int) -> Re
     return row
 
 
-def make_sparkline(losses: Sequence[float], width: int = 48) -> str:
-    """The newest losses as a line of bars, lowest to highest."""
-    recent = list(losses)[-width:]
-    low, high = min(recent), max(recent)
-    return "".join(BARS[round((loss - low) / ((high - low) or 1) * (len(BARS) - 1))] for loss in recent)
+def make_sparkline(losses: Sequence[float]) -> str:
+    """A line of bars, lowest to highest."""
+    low, high = min(losses), max(losses)
+    return "".join(BARS[round((loss - low) / ((high - low) or 1) * (len(BARS) - 1))] for loss in losses)
 
 
 def make_peer_table(snapshot: SwarmSnapshot, rows: int, is_wide: bool) -> tuple[Table, int]:
@@ -218,11 +203,10 @@ def make_peer_table(snapshot: SwarmSnapshot, rows: int, is_wide: bool) -> tuple[
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("peer", "connection") else "right", no_wrap=True)
-    given = {
-        label: snapshot.metrics[label].total_samples if label in snapshot.metrics else 0 for label in snapshot.labels
-    }
+    labels = snapshot.metrics.keys() | snapshot.progress.keys()
+    given = dict.fromkeys(labels, 0) | {label: metrics.total_samples for label, metrics in snapshot.metrics.items()}
     total = max(1, sum(given.values()))
-    labels = sorted(snapshot.labels, key=lambda label: (-given[label], label))
+    labels = sorted(labels, key=lambda label: (-given[label], label))
     for label in labels[:rows]:
         metrics, report = snapshot.metrics.get(label), snapshot.progress.get(label)
         newest = report or metrics

@@ -21,6 +21,7 @@ from arguments import (
     ArchiveArguments,
     AveragingArguments,
     ModelArguments,
+    MonitorArguments,
     OptimizerArguments,
     SwarmArguments,
     parse_arguments,
@@ -98,8 +99,8 @@ def test_the_newest_and_one_in_every_so_many_are_kept():
 
 def make_handler(folder: Path, *words: str) -> CheckpointHandler:
     args = ArchiveArguments(True, 5, 2, 0, str(folder), *words)
-    swarm = SwarmArguments("my_albert")
-    return CheckpointHandler(args, swarm, str(folder), model=None, tokenizer=None, optimizer=None, arguments={})
+    groups = SwarmArguments("my_albert"), MonitorArguments(output_dir=str(folder)), args
+    return CheckpointHandler(groups, model=None, tokenizer=None, optimizer=None)
 
 
 def test_a_restart_goes_on_where_the_archive_ends(save, tmp_path):
