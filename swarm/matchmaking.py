@@ -7,7 +7,9 @@ import math
 import time
 
 from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.serializer import MSGPackSerializer
 
@@ -39,13 +41,35 @@ class PromptMatchmaking(Matchmaking):
     And a group is full of trainers: hivemind counts auxiliary peers too, so that trainers average with nobody else.
     """
 
-    #: ids (bytes) of the other peers that should come; set by VerifiedAverager
+    #: ids (bytes) of the other peers that should come, and of those that should have; see `expect`
     expected: frozenset[bytes] = frozenset()
+    gone: frozenset[bytes] = frozenset()
     #: how many of these and this peer have to come, once a group is looked for in earnest
     at_least = 1
 
     # where all answers are slow, hivemind's fixed time would pass everybody over
     request_timeout = from_line("request_timeout")
+
+    def expect(self, peer_ids: frozenset[bytes], at_least: int) -> None:
+        """These should come now, which may make a group complete; who is not among them any more leads none."""
+        self.gone = (self.gone | self.expected) - peer_ids
+        self.expected, self.at_least = peer_ids, at_least
+        if self.current_leader is not None and self.current_leader.to_bytes() in self.gone:
+            self.joining.cancel()
+
+    async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        """hivemind's, which waits for a leader that is frozen or cut off until matchmaking_time has passed."""
+        if leader.to_bytes() in self.gone:
+            return None
+        self.joining = joining = asyncio.create_task(super()._request_join_group(leader))
+        try:
+            return await asyncio.shield(joining)
+        except asyncio.CancelledError:
+            if not joining.cancelled():  # it is this peer that does not look for a group any more
+                joining.cancel()
+                await asyncio.wait({joining})
+                raise
+            return None
 
     async def look_for_group(self, step):
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = LINE.matchmaking_time

@@ -21,7 +21,7 @@ from swarm.dht import find_answering_peers
 from swarm.line import LINE, from_line
 from swarm.processes import STOP_REQUESTED, exit_when_dead
 from swarm.progress import ProgressTracker
-from swarm.rounds import GradientAverager, OutOfStep, count_bits
+from swarm.rounds import GradientAverager, OutOfStep, PeersGone, count_bits
 from swarm.states import StateAverager, list_params
 
 logger = logging.getLogger("swarm")
@@ -210,12 +210,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         return self._may_download() and super()._should_load_state_from_peers()
 
     def _may_download(self) -> bool:
-        is_promising = self._is_one_step_behind or self.tracker.global_epoch >= self._download_from
+        epoch = self.tracker.global_epoch
+        is_promising = self._is_one_step_behind(epoch) or epoch >= self._download_from
         return time.monotonic() >= self._download_after and is_promising
 
-    @property
-    def _is_one_step_behind(self) -> bool:
-        return self.local_epoch + 1 == self.tracker.global_epoch and self._averages_in_step() and not self.auxiliary
+    def _is_one_step_behind(self, epoch: int) -> bool:
+        return self.local_epoch + 1 == epoch and self._averages_in_step() and not self.auxiliary
 
     def _make_step_of_others(self) -> bool:
         """Make the last step of the swarm with the gradients that others have averaged: from the same state they lead
@@ -223,7 +223,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
         :returns: whether somebody who has started from this very state gave them
         """
-        loaded = self.state_averager.load_step_from_peers(self._download_timeout)
+        loaded = self.state_averager.load_step_from_peers(list(self.tracker.silent), self._download_timeout)
         if loaded is None:
             return False
         gradients, group_id = loaded
@@ -264,17 +264,15 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.state_averager.step(wait_for_delayed_updates=True)
         self.grad_averager.last_step = None
         old_epoch = self.local_epoch
+        wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
         with self.tracker.performance_ema.pause():
-            is_one_behind = self._is_one_step_behind
+            is_one_behind = self._is_one_step_behind(wanted)
             has_stepped = loaded = is_one_behind and self._make_step_of_others()
             if is_one_behind and not loaded and self.tracker.global_epoch < self._download_from:
                 self._download_after = time.monotonic() + RETRY_AFTER
                 return False
             loaded = loaded or self.state_averager.load_state_from_peers(
-                min_epoch=self.tracker.global_epoch if min_epoch is None else min_epoch,
-                donors=donors,
-                avoid=list(self.tracker.silent),
-                timeout=self._download_timeout,
+                wanted, donors, avoid=list(self.tracker.silent), timeout=self._download_timeout
             )
         if not loaded:
             ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
@@ -568,6 +566,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 "samples go into the next round"
             )
             cause = e.__cause__
+            if isinstance(cause, PeersGone):
+                self.tracker.leave_out(cause.args[0])
             if isinstance(cause, OutOfStep):
                 self.load_state_from_peers(*cause.args)
             elif self._has_missed_the_round():

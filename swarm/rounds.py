@@ -13,13 +13,14 @@ from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise tha
 import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner, AveragingMode
+from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.averaging.partition import BannedException
 from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 
-from swarm.dht import find_answering_peers
+from swarm.dht import find_answering_peers, name_peers
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered
 from swarm.processes import become_helper
@@ -47,6 +48,13 @@ class OutOfStep(AllreduceException):
 
     def __str__(self) -> str:
         return f"the group continues from another state, that of epoch {self.args[0]}"
+
+
+class PeersGone(AllreduceException):
+    """The round has failed, and these peers (ids, bytes) neither send anything nor answer. Argument: the ids."""
+
+    def __str__(self) -> str:
+        return f"no answer from {name_peers(self.args[0])}"
 
 
 def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
@@ -359,7 +367,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
         # target_group_size for the auxiliary peers in it
         self._matchmaking.group_key_manager.target_group_size = None
-        self._matchmaking.expected, self._matchmaking.at_least = expected, at_least
+        self._matchmaking.expect(expected, at_least)
         await self._matchmaking.start_when_complete()
 
     async def _step(self, *, step, **kwargs) -> None:
@@ -436,6 +444,12 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         watch = asyncio.create_task(self._end_when_a_peer_is_gone(group_info))
         try:
             gathered = await super()._aggregate_with_group(group_info, **kwargs)
+        except MatchmakingException as e:
+            # another peer was first to find out, and has left the round; ask to the end, or the next group would wait
+            await asyncio.wait({watch}, timeout=2 * LINE.patience)
+            if gone := watch.done() and watch.result():
+                raise PeersGone(gone) from e
+            raise
         finally:
             watch.cancel()
         runner = self._running_groups[group_info.group_id].result()
@@ -448,18 +462,21 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
-    async def _end_when_a_peer_is_gone(self, group_info) -> None:
+    async def _end_when_a_peer_is_gone(self, group_info) -> list[bytes]:
         """End the running round when a peer that it waits for has sent nothing for a while, nor answers a question:
-        the round has failed anyway, and hivemind waits for twice next_chunk_timeout."""
+        the round has failed anyway, and hivemind waits for twice next_chunk_timeout.
+
+        :returns: the ids of such peers, when the round has ended
+        """
         runner = await asyncio.shield(self._running_groups[group_info.group_id])
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}
         quiet_for = max(FIRST_LOOK, LINE.round_seconds / 8)
-        while True:
-            await asyncio.sleep(LOOK_PERIOD)
+        while not runner._future.done():
+            await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
             if runner.has_slowed():  # all are sooner done with another plan
                 runner.finalize(exception=AllreduceException("this peer's line has become slower"))
-                return
+                return []
             quiet_since = time.monotonic() - quiet_for
             # clients cannot be asked
             quiet = [p for p in runner.list_awaited() if runner.heard[p] < quiet_since and p not in clients]
@@ -469,12 +486,11 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             patience = max(LINE.patience, LINE.round_seconds / 8)
             question = partial(find_answering_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=patience)
             answering = await self.dht.run_coroutine(question, return_future=True)
-            for peer in quiet:
-                if peer.to_bytes() in answering:
-                    runner.heard[peer] = time.monotonic()
-                elif runner.heard[peer] < quiet_since:
-                    runner.finalize(exception=AllreduceException(f"peer {peer} is gone"))
-                    return
+            runner.heard |= {peer: time.monotonic() for peer in quiet if peer.to_bytes() in answering}
+            if gone := [peer.to_bytes() for peer in quiet if runner.heard[peer] < quiet_since]:
+                runner.finalize(exception=PeersGone(gone))
+                return gone
+        return []
 
 
 def is_round_state(item: object) -> bool:
@@ -525,8 +541,8 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
             chosen = max(votes, key=lambda item: (votes[item], item[0] >= newest - 1, item in given, item))
             donors = [group_info.peer_ids[index] for index in trainers if standings[index] == chosen]
             if self.peer_id not in donors and self.mode != AveragingMode.AUX:
-                # one that is left alone cannot step now; two or more are about to
-                raise OutOfStep(chosen[0] + (len(donors) > 1), [peer_id.to_bytes() for peer_id in donors])
+                # not that of the next epoch: a group may form long before its epoch ends
+                raise OutOfStep(chosen[0], [peer_id.to_bytes() for peer_id in donors])
             if len(donors) == 1:
                 raise AllreduceException(f"nobody else of the same state in a group of {len(trainers)} trainers")
             staying = [index for index in range(len(of_group)) if standings.get(index, chosen) == chosen]

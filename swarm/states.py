@@ -341,13 +341,16 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self.take_over(*loaded)
         return True
 
-    def load_step_from_peers(self, timeout: float) -> tuple[list[torch.Tensor], bytes] | None:
+    def load_step_from_peers(self, avoid: Sequence[bytes], timeout: float) -> tuple[list[torch.Tensor], bytes] | None:
         """Download the gradients of the step that others have made from this very state.
 
+        :param avoid: ids of peers not to ask
         :returns: them, and the id of the group that averaged them; None: nobody has them, or not any more
         """
         future, own = MPFuture(), (self.local_epoch, self.history_digest)
-        self._outer_pipe.send(("_run_download", [future, "_download_step"], dict(own=own, timeout=timeout)))
+        self._outer_pipe.send(
+            ("_run_download", [future, "_download_step"], dict(own=own, avoid=avoid, timeout=timeout))
+        )
         return self._wait_for_download(future, sum(map(torch.Tensor.numel, list_params(self.optimizer))), "step")
 
     def _wait_for_download(self, future: MPFuture, elements: int, content: str):
@@ -412,15 +415,18 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
 
     async def _run_download(self, future: MPFuture, method: str, **options) -> None:
         """Runs in the averager's process; None is the result of a download that fails in whatever way."""
+        self.received[:] = 0, 0, 0
         try:
             future.set_result(await getattr(self, method)(**options))
         finally:
             if not future.done():
                 future.set_result(None)
 
-    async def _download_step(self, own: tuple[int, str], timeout: float) -> tuple[list[torch.Tensor], bytes] | None:
+    async def _download_step(
+        self, own: tuple[int, str], avoid: Sequence[bytes], timeout: float
+    ) -> tuple[list[torch.Tensor], bytes] | None:
         epochs, failures = await self._fetch_epochs("all_averagers"), Counter()
-        peers = [peer for peer, epoch in epochs.items() if own[0] < epoch < RELAY]
+        peers = [peer for peer, epoch in epochs.items() if own[0] < epoch < RELAY and peer.to_bytes() not in avoid]
         wanted = [(param, TensorRole.GRADIENT) for param in list_params(self.optimizer)]
         asked = random.sample(peers, min(DONORS, len(peers)))
         donors = await self._ask_for_descriptions(asked, own, wanted, None, failures)
