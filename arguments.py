@@ -22,6 +22,7 @@ OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
+SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
 SENTENCE_SPLITTER_HELP = "What splits text into sentences: punkt, or razdel, the default for Russian."
@@ -389,21 +390,19 @@ class DataArguments:
         # zero is off, as in other scripts
         self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or text else None)
         self.initial_sequence_length = self.initial_sequence_length or None
-        for name in ("max_sequence_length", "initial_sequence_length"):
-            if getattr(self, name) is not None and getattr(self, name) < 8:
-                raise UserError(f"--{name} must be at least 8: a pair of sentences and three special tokens")
-        if self.initial_sequence_length is None:
-            if self.sequence_length_warmup_steps:
-                raise UserError("--sequence_length_warmup_steps needs --initial_sequence_length: add it")
-        elif self.max_sequence_length is None or self.sequence_length_warmup_steps < 1:
-            raise UserError(
-                "--initial_sequence_length needs --max_sequence_length and --sequence_length_warmup_steps: add them"
-            )
-        elif self.initial_sequence_length > self.max_sequence_length:
-            raise UserError(
-                f"--initial_sequence_length {self.initial_sequence_length} must not be greater than "
-                f"--max_sequence_length {self.max_sequence_length}"
-            )
+        check_at_least(SHORTEST_INSTANCE, self, "max_sequence_length", "initial_sequence_length")
+        check_at_least(0, self, "sequence_length_warmup_steps")
+        check_needs(self, "sequence_length_warmup_steps", "initial_sequence_length")
+        if self.initial_sequence_length:
+            if not self.max_sequence_length or not self.sequence_length_warmup_steps:
+                raise UserError(
+                    "--initial_sequence_length needs --max_sequence_length and --sequence_length_warmup_steps: add them"
+                )
+            if self.initial_sequence_length > self.max_sequence_length:
+                raise UserError(
+                    f"--initial_sequence_length {self.initial_sequence_length} must not be greater than "
+                    f"--max_sequence_length {self.max_sequence_length}"
+                )
 
 
 @dataclass
@@ -662,8 +661,7 @@ class FinetuneArguments(PrecisionArguments):
         if (self.checkpoint is None) == (self.model_name is None):
             raise UserError("give either --checkpoint FOLDER or --model-name NAME")
         check_at_least(1, self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps")
-        if self.max_length < 8:
-            raise UserError("--max_length must be at least 8: two texts and three special tokens")
+        check_at_least(SHORTEST_INSTANCE, self, "max_length")
         for name in ("warmup_ratio", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 0 and less than 1")
@@ -685,7 +683,7 @@ class PredictArguments:
 
     def __post_init__(self):
         check_at_least(1, self, "batch_size")
-        check_at_least(8, self, "max_length")
+        check_at_least(SHORTEST_INSTANCE, self, "max_length")
 
 
 @dataclass
@@ -735,8 +733,7 @@ class TokenizeArguments:
     )
 
     def __post_init__(self):
-        if self.seq_length < 8:
-            raise UserError("--seq_length must be at least 8: a pair of sentences and three special tokens")
+        check_at_least(SHORTEST_INSTANCE, self, "seq_length")
         check_at_least(1, self, "num_proc")
         if not 0 < self.validation_fraction < 1:
             raise UserError("--validation_fraction must lie between 0 and 1")

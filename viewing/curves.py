@@ -65,9 +65,8 @@ def draw_loss(axes, history: History, values: Sequence[float]) -> None:
     axes.plot(values, losses, label="training", **TRAINING, marker=choose_marker(history))
     axes.set_ylabel("loss (nats)" if history.validation else "training loss (nats)")
     if history.validation:
-        places = numpy.interp([evaluation["epoch"] for evaluation in history.validation], epochs, values)
-        validation_losses = [evaluation["loss"] for evaluation in history.validation]
-        axes.plot(places, validation_losses, label="validation (words)", **VALIDATION)
+        at, losses = ([entry[f"validation_{name}"] for entry in history.validation] for name in ("epoch", "loss"))
+        axes.plot(numpy.interp(at, epochs, values), losses, label="validation (words)", **VALIDATION)
         axes.legend(frameon=False)
 
 
@@ -80,7 +79,7 @@ def describe_last(history: History, prefix: str) -> str:
     peers = last["alive_peers"]
     text = f"{prefix}: loss {last['loss']:.3f} at epoch {last['epoch']:,}, {peers} peer{'s'[: peers != 1]}"
     if history.validation:
-        text += f"; validation {history.validation[-1]['loss']:.3f}"
+        text += f"; validation {history.validation[-1]['validation_loss']:.3f}"
     return text.replace("$", r"\$")  # two of them would be a formula
 
 

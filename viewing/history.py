@@ -20,7 +20,7 @@ class History(list):
 
     def __init__(self):
         super().__init__()
-        #: epoch, loss, perplexity, accuracy of each, oldest first
+        #: what describe_evaluation gave for each, oldest first
         self.validation: list[dict] = []
         #: epochs of which the first one is kept for good
         self.stride = 1
@@ -30,9 +30,8 @@ class History(list):
         line on the newest epoch takes the place of the first."""
         if self and self[-1]["epoch"] >= entry["epoch"]:
             self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
-        if "validation_loss" in entry:
-            names = ("epoch", "loss", "perplexity", "accuracy")
-            self.validation.append({name: entry[f"validation_{name}"] for name in names})
+        if validation := {name: value for name, value in entry.items() if name.startswith("validation_")}:
+            self.validation.append(validation)
             if len(self.validation) > MAX_POINTS:
                 self.validation[:] = self.validation[::2]
         if len(self) > 1 and self.find_stretch(self[-1]) == self.find_stretch(self[-2]):
@@ -47,7 +46,7 @@ class History(list):
         return (entry["epoch"] - self[0]["epoch"]) // self.stride
 
     def forget_from(self, epoch: int) -> None:
-        self.validation[:] = [values for values in self.validation if values["epoch"] < epoch]
+        self.validation[:] = [values for values in self.validation if values["validation_epoch"] < epoch]
         self[:] = [entry for entry in self if entry["epoch"] < epoch]
         if not self:
             self.stride = 1

@@ -119,7 +119,7 @@ class RunReport:
         if is_clear:
             self.contributions.update({label: records[label] for label, _ in believable}, time.time())
             evaluation = find_evaluation(believable)
-            if evaluation and self.history.validation and evaluation.epoch <= self.history.validation[-1]["epoch"]:
+            if evaluation and evaluation.epoch <= self.last_validation().get("validation_epoch", -1):
                 evaluation = None
         if is_new:
             self.last, self.older_reads = current, 0
@@ -181,8 +181,7 @@ class RunReport:
 
     def last_validation(self) -> dict:
         """Return the last validation, by the names of metrics.jsonl."""
-        values = self.history.validation[-1] if self.history.validation else {}
-        return {f"validation_{name}": value for name, value in values.items()}
+        return self.history.validation[-1] if self.history.validation else {}
 
     def finish(self) -> None:
         """Write the summary and end the dashboard."""

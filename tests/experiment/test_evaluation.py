@@ -151,13 +151,13 @@ def test_history_and_curve_have_evaluations(tmp_path):
             late = {"epoch": epoch - 1, "loss": 7 / epoch**0.2, "perplexity": 2.0, "accuracy": 0.5}
             history.add(values | {f"validation_{name}": value for name, value in late.items()})
     assert [entry["epoch"] for entry in history] == list(range(1, 41))
-    assert [values["epoch"] for values in history.validation] == [9, 19, 29, 39]
+    assert [values["validation_epoch"] for values in history.validation] == [9, 19, 29, 39]
     assert draw_learning_curve(history, "run", tmp_path / "curve.png")
     picture = matplotlib.image.imread(tmp_path / "curve.png")
     line = numpy.abs(picture[:, :, :3] - numpy.array([0xB3, 0x36, 0x7D]) / 255).max(axis=2) < 0.05
     assert line.sum() > 500
     history.forget_from(25)
-    assert [values["epoch"] for values in history.validation] == [9, 19]
+    assert [values["validation_epoch"] for values in history.validation] == [9, 19]
 
 
 def test_nobody_counts_on_a_peer_that_has_stepped_aside():
