@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import urllib.request
 
 import matplotlib.image
@@ -275,7 +276,7 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
         names = [name for name in seen[epoch] if name.startswith("validation_")]
         assert len(names) == 4
         assert {name: seen[epoch][name] for name in names} == {name: evaluated[epoch][name] for name in names}
-    assert f"Validation at epoch 5: loss {last['validation_loss']:.4f}" in monitor.text
+    assert re.search(rf"Validation loss {last['validation_loss']:.4f} nats, .* at epoch 5\b", monitor.text)
     assert "100% of 5 epochs" in monitor.text and "100% of 5 epochs" in trainer.text
     saved_summary = json.loads((monitor_dir / "summary.json").read_text())
     assert saved_summary["validation_loss"] == last["validation_loss"]
