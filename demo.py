@@ -237,11 +237,8 @@ def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
     return "  ".join([*parts, passed + left])
 
 
-def report(output_dir: Path, epochs: int) -> str | None:
-    """Print the outcome, from the files that the trainers have written.
-
-    :returns: why that is a failure, or None
-    """
+def report(output_dir: Path, epochs: int) -> None:
+    """Print the outcome, from the files that the trainers have written; a UserError when it is a failure."""
     from safetensors.numpy import load_file
 
     folders = [output_dir / name for name in TRAINERS]
@@ -276,10 +273,11 @@ def report(output_dir: Path, epochs: int) -> str | None:
     print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
 
     if not averaged:
-        return f"the peers never averaged their gradients, see {folders[0]}.log and {folders[1]}.log"
+        raise UserError(f"the peers never averaged their gradients, see {folders[0]}.log and {folders[1]}.log")
     if not final_loss < entropy:
-        return f"the model has not learned more than word frequencies, see {folders[0]}.log and {folders[1]}.log"
-    return None
+        raise UserError(
+            f"the model has not learned more than word frequencies, see {folders[0]}.log and {folders[1]}.log"
+        )
 
 
 def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
@@ -310,8 +308,7 @@ def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool,
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
         print(f"took {minutes(time.monotonic() - start_time)}\n")
-        if failure := report(output_dir, epochs):
-            raise UserError(failure)
+        report(output_dir, epochs)
 
 
 def main() -> int:

@@ -57,8 +57,7 @@ class Observer:
         if self.page:
             self.page.serve(self.dht, self.report.read_progress)
         # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
-        self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="watch metrics")
-        self.watching = self.executor.submit(self.watch)
+        self.watching = concurrent.futures.ThreadPoolExecutor(1, "watch metrics").submit(self.watch)
         return stop
 
     def prepare_model(self) -> None:
