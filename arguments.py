@@ -102,7 +102,7 @@ class SwarmArguments:
     )
     authorize: bool = flag(False, "Kept for old commands: membership is not implemented yet, only False is accepted.")
     client_mode: bool = flag(
-        False, "Accept no incoming connection; automatic where others cannot reach this trainer. Not for all of a run."
+        False, "Accept no incoming connection (one trainer must); automatic where others cannot reach this trainer."
     )
     use_relay: bool = flag(True, "Reach, and be reached by, peers behind routers through a third peer.")
     use_auto_relay: bool = flag(
@@ -180,8 +180,7 @@ class OptimizerArguments:
     optim: Literal["lamb", "lamb_8bit", "adamw"] = flag(
         "lamb",
         "LAMB (arxiv.org/abs/1904.00962) suits large batches, AdamW small ones. lamb_8bit keeps its moments in 2 "
-        "bytes per parameter instead of 8, where memory, disk or bandwidth are scarce, and takes twice as long. ALL "
-        "PEERS.",
+        "bytes per parameter instead of 8, to save memory and bandwidth; its step takes twice as long. ALL PEERS.",
     )
     min_8bit_size: int = flag(
         2**16, "lamb_8bit only: tensors with fewer elements keep 32-bit moments. Lower it for small models. ALL PEERS."
@@ -253,8 +252,7 @@ class AveragingArguments:
     )
     compression: Literal["none", "float16", "8bit"] = flag(
         "float16",
-        "Compression of gradients on the wire; 8bit: half the bytes of float16, with errors of up to 1.6e-2. ALL "
-        "PEERS.",
+        "Compression of gradients on the wire; 8bit: half the bytes of float16, errors of up to 1.6e-2. ALL PEERS.",
         aliases=["--grad_compression"],
     )
     state_compression: Literal["none", "float16"] = flag(
@@ -262,9 +260,8 @@ class AveragingArguments:
     )
     load_state_compression: Literal["none", "float16", "8bit"] = flag(
         "8bit",
-        "Compression of the state that is sent to a peer that joins or has missed a round. float16: of parameters; "
-        "8bit: of moments as well, which changed no loss by more than 0.01 percent; none: 3 times the bytes. ALL "
-        "PEERS.",
+        "Compression of the state for a peer that joins or has missed a round. float16: of parameters; 8bit: of "
+        "moments too, which changed no loss by more than 0.01 percent; none: 3 times the bytes. ALL PEERS.",
     )
     average_state_every: int = flag(
         10,

@@ -15,7 +15,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 LONGEST_FILE, LONGEST_FUNCTION = 700, 90  # lines
 # what is longer still, by its present length: it may only shrink
 LONGER = {
-    "arguments.py": 797,
+    "arguments.py": 794,
     "tests/text/test_data.py": 742,
     "tests/test_finetune.py": 755,
 }
