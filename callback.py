@@ -131,14 +131,14 @@ class CollaborativeCallback:
         self.sample_limit = passes * len(dataset["train"]) if passes else math.inf
 
     def resume(self, path: Path | None) -> None:
-        """Go on from a training state, if there is one, with its history; otherwise begin a new history.
-
-        :raises CheckpointError: it is no whole state of this model and optimizer; nothing has changed then
-        """
+        """Go on from a training state, if there is one, with its history; otherwise begin a new history."""
         lines = []
         if path is not None:
-            state = load_state(path)
-            apply_state(state, self.model, self.optimizer, self.scaler)
+            try:
+                state = load_state(path)
+                apply_state(state, self.model, self.optimizer, self.scaler)
+            except CheckpointError as e:
+                raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
             self.saved_epoch = self.optimizer.local_epoch
             self.counters.update(state.get("counters", {}))
             self.optimizer.failed_rounds = self.counters.pop("failed_rounds", 0)
@@ -150,10 +150,7 @@ class CollaborativeCallback:
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
         over the swarm's state, when there is a swarm that is further than this peer."""
-        try:
-            self.resume(saved_state)
-        except CheckpointError as e:
-            raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
+        self.resume(saved_state)
         self.dashboard = start_trainer_dashboard(self.args, self.prefix, self.arguments, saved_state is not None)
         logger.info(
             f"run {self.prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
