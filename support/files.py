@@ -85,6 +85,14 @@ def append_line(path: str | Path, line: str) -> None:
         UNWRITABLE.add(path)
 
 
+def read_json(path: Path) -> dict:
+    """The object in a file; an empty one where there is none, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
+            return found
+    return {}
+
+
 def read_json_lines(path: str | Path) -> Iterator[dict]:
     """The objects in a file of lines, if it is there; without a line that is cut, as somebody writes it, or was killed
     meanwhile."""

@@ -15,7 +15,7 @@ import hivemind
 
 from arguments import ReportArguments, SwarmArguments
 from support.console import UserError
-from support.files import append_line, lock_folder, write_text
+from support.files import append_line, lock_folder, read_json, write_text
 from utils import (
     FETCH_TIMEOUT,
     Evaluation,
@@ -211,9 +211,7 @@ class RunReport:
 
     def load_summary(self) -> dict:
         """What an earlier process has written of this run; that of another run is put aside."""
-        path, summary = self.output_dir / "summary.json", {}
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(self.output_dir / "summary.json")
         if summary and summary.get("experiment_prefix") != self.prefix:
             self.put_summary_aside()
             return {}
