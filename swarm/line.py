@@ -46,6 +46,7 @@ MUCH = 0.6  # of the rate: where less was sent than that, whatever delays the an
 HELD_POLL = 0.05  # seconds between two tries to send while a long queue leaves
 LOWEST_RATE = 1e4  # bytes/s
 
+SHORTEST_ANSWER = 0.1  # seconds; shorter ones are taken for that
 PATIENCE = 6  # times the longest recent answer, until one that has not come is not expected any more
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 1.5, 15.0  # seconds
 LONGEST_REQUEST = 10.0  # seconds: while a peer waits for an answer, others wait for its own
@@ -196,7 +197,9 @@ class Line:
         self._round_seconds.value = max(seconds, 0.9 * self._round_seconds.value)
 
     def note_answer(self, seconds: float) -> None:
-        self._answer.value = max(seconds, 0.9 * self._answer.value)
+        """An answer took so long: the longest counts, and is slowly forgotten. Twice the one before at most, as that of
+        a peer that was frozen comes when it is there again; where the line is slow, all of them do."""
+        self._answer.value = max(min(seconds, 2 * self._answer.value), 0.9 * self._answer.value, SHORTEST_ANSWER)
 
     # --- looks
 
@@ -204,6 +207,7 @@ class Line:
         """Runs in the DHT's process, forever: ask some peers how long an answer takes, and keep the queue in front of
         the modem short by the rate (as LEDBAT does, RFC 6817)."""
         shortest: dict[PeerID, float] = {}
+        asking: dict[PeerID, asyncio.Task] = {}
         sent, looked, is_told, wait = self._sent.value, time.monotonic(), False, 0.0
         calm_sent, calm_at, most = sent, looked, 0.0  # when there was no queue, and the most that was sent since
         while True:
@@ -216,11 +220,12 @@ class Line:
             seconds = max(LOOK_PERIOD / 2, now - max(looked, self._began.value))
             share = (self._sent.value - sent) / seconds / (self._rate.value or math.inf)
             sent, looked = self._sent.value, now
-            asking = [asyncio.create_task(ask(node, peer)) for peer in peers]
-            await asyncio.wait(asking, timeout=LOOK_PERIOD)
+            fresh = [peer for peer in peers if peer not in asking]
+            asking |= {peer: asyncio.create_task(ask(node, peer)) for peer in fresh}
+            await asyncio.wait(asking.values(), timeout=LOOK_PERIOD)
             waits = []
-            for peer, answer in zip(peers, asking, strict=True):
-                if answer.done() and (seconds := answer.result()) is not None:
+            for peer in [peer for peer, answer in asking.items() if answer.done()]:
+                if (seconds := asking.pop(peer).result()) is not None and peer in fresh:
                     # a way that has become longer for good is learned in a minute
                     known = shortest.get(peer, seconds)
                     shortest[peer] = min(seconds, known + 0.01 * (seconds - known))
@@ -275,7 +280,7 @@ class Line:
         answers = 0
         try:
             while not answers and (peers := choose_peers(node)):
-                self.note_answer(LONGEST_PATIENCE / PATIENCE)  # nobody is gone because this line is slow
+                self._answer.value = LONGEST_PATIENCE / PATIENCE  # nobody is gone because this line is slow
                 for answer in asyncio.as_completed([asyncio.create_task(ask(node, peer)) for peer in peers]):
                     answers += await answer is not None
                     if 2 * answers > len(peers):  # each peer's connection has a queue of its own, and some may be dead

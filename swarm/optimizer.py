@@ -464,6 +464,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
             self.grad_averager.set_expected_peers(others, at_least)
+            self.state_averager.set_expected_peers(others)  # its round is still to come, or the step would wait for it
             if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
                 raise AllreduceException("this peer was asked to stop")
             if time.monotonic() >= next_look and answer is None:

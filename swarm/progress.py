@@ -1,5 +1,6 @@
 """Which peers are there, and how far they are: as far as their reports can be believed."""
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import hivemind
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
-from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
+from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, get_dht_time
 
 from swarm.dht import name_peers
 from utils import select_believable
@@ -36,6 +37,24 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         #: the epoch in which peers that are behind have been waited for long enough
         self.impatient_epoch = -1
         super().__init__(*args, **kwargs)
+
+    async def _progress_fetcher(self) -> None:
+        """hivemind's, but for the lock, which it holds while the DHT is asked: a dead peer delays that for seconds, and
+        the loop would wait for it at the end of an epoch."""
+        loop = asyncio.get_running_loop()
+        stopping = loop.run_in_executor(None, self.shutdown_triggered.wait)
+        while not self.shutdown_triggered.is_set():
+            seconds = max(0.0, self.global_progress.next_fetch_time - get_dht_time())
+            if await loop.run_in_executor(None, self.global_state_updated.wait, seconds):
+                self.global_state_updated.clear()
+                continue
+            answer = asyncio.create_task(asyncio.wait_for(self.request_records(), None))
+            await asyncio.wait({answer, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                async with enter_asynchronously(self.lock_global_progress):
+                    self.take_records(answer.result())
+                    self.fetched_global_progress_this_epoch.set()
+            answer.cancel()
 
     def _parse_swarm_progress_data(self, metadata):
         own_id = self.dht.peer_id.to_bytes()

@@ -149,23 +149,21 @@ def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, ti
 
 @pytest.mark.slow
 def test_a_frozen_trainer_catches_up(start, tmp_path, tiny_data):
-    """SIGSTOP of all its processes for 20 s, as a laptop that is closed: the others go on, then it is one of them."""
-    swarm = Swarm(start, tmp_path, tiny_data)
+    """SIGSTOP of all processes of each in turn, as a laptop that is closed: the others continue, also those that it led
+    while their group formed, which takes all of an epoch here; then it is one of them."""
+    swarm = Swarm(start, tmp_path, {**tiny_data, "--matchmaking_time": 40, "--averaging_timeout": 60})
     swarm.start_monitor()
     names = ["a", "b", "c"]
-    *_, victim = swarm.start_trainers(*names)
-    swarm.wait_for_joint_epochs(names, 2, 90)
-    frozen = time.time()
-    victim.freeze()
-    time.sleep(20)
-    thawed = time.time()
-    victim.thaw()
-    during = [line for line in swarm.history("a").values() if frozen < line["time"] <= thawed]
-    # one round broken by it, then at the pace of two
-    assert sum(line["averaged_with"] == 2 for line in during) >= 2, during
-    joint = swarm.wait_for_joint_epochs(names, 1, 40, after=max(line["epoch"] for line in during))
+    swarm.start_trainers(*names)
+    joint = swarm.wait_for_joint_epochs(names, 2, 90)
+    for victim in names:
+        others = [name for name in names if name != victim]
+        swarm.trainers[victim].freeze()
+        after = swarm.wait_for_joint_epochs(others, 2, 30, after=swarm.last_epoch(others[0]))[-1]
+        swarm.trainers[victim].thaw()
+        joint = swarm.wait_for_joint_epochs(names, 1, 30, after)
     swarm.stop_together(names, joint[0])
-    assert swarm.difference(names) < 1e-6
+    assert swarm.difference(names) < 1e-3  # of steps of 1e-3, as Adam's moments have come in 8 bits
 
 
 @pytest.mark.slow

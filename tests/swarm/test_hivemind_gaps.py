@@ -209,6 +209,25 @@ def test_a_round_waits_for_a_peer_that_is_gone():
     assert "ping" not in inspect.getsource(AllReduceRunner)
 
 
+def test_a_follower_asks_nothing_of_its_leader():
+    """Note 70; PromptMatchmaking.expect: once accepted, it waits for the leader's message and nothing else."""
+    joined = inspect.getsource(Matchmaking._request_join_group).split("pause_search")[1]
+    assert "wait_for(anext(stream), time_to_expiration" in joined and "ping" not in joined
+
+
+def test_progress_is_locked_while_the_dht_is_asked():
+    """Note 71; ProgressTracker._progress_fetcher."""
+    locked = inspect.getsource(ProgressTracker._progress_fetcher).split("self.lock_global_progress")[1]
+    assert "await _fetch_progress_unless_shutdown_triggered()" in locked
+
+
+def test_steps_and_parameter_rounds_share_a_thread():
+    """Note 72; the state averager's expected peers in CollaborativeOptimizer._wait_for_round."""
+    assert "ThreadPoolExecutor(max_workers=2 if self.delta_rule_averaging else 1)" in inspect.getsource(
+        TrainingStateAverager
+    )
+
+
 def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
     """PromptRunner._communicate_with_peer: it has failed, and ends only when all other parts have come."""
     assert "finalize" not in inspect.getsource(AllReduceRunner._communicate_with_peer)
