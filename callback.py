@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,16 +28,14 @@ from machine.checkpoint import (
     apply_state,
     collect_state,
     load_state,
-    load_state_file,
     save_checkpoint,
     save_model,
-    save_state_file,
 )
 from machine.devices import all_finite, is_out_of_memory
-from machine.preflight import warn_of_speed
+from machine.preflight import check_epoch_time, check_step_time, warn_of
 from machine.training import evaluate
 from support.console import UserError
-from support.files import append_line, read_json_lines, write_text
+from support.files import append_line, read_json_lines, write_file
 from swarm.addresses import select_for_others
 from swarm.contract import publish_contract
 from swarm.joining import warn_of_local_addresses
@@ -145,7 +144,7 @@ class CollaborativeCallback:
             self.samples_before = self.counters["computed_samples"]
             # what came after the checkpoint was lost, and comes again
             lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
-        write_text(self.history, "".join(json.dumps(line) + "\n" for line in lines))
+        write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
 
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
@@ -252,10 +251,10 @@ class CollaborativeCallback:
             **self.measure_rounds(),
         }
         if self.counters["epochs"] == 3:
-            # the first two begin in the middle, or wait for others who start
-            step_seconds = self.batch_size / max(metrics["samples_per_second"], 1e-9)
-            peers, seconds = metrics["num_peers"], metrics["epoch_seconds"]
-            warn_of_speed(step_seconds, self.batch_size, seconds, peers, optimizer.matchmaking_time)
+            # the first two begin in the middle, or wait for others who start; and short steps are harmless
+            step_seconds = max(0.5, self.batch_size / max(metrics["samples_per_second"], 1e-9))
+            checks = [check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], optimizer.matchmaking_time)]
+            warn_of([check_step_time(step_seconds, self.batch_size), *checks])
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
         self.metrics = metrics
@@ -440,7 +439,7 @@ class CollaborativeCallback:
     def back_up(self) -> None:
         """Copy the state to --state_path, or in memory without one, or when that file cannot be written."""
         state = self.collect_state()
-        is_in_file = self.args.state_path is not None and save_state_file(state, self.args.state_path)
+        is_in_file = self.args.state_path is not None and write_file(self.args.state_path, partial(torch.save, state))
         self.backup = None if is_in_file else state
 
     def restore(self) -> None:
@@ -448,7 +447,7 @@ class CollaborativeCallback:
         optimizer = self.optimizer
         logger.warning(f"non-finite parameters at epoch {optimizer.local_epoch}, restoring the last backup")
         try:
-            state = load_state_file(self.args.state_path) if self.backup is None else self.backup
+            state = load_state(self.args.state_path) if self.backup is None else self.backup
             now = {"local_epoch": optimizer.local_epoch, "total_samples": optimizer.total_samples}
             apply_state({**state, **now, "scaler": None, "random": None}, self.model, optimizer)
         except CheckpointError as e:
@@ -493,7 +492,7 @@ class CollaborativeCallback:
             summary |= {"final_loss": loss, "final_perplexity": perplexity(loss)}
             summary["final_accuracy"] = self.evaluation.accuracy
             logger.info(f"validation loss {loss:.3f}, unigram entropy {entropy:.3f} nats")
-        write_text(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         logger.info(
             f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples, averaged with others in "
             f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "

@@ -282,7 +282,6 @@ def report(output_dir: Path, epochs: int) -> None:
 
 def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
     start_time = time.monotonic()
-    output_dir.mkdir(parents=True, exist_ok=True)
     lock_folder("--output_dir", output_dir)
     for path in output_dir.iterdir():
         if path.name not in (".lock", "data"):

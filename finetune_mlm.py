@@ -56,7 +56,7 @@ from experiment.tasks import (
 from machine.checkpoint import save_model
 from models.build import find_longest_sequence
 from models.ruleanalbert import load_ruleanalbert
-from support.files import lock_folder, make_folder, write_file
+from support.files import lock_folder, write_file
 
 logger = logging.getLogger("finetune")
 
@@ -474,7 +474,6 @@ def main(args: FinetuneArguments) -> None:
     check_tokenizer(pretrained, is_own=args.checkpoint is not None)
     # what is wrong with the model is said before anything is written
     max_length = choose_length(make_task_model(pretrained, task, args.dropout), args.max_length)
-    make_folder("--output_dir", folder)
     lock_folder("--output_dir", folder)
     seeds = load_results(args, folder)
 
@@ -503,10 +502,9 @@ def main(args: FinetuneArguments) -> None:
                 with make_autocast(args, device):
                     predictions = predict(model, rows["test"], task, pretrained.tokenizer, args.batch_size, device)
                 name, text = format_predictions(task, examples["test"], predictions)
-                write_file(folder / name, lambda file, text=text: file.write(text.encode()))
+                write_file(folder / name, text)
         # last: a seed that is in there is finished
-        text = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
-        write_file(folder / "results.json", lambda file, text=text: file.write(text.encode()))
+        write_file(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     print(format_table(summarize(args, task, seeds, majority, counts)))
     print(f"model, predictions and results.json: {folder}")
 

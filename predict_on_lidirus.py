@@ -78,7 +78,7 @@ def main(args: PredictArguments) -> None:
     logger.info(f"{task.name}: {len(rows):,} pairs; {cut:,} are longer than {max_length} tokens and were cut; {device}")
     predictions = predict(model.to(device), rows, task, pretrained.tokenizer, args.batch_size, device)
     name, text = format_predictions(task, examples, predictions)
-    write_file(Path(args.model) / name, lambda file: file.write(text.encode()))
+    write_file(Path(args.model) / name, text)
     if all(example.right is not None for example in examples):
         metrics = task.measure(examples, predictions)
         print(", ".join(f"{metric} {value:.3f}" for metric, value in metrics.items()))

@@ -41,7 +41,7 @@ from experiment.optimizer import describe_contract, make_optimizer
 from machine.checkpoint import choose_state, claim_folders
 from machine.devices import all_finite, make_trial_batch, place_model, stop_when_out_of_memory, tune_to_device
 from machine.feed import make_feed
-from machine.preflight import run_preflight, warn_at_start
+from machine.preflight import check_machine, run_preflight, warn_of
 from machine.ranks import DeviceGroup, RankLost, list_gradients, start_ranks
 from machine.training import make_trained_model, move_batch
 from models.build import find_longest_sequence
@@ -89,7 +89,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
             check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
             claim_folders(args)
             saved_state = choose_state(args, model, swarm.experiment_prefix)
-            warn_at_start(model, args)
+            warn_of(check_machine(model.num_parameters(), args))
 
     # swarm and optimizer
     optimizer = callback = None

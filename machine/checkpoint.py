@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from arguments import TrainerArguments
 from models.build import describe_architecture
 from support.console import UserError
-from support.files import describe_file, flush_to_disk, lock_folder, make_folder, warn_of_full_disk, write_file
+from support.files import describe_file, lock_folder, make_folder, write_whole
 from utils import keep_signing_key
 
 logger = logging.getLogger("checkpoint")
@@ -45,9 +45,6 @@ logger = logging.getLogger("checkpoint")
 
 class CheckpointError(Exception):
     """This is not a usable training state, or belongs to a different model; the text says why."""
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def save_model(
@@ -68,14 +65,11 @@ def save_model(
     :param beside: other files by name, for people: they may edit them, and the folder still counts as complete
     """
     folder = Path(folder).absolute()
-    # one name, not a random one: what a killed process left behind is overwritten
-    unfinished, replaced = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f".{folder.name}.replaced")
-    with warn_of_full_disk(folder.parent, f"the model to {folder}", unfinished) as success:
+
+    def write(unfinished: Path) -> None:
         put_back(folder.parent)
-        for leftover in folder.parent.glob(".checkpoint-*.unfinished"):
-            shutil.rmtree(leftover)
-        if unfinished.exists():
-            shutil.rmtree(unfinished)
+        for leftover in (*folder.parent.glob(".checkpoint-*.unfinished"), unfinished):
+            shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
         disable_progress_bar()  # "Writing model shards" would break into the log at each checkpoint
         if state is None:
@@ -93,14 +87,8 @@ def save_model(
             (unfinished / name).write_bytes(content)
         text = json.dumps({**extra, "files": files}, indent=2)
         (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")
-        for path in (*unfinished.rglob("*"), unfinished):
-            flush_to_disk(path)
-        if folder.exists():  # a folder that is not empty cannot be replaced by a rename
-            folder.rename(replaced)
-        unfinished.rename(folder)
-        flush_to_disk(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    return bool(success)
+
+    return write_whole(folder, write, folder.parent)
 
 
 def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
@@ -121,14 +109,6 @@ def remove_checkpoints(folders: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):
             folder.rename(outdated)
         shutil.rmtree(outdated, ignore_errors=True)
-
-
-def save_state_file(state: dict, path: str | Path) -> bool:
-    """Write a whole training state to one file, which is replaced at once; a full disk is a warning and False."""
-    return write_file(path, lambda file: torch.save(state, file))
-
-
-# --- finding and reading ----------------------------------------------------------------------------------------------
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
@@ -153,9 +133,29 @@ def put_back(output_dir: Path) -> None:
             replaced.rename(folder)
 
 
-def load_checkpoint(folder: str | Path) -> dict:
-    """The training state in a folder that save_model has written; raises CheckpointError when it is not whole."""
-    folder = Path(folder)
+def load_state(path: str | Path) -> dict:
+    """The training state in a checkpoint's folder or in a state file, with its path; raises CheckpointError when it is
+    not whole."""
+    path, is_folder = Path(path), Path(path).is_dir()
+    if is_folder:
+        check_files(path)
+    try:
+        state = torch.load(path / "training_state.pt" if is_folder else path, map_location="cpu", weights_only=True)
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror}") from e
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
+        raise CheckpointError(f"{path} is truncated or not a training state ({type(e).__name__})") from e
+    if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
+        raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
+    if is_folder:
+        state["model"] = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+    if not isinstance(state.get("model"), dict):
+        raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
+    return {**state, "path": path}
+
+
+def check_files(folder: Path) -> None:
+    """Raises CheckpointError when this is not just what save_model has written of a training state."""
     try:
         files = json.loads((folder / "training_state.json").read_text(encoding="utf-8"))["files"]
         for name, description in files.items():
@@ -167,43 +167,11 @@ def load_checkpoint(folder: str | Path) -> dict:
         raise CheckpointError(f"{folder} is not intact: training_state.json has no list of its files") from e
     if "training_state.pt" not in files:
         raise CheckpointError(f"{folder} holds a model, and no training state beside it")
-    state = read_state(folder / "training_state.pt")
-    state["model"] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        state["model"] |= load_file(path)
-    return state
-
-
-def load_state_file(path: str | Path) -> dict:
-    """The training state in a file that save_state_file has written; raises CheckpointError when it is not one."""
-    state = read_state(Path(path))
-    if not isinstance(state.get("model"), dict):
-        raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
-    return state
-
-
-def read_state(path: Path) -> dict:
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as e:
-        raise CheckpointError(f"{path}: {e.strerror}") from e
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
-        raise CheckpointError(f"{path} is truncated or not a training state ({type(e).__name__})") from e
-    if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
-        raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
-    return state
-
-
-def load_state(path: Path) -> dict:
-    """The training state in a checkpoint's folder or a state file, with its path; raises CheckpointError."""
-    state = load_checkpoint(path) if path.is_dir() else load_state_file(path)
-    return {**state, "path": path}
 
 
 def claim_folders(args: TrainerArguments) -> None:
     """Make --output_dir and the folder of --state_path, keep other peers out of the former, and sign with the key that
     is kept there."""
-    make_folder("--output_dir", args.output_dir)
     make_folder("--state_path", os.path.dirname(args.state_path or ""))
     lock_folder("--output_dir", args.output_dir)
     keep_signing_key(Path(args.output_dir) / "signing_key")
@@ -258,22 +226,15 @@ def set_aside(output_dir: Path, epoch: int) -> None:
 def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
     """The newest of all whole checkpoints and the state file, with its path; a warning for each that is not whole."""
     newest = None
-    if state_path and Path(state_path).exists():
-        try:
-            newest = load_state(Path(state_path))
-        except CheckpointError as e:
-            logger.warning(f"skipped a training state: {e}")
-    for folder in reversed(find_checkpoints(output_dir)):
-        if newest and newest["local_epoch"] >= read_epoch(folder):
+    is_there = state_path is not None and Path(state_path).exists()
+    for path in ([Path(state_path)] if is_there else []) + find_checkpoints(output_dir)[::-1]:
+        if newest and path.is_dir() and newest["local_epoch"] >= read_epoch(path):
             break
         try:
-            newest = load_state(folder)
+            newest = load_state(path)
         except CheckpointError as e:
-            logger.warning(f"skipped a checkpoint: {e}")
+            logger.warning(f"skipped a training state: {e}")
     return newest
-
-
-# --- from a trainer to a state and back -------------------------------------------------------------------------------
 
 
 def collect_state(

@@ -32,9 +32,6 @@ LONGEST_PASS = 5.0  # seconds; a step of up to 10 is advised
 FULLEST_MEMORY = 0.8
 
 
-# --- device and precision ---------------------------------------------------------------------------------------------
-
-
 def choose_devices(args: TrainerArguments) -> list[torch.device]:
     """The devices of this machine that --device and --num_devices name, without a CUDA context; a UserError
     where there are none such. On a CPU each stands for a process that trains.
@@ -96,9 +93,6 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or this machine, has no memory left for what was to be computed."""
     # torch's allocators, the driver, and CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED) each say it in their own way
@@ -106,32 +100,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-def explain_out_of_memory(args: TrainerArguments, device: torch.device, model: PreTrainedModel) -> str:
-    """One line that names the cures that are left."""
-    cures = []
-    if args.per_device_train_batch_size not in ("auto", 1):
-        cures.append(
-            f"a smaller --per_device_train_batch_size (now {args.per_device_train_batch_size}) with more "
-            f"--gradient_accumulation_steps (now {args.gradient_accumulation_steps})"
-        )
-    if not args.gradient_checkpointing and model.supports_gradient_checkpointing:
-        cures.append("--gradient_checkpointing")
-    if not args.bf16 and not args.fp16:
-        is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-        cures.append("--fp16" if is_old else "--bf16")
-    cures.append("shorter sequences (--max_sequence_length)")
-    return f"out of memory on {device}: {', or '.join(cures)}"
-
-
 @contextlib.contextmanager
 def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model: PreTrainedModel) -> Iterator[None]:
-    """Instead of torch's error: a UserError with that line."""
+    """Instead of torch's error: a UserError in one line, which names the cures that are left."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
-        raise UserError(explain_out_of_memory(args, device, model)) from e
+        cures, size, count = [], args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if size not in ("auto", 1):
+            cures.append(f"a smaller --per_device_train_batch_size (now {size}) with more")
+            cures[-1] += f" --gradient_accumulation_steps (now {count})"
+        if not args.gradient_checkpointing and model.supports_gradient_checkpointing:
+            cures.append("--gradient_checkpointing")
+        if not args.bf16 and not args.fp16:
+            is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+            cures.append("--fp16" if is_old else "--bf16")
+        cures.append("shorter sequences (--max_sequence_length)")
+        raise UserError(f"out of memory on {device}: {', or '.join(cures)}") from e
 
 
 def measure_memory(device: torch.device) -> float:
@@ -140,9 +127,6 @@ def measure_memory(device: torch.device) -> float:
         free, total = torch.cuda.mem_get_info(device)
         return 1 - free / total  # what torch holds, and what other programs hold
     return psutil.virtual_memory().percent / 100
-
-
-# --- batch size -------------------------------------------------------------------------------------------------------
 
 
 def make_trial_batch(
@@ -233,9 +217,6 @@ def find_batch_size(
     return best, max(1, min(round(1 / best_seconds), largest_step // best))
 
 
-# --- the compiler -----------------------------------------------------------------------------------------------------
-
-
 def compile_model(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, autocast: AbstractContextManager
 ) -> None:
@@ -268,9 +249,6 @@ def compile_model(
         logger.warning(f"--torch_compile: the compiler failed ({reason[:200]}); continuing without it")
         return
     logger.info(f"compiled the model in {time.monotonic() - start:.0f} s")
-
-
-# --- both, for who starts to train, and for the preflight -------------------------------------------------------------
 
 
 def tune_to_device(

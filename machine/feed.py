@@ -64,8 +64,7 @@ class DeviceFeed:
     def save_position(self) -> None:
         """Note after which batch of a stream a restart continues."""
         if self.position and (state := self.source.state()):
-            text = json.dumps(state) + "\n"
-            write_file(self.position, lambda file: file.write(text.encode()))
+            write_file(self.position, json.dumps(state) + "\n")
 
 
 def make_feed(

@@ -11,29 +11,24 @@ find, and later what its first epochs reveal of its speed. Which batch size suit
 with a trainer's flags; the last line that it prints is the flags to add to them.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
 import logging
-import math
 import os
 import shutil
+import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 from arguments import TRAINER_ARGS as GROUPS
-from arguments import (
-    AveragingArguments,
-    DataArguments,
-    ModelArguments,
-    SwarmArguments,
-    TrainerArguments,
-    parse_arguments,
-)
+from arguments import AveragingArguments, DataArguments, SwarmArguments, TrainerArguments, parse_arguments
 from support.console import UserError, edge, format_bytes, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -48,13 +43,7 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import get_dht_time
 
-from experiment.data import (
-    choose_tokenizer,
-    find_data,
-    load_data,
-    make_train_batches,
-    make_training_dataset,
-)
+from experiment.data import load_data, make_train_batches
 from experiment.model import find_objective
 from experiment.optimizer import describe_contract
 from machine.devices import (
@@ -68,16 +57,15 @@ from machine.devices import (
 from machine.training import make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
-from swarm.contract import fetch_contracts, find_differences
+from swarm.contract import compare_with_run
 from swarm.dht import raise_file_limit
-from swarm.joining import check_addresses, explain_clock, explain_unreachable, start_dht
+from swarm.joining import check_addresses, explain_unreachable, start_dht
 from swarm.line import LINE
 from swarm.processes import clean_end, quiet_hivemind_logs
 from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
 from text.batches import check_data_arguments
-from text.stored import load_tokenized_dataset
-from text.tokenizers import load_tokenizer, tokenizer_fingerprint
-from utils import RunContract, fetch_progress, make_validators
+from text.tokenizers import tokenizer_fingerprint
+from utils import fetch_progress, make_validators
 
 logger = logging.getLogger("preflight")
 
@@ -102,16 +90,29 @@ class Check:
     cure: str = ""
 
 
-# --- this machine -----------------------------------------------------------------------------------------------------
+def judge(what: str, finding: str, cure: str, *, is_fatal: bool = False, is_warning: bool = False) -> Check:
+    """Return the line for a finding that may be bad."""
+    return Check(what, "fatal" if is_fatal else "warning" if is_warning else "ok", finding, cure)
+
+
+def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
+    """The checks that take no time."""
+    checks = [check_file_limit(), check_memory(parameters)]
+    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit))
+    if os.path.isdir("/dev/shm"):
+        # containers often have 64 MB of it, and a process that runs out is killed by a bus error, without a word
+        free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
+        finding = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
+        cure = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
+        checks.append(judge("shared memory", finding, cure, is_fatal=free < needed))
+    return checks
 
 
 def check_file_limit() -> Check:
     """Raises the limit of open files itself as far as the system allows."""
     limit = raise_file_limit()
-    if limit < ENOUGH_FILES:
-        cure = f"ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
-        return Check("open files", "warning", f"{limit:,} at most: a larger swarm needs more", cure)
-    return Check("open files", "ok", f"{limit:,} at most" if limit < math.inf else "no limit")
+    cure = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
+    return judge("open files", f"{limit:,} at most", cure, is_warning=limit < ENOUGH_FILES)
 
 
 def check_disk(folder: str, parameters: int, kept: int) -> Check:
@@ -120,59 +121,34 @@ def check_disk(folder: str, parameters: int, kept: int) -> Check:
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     finding = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
-    if free < needed:
-        return Check("disk", "warning", finding, "free some, or choose another --output_dir: checkpoints would be lost")
-    return Check("disk", "ok", finding)
+    cure = "free some, or choose another --output_dir: checkpoints would be lost"
+    return judge("disk", finding, cure, is_warning=free < needed)
 
 
 def check_memory(parameters: int) -> Check:
     free, needed = psutil.virtual_memory().available, HOST_BYTES_PER_PARAMETER * parameters
     finding = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {parameters:,} parameters, and batches"
-    if free < needed:
-        return Check("memory", "fatal", finding, "end other programs, add swap, or train a smaller --config_path")
-    return Check(
-        "memory", "ok" if free > 1.2 * needed else "warning", finding, "close to the limit: end other programs"
-    )
-
-
-def check_shared_memory(parameters: int) -> Check | None:
-    """Containers often have 64 MB of it, and a process that runs out is killed by a bus error, without a word."""
-    if not os.path.isdir("/dev/shm"):
-        return None
-    free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
-    finding = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
-    if free < needed:
-        return Check(
-            "shared memory", "fatal", finding, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
-        )
-    return Check("shared memory", "ok", finding)
-
-
-# --- the others -------------------------------------------------------------------------------------------------------
+    cure = "end other programs, add swap, or train a smaller --config_path"
+    return judge("memory", finding, cure, is_fatal=free < needed, is_warning=free < 1.2 * needed)
 
 
 def check_announced(maddrs: list[str], initial_peers: list[str], client_mode: bool) -> Check:
     """Whether what this peer tells the others is of use to them."""
-    shown = " ".join(maddrs[:3])
     if client_mode:
         return Check("own addresses", "ok", "none announced: client mode")
-    if initial_peers and any(map(is_public, initial_peers)) and not any(map(is_public, maddrs)):
-        cure = "--announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards, or --client_mode"
-        return Check("own addresses", "warning", f"{shown}: usable within this machine's network only", cure)
-    return Check("own addresses", "ok", shown)
+    cure = "--announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards, or --client_mode"
+    is_local = any(map(is_public, initial_peers)) and not any(map(is_public, maddrs))
+    finding = " ".join(maddrs[:3]) + ": usable within this machine's network only" * is_local
+    return judge("own addresses", finding, cure, is_warning=is_local)
 
 
 def check_clock(seconds: float | None) -> Check:
     """:param seconds: by which this machine's clock is ahead of the swarm's; hivemind refuses more than 3"""
     if seconds is None:
         return Check("clock", "warning", "no peer reported its time", "check that this machine sets its clock by NTP")
-    if abs(seconds) > 3:
-        finding, cure = explain_clock(seconds).split(": ", 1)
-        return Check("clock", "fatal", finding, cure)
-    finding = f"{abs(seconds):.2f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's (3 s are allowed)"
-    if abs(seconds) > 1:
-        return Check("clock", "warning", finding, "synchronize it: sudo timedatectl set-ntp true")
-    return Check("clock", "ok", finding)
+    finding = f"{abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's (3 s are allowed)"
+    cure = "synchronize it: sudo timedatectl set-ntp true"
+    return judge("clock", finding, cure, is_fatal=abs(seconds) > 3, is_warning=abs(seconds) > 1)
 
 
 async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode) -> float | None:
@@ -184,7 +160,7 @@ async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode
             sent = get_dht_time()
             response = await stub.rpc_ping(PingRequest(peer=node.protocol.node_info), timeout=5)
             differences.append((sent + get_dht_time()) / 2 - response.dht_time)
-    return sorted(differences)[len(differences) // 2] if differences else None
+    return statistics.median_high(differences) if differences else None
 
 
 def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: int) -> Check:
@@ -194,40 +170,27 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: i
         return Check("connection", "warning", finding, "if you are behind a firewall or router, use --client_mode")
     if is_reachable:
         return Check("connection", "ok", f"others reach this peer at {where}")
-    cure = "behind a firewall: use --client_mode, or open a port and give it in --host_maddrs"
-    if averagers:
-        finding = f"others cannot reach this peer at {where}; {averagers} that average can be reached from here"
-        return Check("connection", "warning", finding, f"{cure}. Without either, it will choose client mode by itself")
-    finding = f"others cannot reach this peer at {where}, and no peer that averages here could be reached by a client"
-    return Check(
-        "connection", "warning", finding, f"{cure}. Without either, it will go through a relay, which is slower"
-    )
-
-
-# --- speed ------------------------------------------------------------------------------------------------------------
+    found = f"{averagers} that average" if averagers else "no peer that averages"
+    finding = f"others cannot reach this peer at {where}; {found} can be reached from here"
+    cure = "behind a firewall: use --client_mode, or open a port and give it in --host_maddrs. Without either, it will "
+    cure += "choose client mode by itself" if averagers else "go through a relay, which is slower"
+    return Check("connection", "warning", finding, cure)
 
 
 def check_step_time(seconds: float, batch_size: int) -> Check:
-    finding = f"{seconds:.2f} s per step of {batch_size} samples"
-    if seconds < 0.5:
-        cure = "raise --per_device_train_batch_size or --gradient_accumulation_steps: 0.5 to 10 s are recommended"
-        return Check("step time", "warning", f"{finding}: short", cure)
-    if seconds > 10:
-        cure = "lower --gradient_accumulation_steps or --per_device_train_batch_size: 0.5 to 10 s are recommended"
-        return Check("step time", "warning", f"{finding}: long, the others may wait for its end", cure)
-    return Check("step time", "ok", finding)
+    finding = f"{seconds:.2f} s per step of {batch_size} samples; 0.5 to 10 s are recommended"
+    cure = f"{'raise' if seconds < 0.5 else 'lower'} --per_device_train_batch_size or --gradient_accumulation_steps"
+    return judge("step time", finding, cure, is_warning=not 0.5 <= seconds <= 10)
 
 
 def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Check:
     """:param peers: of the swarm, this one included; a group starts when all are there; a single peer looks for none"""
+    is_short = peers > 1 and seconds < matchmaking_time
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
-    if peers > 1 and seconds < matchmaking_time:
+    if is_short:
         finding += f": others wait for a peer that is late for up to {matchmaking_time:.3g} s (--matchmaking_time)"
-        cure = (
-            "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take longer than that"
-        )
-        return Check("epoch time", "warning", finding, cure)
-    return Check("epoch time", "ok", finding)
+    cure = "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take longer than that"
+    return judge("epoch time", finding, cure, is_warning=is_short)
 
 
 def estimate_round_seconds(parameters: int, peers: int, averaging: AveragingArguments) -> tuple[float, float]:
@@ -252,234 +215,154 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
         f"(--bandwidth); {LINE.describe_times()}"
     )
     cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
-    left = LINE.averaging_timeout - LINE.matchmaking_time
-    level = "fatal" if seconds > LINE.averaging_timeout else "warning" if seconds > left else "ok"
-    return Check("bandwidth", level, finding, cure)
+    longest = LINE.averaging_timeout
+    is_late = seconds > longest - LINE.matchmaking_time
+    return judge("bandwidth", finding, cure, is_fatal=seconds > longest, is_warning=is_late)
 
 
 def measure_passes(
     model: torch.nn.Module, batches: Iterable, device: torch.device, autocast: contextlib.AbstractContextManager
 ) -> float:
     """Seconds of the forward and backward pass of one of these batches."""
-    times = []
-    began = time.monotonic()
+    times, deadline = [], time.monotonic() + MEASURED_SECONDS
     # the first is slower, and the last of a long series changes nothing
     for batch in itertools.islice(batches, 12):
-        start = time.monotonic()
-        time_pass(model, move_batch(batch, device), autocast)
+        times.append(time_pass(model, move_batch(batch, device), autocast))
         model.zero_grad()
-        times.append(time.monotonic() - start)
-        if time.monotonic() - began > MEASURED_SECONDS:
+        if time.monotonic() > deadline:
             break
-    times = times[1:] or times
-    return sum(times) / len(times)
+    return statistics.mean(times[1:] or times)
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+class Table:
+    """Prints each check at once, and counts how many are warnings or fatal."""
 
+    def __init__(self):
+        self.levels = Counter()
 
-def attempt(what: str, action: Callable) -> tuple[object, Check | None]:
-    """(result, None), or (None, the line with which the action would have ended a trainer)."""
-    try:
-        return action(), None
-    except UserError as e:
-        return None, Check(what, "fatal", str(e))
+    def add(self, *checks: Check) -> None:
+        for check in checks:
+            self.levels[check.level] += 1
+            print(format_check(check), flush=True)
 
-
-def check_all(*groups) -> Iterator[Check]:
-    """Every check, in the order in which they make sense; a later one is left out when an earlier one forbids it.
-
-    :param groups: instances of GROUPS
-    """
-    swarm, model_args, optimizer_args, averaging, data_args, args = groups
-    yield Check("run", "ok", f"{swarm.experiment_prefix}: a name without a dot")
-    yield check_file_limit()
-    devices, failure = attempt("device", lambda: choose_devices(args))
-    yield failure or Check("device", "ok", ", ".join(map(str, devices)))
-    tokenizer, dataset, corpus, model = yield from check_data_and_model(model_args, data_args, args)
-    if model:
-        parameters = model.num_parameters()
-        yield check_memory(parameters)
-        if check := check_shared_memory(parameters):
-            yield check
-        yield check_disk(args.output_dir, parameters, args.save_total_limit)
-    contract = None
-    if model and dataset:
-        contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
-    reports, averaging = yield from check_others(swarm, averaging, contract)
-    if contract and devices:
-        make_trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-        make_batches = partial(make_train_batches, dataset["train"], tokenizer, data_args, seed=model_args.seed)
-        yield from check_speed(model, make_trial, make_batches, averaging, args, devices, reports)
-
-
-def check_data_and_model(model_args: ModelArguments, data_args: DataArguments, args: TrainerArguments) -> Iterator:
-    """Checks, and in the end (tokenizer, splits, corpus, model), each None where it could not be had."""
-    model = dataset = tokenizer = found = corpus = None
-    kind, failure = attempt("model", lambda: find_objective(model_args).kind)
-    if not failure and (not data_args.streaming or args.do_eval):
-        found, failure = attempt("dataset", lambda: find_data(model_args, data_args, kind))
-    if failure:
-        yield failure
-    else:
-        tokenizer_path = choose_tokenizer(found, model_args) if found else model_args.tokenizer_path
-        tokenizer, failure = attempt("tokenizer", lambda: load_tokenizer(tokenizer_path, kind))
-        yield failure or Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer_path}")
-    if tokenizer is None:
-        return None, None, None, None
-    if found:
-        loaded, failure = attempt("dataset", lambda: load_tokenized_dataset(found, tokenizer, kind))
-        if loaded:
-            dataset, corpus = loaded
-            count = len(dataset["validation" if data_args.streaming else "train"])
-            yield Check("dataset", "ok", f"{count:,} instances in {found.dataset}, made by this tokenizer, {kind.name}")
-        else:
-            yield failure
-    if data_args.streaming:
-        train, failure = attempt("sources", lambda: make_training_dataset(tokenizer, data_args, kind))
-        yield failure or check_stream(train, tokenizer, data_args, args)
-        corpus = {"seq_length": data_args.max_sequence_length, "objective": kind.name}
-        dataset = train and {"train": train}
-    model, failure = attempt("model", lambda: make_trained_model(model_args, args, tokenizer))
-    yield failure or Check("model", "ok", f"{model.num_parameters():,} parameters, {describe_architecture(model)}")
-    if model and dataset:
-        positions = find_longest_sequence(model)
-        _, failure = attempt("batches", lambda: check_data_arguments(data_args, tokenizer, corpus, positions))
-        if failure:
-            yield failure
-            dataset = None
-    return tokenizer, dataset, corpus, model
-
-
-def check_others(swarm: SwarmArguments, averaging: AveragingArguments, contract: dict[str, str] | None) -> Iterator:
-    """Checks of the way to the swarm and of the swarm, and in the end (its trainers' reports, the averaging arguments
-    with the bandwidth that was measured)."""
-    resolved, failure = attempt("addresses", lambda: check_addresses(swarm))
-    if failure:
-        yield failure
-        return [], averaging
-    reasons = explain_unreachable(resolved.initial_peers) if not resolved.use_ipfs else {}
-    for maddr, reason in reasons.items():
-        # one that answers is enough
-        level = "ok" if not reason else "fatal" if all(reasons.values()) else "warning"
-        yield Check("peer", level, f"{maddr}: {reason or 'answers, and has the expected id'}")
-    if not resolved.initial_peers:
-        yield Check("peer", "ok", "no --initial_peers: a swarm of its own")
-    if reasons and all(reasons.values()):
-        return [], averaging
-    quiet_hivemind_logs()
-    validators, _ = make_validators(swarm.experiment_prefix)
-    dht, failure = attempt("joining", lambda: start_dht(resolved, validators, client_mode=resolved.client_mode))
-    if failure:
-        failure.what = "clock" if "clock" in failure.finding else failure.what
-        yield failure
-        return [], averaging
-    averaging = measure_bandwidth(dht, averaging)
-    yield from check_swarm(dht, resolved)
-    reports = list(fetch_progress(dht, swarm.experiment_prefix).values())
-    if contract:
-        yield check_contract(dht, swarm.experiment_prefix, contract)
-    dht.shutdown()
-    return reports, averaging
-
-
-def check_speed(
-    model: torch.nn.Module,
-    make_trial: Callable,
-    make_batches: Callable,
-    averaging: AveragingArguments,
-    args: TrainerArguments,
-    devices: list[torch.device],
-    reports: list[LocalTrainingProgress],
-) -> Iterator[Check]:
-    """What steps, epochs and rounds will take; with the longest sequences where these grow.
-
-    :param make_trial, make_batches: make_trial_batch and make_train_batches, but for the batch size
-    :param reports: of the swarm's trainers
-    """
-    device, count = devices[0], len(devices)
-
-    def measure() -> tuple[int, float]:
-        with stop_when_out_of_memory(args, device, model):
-            autocast, _ = place_model(model, device, args)
-            tuned = tune_to_device(model, make_trial, args, device, autocast, averaging.target_batch_size, count)
-            size, batches = tuned.per_device_train_batch_size, tuned.gradient_accumulation_steps
-            seconds = measure_passes(model, make_batches(batch_size=size), device, autocast)
-        return size * batches * count, seconds * batches
-
-    measured, failure = attempt("step time", measure)
-    if failure:
-        yield failure
-        return
-    batch_size, seconds = measured
-    yield check_step_time(seconds, batch_size)
-    peers = len(reports) + 1
-    speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
-    epoch_seconds = averaging.target_batch_size / speed
-    yield check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time or LINE.matchmaking_time)
-    if averaging.bandwidth is not None:  # no peer, no measure
-        yield check_bandwidth(model.num_parameters(), peers, averaging)
-
-
-def check_stream(train, tokenizer, data_args: DataArguments, args: TrainerArguments) -> Check:
-    """Makes a first batch as training would, and shows it."""
-    size, start = args.per_device_train_batch_size, time.monotonic()
-    size = 8 if size == "auto" else size
-    batch = next(iter(make_train_batches(train, tokenizer, data_args, batch_size=size, seed=0)))
-    begin = tokenizer.decode(batch["input_ids"][0, :16])
-    return Check(
-        "sources",
-        "ok",
-        f"{', '.join(source.name for source in train.sources)}: a first batch of {size} instances, "
-        f"{batch['attention_mask'].sum(1).float().mean():.0f} tokens on average, in "
-        f"{time.monotonic() - start:.1f} s; it begins: {begin}",
-    )
-
-
-def check_swarm(dht: hivemind.DHT, swarm: SwarmArguments) -> Iterator[Check]:
-    """What only a peer that has joined the DHT can tell."""
-    maddrs = select_for_others(dht.get_visible_maddrs(latest=True))
-    if swarm.initial_peers:
-        yield check_clock(dht.run_coroutine(partial(measure_clock, swarm.initial_peers)))
-        if swarm.client_mode:
-            yield Check("connection", "ok", "client mode: others need not reach this peer")
-        else:
-            seen_at, is_reachable = find_reachability(dht, swarm.initial_peers)
-            averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
-            yield check_connection(seen_at, is_reachable, averagers)
-    yield check_announced([m for m in maddrs if not is_relayed(m)], swarm.initial_peers, swarm.client_mode)
-
-
-def check_contract(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> Check:
-    others = list(fetch_contracts(dht, prefix).values())
-    if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
-        finding = f"run {prefix!r} uses different ones; {'; '.join(differences)}"
-        return Check("settings", "fatal", finding, "take over its flags, or choose another --experiment_prefix")
-    count = len(others)
-    return Check(
-        "settings", "ok", f"those of the run's {count} trainer{'s'[: count != 1]}" if count else "no trainer yet"
-    )
+    @contextlib.contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """The line with which this would have ended a trainer is one of the table."""
+        try:
+            yield
+        except UserError as e:
+            self.add(Check(what, "fatal", str(e)))
 
 
 def run_preflight(*groups) -> int:
-    """Print the table, a line at a time.
+    """Print all checks in the order in which they make sense; a later one is left out when an earlier one forbids it.
 
-    :param groups: the arguments of `check_all`
+    :param groups: instances of GROUPS
     :returns: the exit code, 0 when nothing is fatal, else 2
     """
     if os.environ.get("RANK", "0") != "0":  # of those that torchrun starts, one will do
         return 0
-    print(f"preflight of run {groups[0].experiment_prefix}\n", flush=True)
-    checks = []
-    for check in check_all(*groups):
-        checks.append(check)
-        print(format_check(check), flush=True)
-    fatal, warnings = (sum(check.level == level for check in checks) for level in ("fatal", "warning"))
+    swarm, model_args, optimizer_args, averaging, data_args, args = groups
+    print(f"preflight of run {swarm.experiment_prefix}\n", flush=True)
+    table = Table()
+    devices = tokenizer = dataset = contract = None
+    with table.attempt("device"):
+        devices = choose_devices(args)
+        table.add(Check("device", "ok", ", ".join(map(str, devices))))
+    with table.attempt("model"):
+        objective = find_objective(model_args)
+        with table.attempt("dataset"):
+            tokenizer, dataset, corpus = load_data(model_args, data_args, args.do_eval)
+            table.add(Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer.name_or_path}"))
+            for name, split in dataset.items():
+                if name == "train" and data_args.streaming:
+                    table.add(check_stream(split, tokenizer, data_args))
+                else:
+                    finding = f"{len(split):,} instances for {name}, made by this tokenizer, {objective.kind.name}"
+                    table.add(Check("dataset", "ok", finding))
+        # without a tokenizer one of common size, to see what the model needs
+        model = make_trained_model(model_args, args, 30_000 if tokenizer is None else tokenizer)
+        where = ", with 30,000 pieces" * (tokenizer is None)
+        table.add(Check("model", "ok", f"{model.num_parameters():,} parameters{where}, {describe_architecture(model)}"))
+        table.add(*check_machine(model.num_parameters(), args))
+        if dataset:
+            check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
+            contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
+    reports, averaging = check_swarm(table, swarm, averaging, contract)
+    if contract and devices:
+        with table.attempt("step time"):
+            tuned, autocast = tune(model, (tokenizer, dataset, corpus), devices, groups)
+            size, count = tuned.per_device_train_batch_size, tuned.gradient_accumulation_steps
+            batches = make_train_batches(dataset["train"], tokenizer, data_args, batch_size=size, seed=model_args.seed)
+            with stop_when_out_of_memory(args, devices[0], model):
+                seconds = count * measure_passes(model, batches, devices[0], autocast)
+            batch_size, peers = size * count * len(devices), len(reports) + 1
+            table.add(check_step_time(seconds, batch_size))
+            speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
+            epoch_seconds = averaging.target_batch_size / speed
+            table.add(check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time or LINE.matchmaking_time))
+            if averaging.bandwidth is not None:  # no peer, no measure
+                table.add(check_bandwidth(model.num_parameters(), peers, averaging))
+    fatal, warnings = table.levels["fatal"], f"{table.levels['warning']} warning{'s'[: table.levels['warning'] != 1]}"
     if fatal:
-        print(f"\n{fatal} fatal, {warnings} warning{'s'[: warnings != 1]}: fix what is fatal before you train")
+        print(f"\n{fatal} fatal, {warnings}: fix what is fatal before you train")
     else:
-        print(f"\nready to train ({warnings} warning{'s'[: warnings != 1]})")
+        print(f"\nready to train ({warnings})")
     return 2 if fatal else 0
+
+
+def check_stream(train, tokenizer, data_args: DataArguments) -> Check:
+    """Makes a first batch as training would, and shows it."""
+    start = time.monotonic()
+    batch = next(iter(make_train_batches(train, tokenizer, data_args, batch_size=8, seed=0)))
+    names, length = ", ".join(source.name for source in train.sources), batch["attention_mask"].sum(1).float().mean()
+    return Check(
+        "sources",
+        "ok",
+        f"{names}: a first batch of 8 instances, {length:.0f} tokens on average, in {time.monotonic() - start:.1f} s; "
+        f"it begins: {tokenizer.decode(batch['input_ids'][0, :16])}",
+    )
+
+
+def check_swarm(
+    table: Table, swarm: SwarmArguments, averaging: AveragingArguments, contract: dict[str, str] | None
+) -> tuple[list[LocalTrainingProgress], AveragingArguments]:
+    """Checks of the way to the swarm and of the swarm.
+
+    :returns: its trainers' reports, and the averaging arguments with the bandwidth that was measured
+    """
+    reports, prefix = [], swarm.experiment_prefix
+    with table.attempt("joining"):
+        swarm = check_addresses(swarm)
+        reasons = {} if swarm.use_ipfs else asyncio.run(explain_unreachable(swarm.initial_peers))
+        is_alone = bool(reasons) and all(reasons.values())  # one that answers is enough
+        for maddr, reason in reasons.items():
+            finding = f"{maddr}: {reason or 'answers, and has the expected id'}"
+            table.add(judge("peer", finding, "", is_fatal=is_alone, is_warning=bool(reason)))
+        if not swarm.initial_peers:
+            table.add(Check("peer", "ok", "no --initial_peers: a swarm of its own"))
+        if is_alone:
+            return reports, averaging
+        quiet_hivemind_logs()
+        dht = start_dht(swarm, make_validators(prefix)[0], client_mode=swarm.client_mode)
+        averaging = measure_bandwidth(dht, averaging)
+        if swarm.initial_peers:
+            table.add(check_clock(dht.run_coroutine(partial(measure_clock, swarm.initial_peers))))
+            if swarm.client_mode:
+                table.add(Check("connection", "ok", "client mode: others need not reach this peer"))
+            else:
+                averagers = dht.run_coroutine(partial(find_direct_averagers, prefix))
+                table.add(check_connection(*find_reachability(dht, swarm.initial_peers), averagers))
+        maddrs = [maddr for maddr in select_for_others(dht.get_visible_maddrs(latest=True)) if not is_relayed(maddr)]
+        table.add(check_announced(maddrs, swarm.initial_peers, swarm.client_mode))
+        reports = list(fetch_progress(dht, prefix).values())
+        if contract:
+            with table.attempt("settings"):
+                count = compare_with_run(dht, prefix, contract)
+                finding = f"those of the run's {count} trainer{'s'[: count != 1]}" if count else "no trainer yet"
+                table.add(Check("settings", "ok", finding))
+        dht.shutdown()
+    return reports, averaging
 
 
 def format_check(check: Check) -> str:
@@ -496,28 +379,26 @@ def format_check(check: Check) -> str:
     return "\n".join(f"{level}{check.what:<15} {line}" if not i else f"{'':24}{line}" for i, line in enumerate(lines))
 
 
-def warn(check: Check | None) -> None:
-    """One line in a starting trainer's log, unless all is well."""
-    if check is not None and check.level != "ok":
-        logger.warning(f"{check.what}: {check.finding}; {check.cure}")
+def warn_of(checks: list[Check]) -> None:
+    """One line in a trainer's log for each, unless all is well."""
+    for check in checks:
+        if check.level != "ok":
+            logger.warning(f"{check.what}: {check.finding}; {check.cure}")
 
 
-def warn_at_start(model: torch.nn.Module, args: TrainerArguments) -> None:
-    """The checks that take no time."""
-    parameters = sum(param.numel() for param in model.parameters())
-    warn(check_file_limit())
-    warn(check_memory(parameters))
-    warn(check_shared_memory(parameters))
-    warn(check_disk(args.output_dir, parameters, args.save_total_limit))
+def tune(model: torch.nn.Module, loaded: tuple, devices: list[torch.device], groups: tuple) -> tuple:
+    """Bring the model to the first device, as training does.
 
-
-def warn_of_speed(
-    step_seconds: float, batch_size: int, epoch_seconds: float, peers: int, matchmaking_time: float
-) -> None:
-    """What the first epochs have shown, where it costs the others something."""
-    if step_seconds > 0.5:  # short steps are harmless: the tracker does not report each
-        warn(check_step_time(step_seconds, batch_size))
-    warn(check_epoch_time(epoch_seconds, peers, matchmaking_time))
+    :param loaded: of load_data
+    :returns: the trainer's arguments, with the batch size that was found where it is "auto"; the precision of passes
+    """
+    _, model_args, _, averaging, data_args, args = groups
+    tokenizer, dataset, corpus = loaded
+    make_trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
+    with stop_when_out_of_memory(args, devices[0], model):
+        autocast, _ = place_model(model, devices[0], args)
+        args = tune_to_device(model, make_trial, args, devices[0], autocast, averaging.target_batch_size, len(devices))
+    return args, autocast
 
 
 def main(*groups) -> None:
@@ -525,16 +406,13 @@ def main(*groups) -> None:
 
     :param groups: instances of GROUPS
     """
-    _, model_args, _, averaging, data_args, args = groups
+    _, model_args, *_, data_args, args = groups
     args = dataclasses.replace(args, per_device_train_batch_size="auto")
     setup_logging("preflight")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
     model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-    devices = choose_devices(args)
-    autocast, _ = place_model(model, devices[0], args)
-    make_trial = partial(make_trial_batch, model, dataset["train"], tokenizer, corpus, data_args, model_args.seed)
-    args = tune_to_device(model, make_trial, args, devices[0], autocast, averaging.target_batch_size, len(devices))
+    args, _ = tune(model, (tokenizer, dataset, corpus), choose_devices(args), (*groups[:-1], args))
     sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     print("--per_device_train_batch_size {} --gradient_accumulation_steps {}".format(*sizes), flush=True)
 

@@ -24,6 +24,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from arguments import TrainerArguments
 from machine.devices import choose_devices, is_out_of_memory
@@ -36,8 +37,8 @@ logger = logging.getLogger("trainer")
 PATIENCE = timedelta(days=365)
 # Between two GPUs that are both there.
 NCCL_TIMEOUT = timedelta(minutes=5)
-# Elements that travel in one piece: 100 MB of float32.
-BUCKET = 25_000_000
+# What travels in one piece.
+BUCKET_BYTES = 100_000_000
 #: names the file in which the ranks that this script has started itself find each other
 STORE_VARIABLE = "TRAINER_RANKS_FILE"
 
@@ -51,12 +52,8 @@ def start_ranks(args: TrainerArguments) -> "DeviceGroup":
     are several devices; or the only one. Starts no thread, and makes no CUDA context."""
     devices = choose_devices(args)
     number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    # torchrun has set that; WORLD_SIZE alone may be a cloud's, of another program's machines
-    is_started = "LOCAL_RANK" in os.environ
-    if not is_started and len(devices) > 1:
-        return start_others(devices)
-    if not is_started or count == len(devices) == 1:
-        return DeviceGroup(0, devices)
+    if "LOCAL_RANK" not in os.environ:  # which torchrun sets; WORLD_SIZE alone may be a cloud's, of another program
+        return start_others(devices) if len(devices) > 1 else DeviceGroup(0, devices)
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         raise UserError(
             "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
@@ -101,7 +98,7 @@ def start_others(devices: list[torch.device]) -> "DeviceGroup":
     return DeviceGroup(0, devices, dist.FileStore(path, count), children, folder)
 
 
-class DeviceGroup:
+class DeviceGroup(contextlib.AbstractContextManager):
     """One process's part among those of a machine that make up one peer. With a single one nothing here does anything.
 
     Waits for the others raise RankLost when one of them has ended. With `with`, that is one line, and exit code 1.
@@ -120,9 +117,6 @@ class DeviceGroup:
         self.parent = os.getppid()
         self.group: dist.ProcessGroup | None = None
         self.sent_versions: list[int] = []
-
-    def __enter__(self) -> "DeviceGroup":
-        return self
 
     def __exit__(self, _, error: BaseException | None, __) -> bool:
         self.remove_files()
@@ -242,9 +236,10 @@ class DeviceGroup:
         """Put in place of each tensor its mean over the ranks; one that is not finite makes it so on all of them."""
         if self.count > 1:
             with self.explain():
-                for bucket, flat in gather_buckets(tensors):
+                for bucket in _take_tensors(tensors, BUCKET_BYTES):
+                    flat = _flatten_dense_tensors(bucket)
                     dist.all_reduce(flat, group=self.group)
-                    spread_bucket(bucket, flat.div_(self.count))
+                    torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat.div_(self.count), bucket))
 
     @torch.no_grad()
     def broadcast_state(self, model: torch.nn.Module, epoch: int, scaler: torch.amp.GradScaler) -> int:
@@ -258,10 +253,11 @@ class DeviceGroup:
             dist.broadcast(message, src=0)
             epoch, is_changed, scale = message.tolist()
             if is_changed:
-                for bucket, flat in gather_buckets([*model.parameters(), *model.buffers()]):
+                for bucket in _take_tensors([*model.parameters(), *model.buffers()], BUCKET_BYTES):
+                    flat = _flatten_dense_tensors(bucket)
                     dist.broadcast(flat, src=0, group=self.group)
                     if self.number:
-                        spread_bucket(bucket, flat)
+                        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
         self.sent_versions = versions
         if self.number and scaler.is_enabled():
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
@@ -283,25 +279,6 @@ class DeviceGroup:
         """However this process ends."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def gather_buckets(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """(some of these tensors, a copy of their elements in one row): as many at a time as BUCKET holds, of one type."""
-    bucket: list[torch.Tensor] = []
-    for tensor in tensors:
-        is_full = sum(map(torch.Tensor.numel, bucket)) + tensor.numel() > BUCKET
-        if bucket and (is_full or tensor.dtype != bucket[0].dtype):
-            yield bucket, torch.cat([part.reshape(-1) for part in bucket])
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket, torch.cat([part.reshape(-1) for part in bucket])
-
-
-def spread_bucket(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
-    """Copy the elements in a row back to where they were gathered."""
-    for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-        tensor.copy_(part.view_as(tensor))
 
 
 def list_gradients(model: torch.nn.Module) -> list[torch.Tensor]:

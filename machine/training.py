@@ -56,7 +56,7 @@ def check_saved_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         )
 
 
-def try_out(model: PreTrainedModel, where: str = "") -> None:
+def try_out(model: PreTrainedModel, where: str) -> None:
     """One forward and backward pass of a tiny batch, or a UserError. hivemind averages parameters and their
     gradients: those that no gradient reaches count as zero, which is right; statistics that a forward pass gathers
     would be each peer's own.

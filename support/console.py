@@ -94,21 +94,18 @@ def setup_logging(role_name: str, folder: str | None = None) -> None:
 
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "WARNING").upper())
-    root = logging.getLogger()
-    root.setLevel(logging.INFO)
-    for old_handler in list(root.handlers):
-        root.removeHandler(old_handler)
-    add_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_colored=sys.stderr.isatty()))
+    handler = make_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_colored=sys.stderr.isatty()))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     if folder:
         log_to_folder(role_name, folder)
 
 
-def add_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> None:
+def make_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> logging.Handler:
     handler.setFormatter(formatter)
     handler.addFilter(
         lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
     )
-    logging.getLogger().addHandler(handler)
+    return handler
 
 
 def log_to_folder(role_name: str, folder: str) -> None:
@@ -121,7 +118,7 @@ def log_to_folder(role_name: str, folder: str) -> None:
         handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")
     except OSError as e:
         raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
-    add_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S"))
+    logging.getLogger().addHandler(make_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S")))
     # both read them when they are imported
     os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
     os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # it makes a folder wandb in there

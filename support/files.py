@@ -30,43 +30,60 @@ def make_folder(flag: str, folder: str | Path) -> None:
 
 
 def lock_folder(flag: str, folder: str | Path) -> None:
-    """Keep others out of a folder until this process ends; a UserError when another one is in there.
+    """Make a folder and keep others out of it until this process ends; a UserError when another one is in there.
 
     Two peers in one folder would take each other's checkpoints for their own.
     """
+    make_folder(flag, folder)
     path = Path(folder).resolve() / ".lock"
-    if path in OPEN_LOCKS:
-        return
+    if path not in OPEN_LOCKS:
+        try:
+            # never to be closed: that of any descriptor of this file would unlock it
+            file = open(path, "a")  # noqa: SIM115
+            is_free = try_lock(file)
+        except PermissionError:
+            is_free = False
+        except OSError as e:  # a full disk
+            logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
+            return
+        if not is_free:
+            raise UserError(f"{flag} {folder} is in use by another peer, or not yours: choose another one")
+        OPEN_LOCKS[path] = file
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Only one process at a time; the others wait."""
+    with open(path, "a") as file:
+        if not try_lock(file):
+            logger.info("another process fetches the same: waiting for it")
+            while not try_lock(file):
+                time.sleep(0.2)
+        yield
+
+
+def try_lock(file: TextIO) -> bool:
+    """Lock a file until it is closed, unless another process has locked it, which is False."""
     try:
-        # never to be closed: that of any descriptor of this file would unlock it
-        file = OPEN_LOCKS[path] = open(path, "a")  # noqa: SIM115
         # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as e:
-        raise UserError(
-            f"{flag} {folder} is in use by another peer, or not yours: choose another one ({e.strerror})"
-        ) from e
-    except OSError as e:  # a full disk, or one that knows no locks
-        logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as e:  # a disk that knows no locks
+        logger.info(f"{file.name} cannot be locked ({e.strerror}): let no other process use its folder meanwhile")
+    return True
 
 
-def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> bool:
-    """Have `write` write a file, which then exists complete or not at all; a full disk is a warning and False."""
+def write_file(path: str | Path, content: str | Callable[[BinaryIO], object]) -> bool:
+    """Write a text, or have a function write, to a file, which then exists complete or not at all; a full disk is a
+    warning and False."""
     path = Path(path).absolute()
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with warn_of_full_disk(path, str(path), unfinished) as success:
+
+    def write(unfinished: Path) -> None:
         with open(unfinished, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
-        flush_to_disk(path.parent)
-    return bool(success)
+            file.write(content.encode()) if isinstance(content, str) else content(file)
 
-
-def write_text(path: str | Path, text: str) -> bool:
-    """Like write_file."""
-    return write_file(path, lambda file: file.write(text.encode()))
+    return write_whole(path, write, path)
 
 
 def append_line(path: str | Path, line: str) -> None:
@@ -103,15 +120,25 @@ def read_json_lines(path: str | Path) -> Iterator[dict]:
                     yield entry
 
 
-@contextlib.contextmanager
-def warn_of_full_disk(where: Path, what: str, unfinished: Path) -> Iterator[list]:
-    """Of what cannot be written make one warning, until it can be again, and remove what is unfinished.
+def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> bool:
+    """Have `write` write a file or a folder beside the target, whose place it takes when it is on disk.
 
-    :returns: a list that is empty unless all was written
+    What cannot be written makes one warning, until it can be again, and what is unfinished goes.
+
+    :param where: to be warned of only once
+    :returns: whether all was written
     """
-    success = []
+    # one name, not a random one: what a killed process left behind is overwritten
+    unfinished, replaced = (target.with_name(f".{target.name}.{why}") for why in ("unfinished", "replaced"))
     try:
-        yield success
+        write(unfinished)
+        for path in (*unfinished.rglob("*"), unfinished):
+            flush_to_disk(path)
+        if target.is_dir():  # a folder that is not empty cannot be replaced by a rename
+            target.rename(replaced)
+        unfinished.rename(target)
+        flush_to_disk(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except Exception as e:
         # torch hides the system's error behind one of its own; safetensors and tokenizers turn it into text
         cause = e if isinstance(e, OSError) else e.__context__
@@ -123,13 +150,13 @@ def warn_of_full_disk(where: Path, what: str, unfinished: Path) -> Iterator[list
             unfinished.unlink(missing_ok=True)
         if where not in UNWRITABLE:
             reason = cause if isinstance(cause, OSError) else e
-            logger.warning(f"Could not save {what}: {reason}. Will keep trying, and report when it works")
+            logger.warning(f"Could not save {target}: {reason}. Will keep trying, and report when it works")
         UNWRITABLE.add(where)
-    else:
-        success.append(True)
-        if where in UNWRITABLE:
-            UNWRITABLE.remove(where)
-            logger.info(f"Saved {what}: writing works again")
+        return False
+    if where in UNWRITABLE:
+        UNWRITABLE.remove(where)
+        logger.info(f"Saved {target}: writing works again")
+    return True
 
 
 def flush_to_disk(path: Path) -> None:
@@ -160,34 +187,10 @@ def unfinished_folder(target: Path):
                 parent.rmdir()
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time; the others wait."""
-    with open(path, "a") as file:
-        is_waiting = False
-        while True:
-            try:
-                # of this kind because helper processes, which may outlive a killed trainer, do not inherit it
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except (BlockingIOError, PermissionError):
-                if not is_waiting:
-                    logger.info("another process fetches the same: waiting for it")
-                is_waiting = True
-                time.sleep(0.2)
-            except OSError as e:
-                logger.info(f"{path} cannot be locked ({e.strerror}): start other trainers when this one has its data")
-                break
-        yield
-
-
 def hash_file(path: Path) -> str:
     """sha256, hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_file(path: Path) -> dict:

@@ -1,6 +1,7 @@
 """transformers and the Hugging Face Hub: one line where they fail, and nothing that nobody asked for."""
 
 import contextlib
+import functools
 import os
 import urllib.error
 import urllib.request
@@ -15,14 +16,9 @@ def hub(what: str, alternative: str):
     retries and a traceback."""
     from huggingface_hub import constants
 
-    try:
-        if not constants.HF_HUB_OFFLINE:
-            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
-    except urllib.error.HTTPError:
-        pass  # it answered
-    except OSError:
-        constants.HF_HUB_OFFLINE = True  # the cache may have it
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    before = constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE", "0")
+    if not before[0] and not is_reachable(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"  # the cache may have it
     try:
         yield
     except (OSError, ValueError) as e:
@@ -30,6 +26,21 @@ def hub(what: str, alternative: str):
         raise UserError(
             f"cannot load {what} from the Hugging Face Hub ({reason}): fix that, or use {alternative}"
         ) from e
+    finally:
+        # who uploads later finds out for itself
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = before
+
+
+@functools.cache
+def is_reachable(url: str) -> bool:
+    """Whether a server answers. Asked once: where there is no connection, it may take seconds each time."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).close()
+    except urllib.error.HTTPError:
+        pass  # it answered
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -3,13 +3,15 @@
 A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX names host, port and the peer's id. Other hosts: /ip6/...,
 /dns4/NAME, /dns6/NAME, /dnsaddr/NAME. With /p2p-circuit in it, it leads to a peer through another one, a relay.
 
-    python -c "from swarm import addresses; print(addresses.explain_silence('/ip4/127.0.0.1/tcp/9/p2p/XXXX'))"
+    python -c "import asyncio; from swarm.addresses import explain_silence; \\
+        print(asyncio.run(explain_silence('/ip4/127.0.0.1/tcp/9/p2p/XXXX')))"
 """
 
+import asyncio
 import contextlib
 import ipaddress
+import os
 import socket
-import time
 from typing import NoReturn
 
 from hivemind.p2p import PeerID
@@ -83,51 +85,37 @@ def stop_unreachable() -> NoReturn:
     )
 
 
-def resolve(protocol: str, host: str, port: int) -> list[tuple]:
-    """Socket addresses, as getaddrinfo gives them; OSError when the name is unknown."""
-    family = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
-    return socket.getaddrinfo(host, port, family.get(protocol, socket.AF_UNSPEC), socket.SOCK_STREAM)
+async def explain_silence(maddr: str, timeout: float = 5.0) -> str | None:
+    """Why nothing like a peer answers at a multiaddr, with the cure; None when something does, or TCP cannot tell.
 
-
-def explain_silence(maddr: str, timeout: float = 5.0) -> str | None:
-    """Why nothing like a peer answers at a multiaddr, with the cure; None when something does, or TCP cannot tell."""
+    :param timeout: seconds to wait for the connection, and again for the greeting of a libp2p listener
+    """
     protocol, host, port = get_host_port(maddr)
     if port is None or is_relayed(maddr):
         return None
+    family = {"4": socket.AF_INET, "6": socket.AF_INET6}.get(protocol[-1], socket.AF_UNSPEC)  # of ip4, dns6, dns
+
+    async def ask(ip: str) -> str | None:
+        try:
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), timeout)
+        except ConnectionRefusedError:
+            return f"{host} is up, but nothing listens on its port {port}: is the peer running, is this its port?"
+        except TimeoutError:
+            return f"{host} does not answer on port {port} within {timeout:g} s: is it up, or behind a firewall?"
+        except OSError as e:
+            reason = (
+                os.strerror(e.errno) if e.errno else e
+            )  # asyncio has put the address in place of the system's words
+            return f"{host} cannot be reached ({reason}): check your network and the address"
+        with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            writer.write(GREETING)
+            if await asyncio.wait_for(reader.readexactly(len(GREETING)), timeout) == GREETING:
+                return None
+        return f"what listens on port {port} of {host} is not a hivemind peer: check the port"
+
     try:
-        found = resolve(protocol, host, port)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
     except OSError as e:
         return f"the name {host} does not resolve ({e.strerror}): check its spelling and your DNS"
-    reason = ""
-    for family, kind, _, _, address in found:
-        with contextlib.closing(socket.socket(family, kind)) as connection:
-            connection.settimeout(timeout)
-            try:
-                connection.connect(address)
-            except ConnectionRefusedError:
-                reason = f"{host} is up, but nothing listens on its port {port}: is the peer running, is this its port?"
-                continue
-            except TimeoutError:
-                reason = f"{host} does not answer on port {port} within {timeout:g} s: is it up, or behind a firewall?"
-                continue
-            except OSError as e:
-                reason = f"{host} cannot be reached ({e.strerror}): check your network and the address"
-                continue
-            if greets(connection, time.monotonic() + timeout):
-                return None
-            reason = f"what listens on port {port} of {host} is not a hivemind peer: check the port"
-    return reason
-
-
-def greets(connection: socket.socket, deadline: float) -> bool:
-    """Whether a libp2p listener is at the other end."""
-    answer = b""
-    with contextlib.suppress(OSError):
-        connection.sendall(GREETING)
-        while len(answer) < len(GREETING) and (left := deadline - time.monotonic()) > 0:
-            connection.settimeout(left)
-            piece = connection.recv(len(GREETING) - len(answer))
-            if not piece:
-                break
-            answer += piece
-    return answer == GREETING
+    reasons = await asyncio.gather(*(ask(address[0]) for *_, address in found))
+    return None if None in reasons else reasons[-1]

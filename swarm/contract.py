@@ -82,11 +82,15 @@ def stop_different(prefix: str, differences: list[str]) -> NoReturn:
     )
 
 
-def compare_with_run(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> None:
-    """A UserError where this contract differs from the live trainers'; for who helps them, and binds nobody."""
-    mine = RunContract(joined=get_dht_time(), contract=contract)
-    if differences := find_differences(mine, list(fetch_contracts(dht, prefix).values())):
+def compare_with_run(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> int:
+    """A UserError where this contract differs from the live trainers'; for who helps them, and binds nobody.
+
+    :returns: the number of these trainers
+    """
+    others = list(fetch_contracts(dht, prefix).values())
+    if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
         stop_different(prefix, differences)
+    return len(others)
 
 
 def join_run(

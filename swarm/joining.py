@@ -3,7 +3,8 @@
 A peer finds out whether others can reach it by asking those it reaches itself to dial back. If they cannot, it becomes
 a client, or is reached through a relay. Each way in which this can fail is one line that names the cure.
 
-    python -c "from swarm import joining; print(joining.explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX']))"
+    python -c "import asyncio; from swarm.joining import explain_unreachable; \\
+        print(asyncio.run(explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX'])))"
 """
 
 import asyncio
@@ -53,7 +54,7 @@ from utils import make_validators
 
 logger = logging.getLogger("joining")
 
-RELAY_TIMEOUT = 200.0  # seconds until a peer stops waiting for a place at a relay
+RELAY_TIMEOUT = 200  # seconds until a peer stops waiting for a place at a relay
 
 
 def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
@@ -86,7 +87,7 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
 
 def warn_of_silent_peers(maddrs: list[str]) -> None:
     for maddr in maddrs:
-        if reason := explain_silence(maddr):
+        if reason := asyncio.run(explain_silence(maddr)):
             logger.warning(f"--initial_peers {maddr}: {reason}")
 
 
@@ -175,7 +176,11 @@ def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
         )
     except ValidationError as e:
         if clocks := re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(e)):
-            raise UserError(explain_clock(float(clocks[1]) - float(clocks[2]))) from e
+            ahead = float(clocks[1]) - float(clocks[2])
+            raise UserError(
+                f"this machine's clock is {abs(ahead):,.1f} s {'ahead of' if ahead > 0 else 'behind'} the swarm's, "
+                "which allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
+            ) from e
         # the peer did not get through to us just now: whether it can is found out with more patience
         return start_dht(swarm, validators, **{**options, "strict": False, "check_if_identity_free": False})
     except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
@@ -204,17 +209,14 @@ def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where
     )
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
     dht = start_dht(swarm, validators, strict=False, **options)
-    started = time.monotonic()
-    next_report = started + 10
-    while not (maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]):
-        if (now := time.monotonic()) > started + RELAY_TIMEOUT:
-            logger.warning("no relay has accepted this peer: others can reach it only once one does")
+    for fifth in range(5 * RELAY_TIMEOUT):
+        if maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]:
+            logger.warning(f"others reach this peer through a relay: {select_for_others(maddrs)[0]}")
             return dht
-        if now > next_report:
-            next_report += 10
-            logger.info(f"no relay has accepted this peer within {now - started:.0f} s, still asking")
+        if fifth and fifth % 50 == 0:
+            logger.info(f"no relay has accepted this peer within {fifth // 5} s, still asking")
         time.sleep(0.2)
-    logger.warning(f"others reach this peer through a relay: {select_for_others(maddrs)[0]}")
+    logger.warning("no relay has accepted this peer: others can reach it only once one does")
     return dht
 
 
@@ -229,42 +231,31 @@ def warn_of_local_addresses(dht: hivemind.DHT, swarm: SwarmArguments) -> None:
         )
 
 
-async def probe_peers(maddrs: list[str], use_ipfs: bool = False) -> dict[str, str | None]:
-    """Connect to each of these peers from a daemon made for this purpose.
-
-    :returns: for each, why it did not work, with the cure, or None
-    """
-    p2p = await P2P.create(dht_mode="client", no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
+async def probe(p2p: P2P, maddr: str) -> str | None:
+    """Why libp2p cannot connect to a peer, with the cure, or None."""
     try:
-
-        async def probe(maddr: str) -> str | None:
-            address = Multiaddr(maddr.rsplit("/p2p/", 1)[0])
-            try:
-                await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [address]), 15)
-            except (ControlFailure, asyncio.TimeoutError) as e:
-                if mismatch := re.search(r"remote key matches (\w+)", str(e)):
-                    return f"another peer is at this address: its id is {mismatch[1]}, use the address it prints now"
-                return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
-            return None
-
-        return dict(zip(maddrs, await asyncio.gather(*map(probe, maddrs)), strict=True))
-    finally:
-        await p2p.shutdown()
+        address = Multiaddr(maddr.rsplit("/p2p/", 1)[0])
+        await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [address]), 15)
+    except (ControlFailure, TimeoutError) as e:
+        if mismatch := re.search(r"remote key matches (\w+)", str(e)):
+            return f"another peer is at this address: its id is {mismatch[1]}, use the address it prints now"
+        return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
+    return None
 
 
-def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
+async def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
     """For each peer why it cannot be reached, with the cure, or None when it can: by name, TCP, and libp2p."""
-    reasons = {maddr: explain_silence(maddr) for maddr in maddrs}
+    reasons = dict(zip(maddrs, await asyncio.gather(*map(explain_silence, maddrs)), strict=True))
     answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
-    return reasons | (asyncio.run(probe_peers(answering)) if answering else {})
-
-
-def explain_clock(seconds: float) -> str:
-    """:param seconds: by which this machine's clock is ahead of the swarm's"""
-    return (
-        f"this machine's clock is {abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's, which "
-        "allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
-    )
+    if answering:
+        options = dict(no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
+        p2p = await P2P.create(dht_mode="client", **options)  # a daemon made for this purpose
+        try:
+            found = await asyncio.gather(*(probe(p2p, maddr) for maddr in answering))
+            reasons |= zip(answering, found, strict=True)
+        finally:
+            await p2p.shutdown()
+    return reasons
 
 
 def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
@@ -277,6 +268,7 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
     if swarm.identity_path and (swarm.identity_path in error or "saving the identity" in error):
         return f"--identity_path {swarm.identity_path} cannot be written ({last_line}): name a file in another folder"
     if swarm.initial_peers:
-        reasons = [f"{maddr}: {reason}" for maddr, reason in explain_unreachable(swarm.initial_peers).items() if reason]
+        reasons = asyncio.run(explain_unreachable(swarm.initial_peers)).items()
+        reasons = [f"{maddr}: {reason}" for maddr, reason in reasons if reason]
         return f"cannot reach --initial_peers {'; '.join(reasons) or f'{swarm.initial_peers} ({last_line})'}"
     return f"cannot start the peer-to-peer daemon ({last_line})"

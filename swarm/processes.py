@@ -27,26 +27,24 @@ STOPPING = multiprocessing.Value(ctypes.c_bool, False)
 STOP_REQUESTED = threading.Event()
 
 
-class QuietHivemindLogs(logging.Filter):
+def is_worth_a_line(record: logging.LogRecord) -> bool:
     """Makes one line of each exception that hivemind has caught and handled, and drops what it logs of each round and
     while stopping."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not record.name.startswith(("hivemind", "asyncio")):
-            return True
-        if not os.environ.get("HIVEMIND_LOGLEVEL"):
-            # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
-            record.exc_info = record.exc_text = None
-            if record.name.startswith(("hivemind.averaging", "asyncio")):
-                return False  # CollaborativeOptimizer reports the outcome of a round
-        return not STOPPING.value
+    if not record.name.startswith(("hivemind", "asyncio")):
+        return True
+    if not os.environ.get("HIVEMIND_LOGLEVEL"):
+        # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
+        record.exc_info = record.exc_text = None
+        if record.name.startswith(("hivemind.averaging", "asyncio")):
+            return False  # CollaborativeOptimizer reports the outcome of a round
+    return not STOPPING.value
 
 
 def quiet_hivemind_logs() -> None:
     """Hide hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
     for name in (None, "hivemind"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(QuietHivemindLogs())
+            handler.addFilter(is_worth_a_line)
     # MPFuture.__del__ wakes event loops that are closed by then
     show_unraisable, show = sys.unraisablehook, sys.excepthook
     sys.unraisablehook = lambda unraisable: None if STOPPING.value else show_unraisable(unraisable)

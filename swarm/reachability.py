@@ -1,6 +1,7 @@
 """How this peer looks from outside: whether others can reach it, who relays for it, how fast the way there is."""
 
 import asyncio
+import contextlib
 import dataclasses
 import ipaddress
 import json
@@ -11,13 +12,16 @@ from collections import Counter
 from functools import partial
 
 import hivemind
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
 from arguments import AveragingArguments
-from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_relayed
+from swarm.addresses import explain_silence, get_host_port, get_ip, get_peer_id, is_relayed
 from swarm.line import LINE
 
 logger = logging.getLogger("reachability")
@@ -34,6 +38,8 @@ DEFAULT_BANDWIDTH, LOWEST_BANDWIDTH = 100.0, 0.1  # Mbit/s
 # libp2p's request for a place at a relay, and what a relay must pass at least: each round is tens of megabytes.
 RELAY_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
 RELAY_BYTES = 2**30
+# Of a request to a peer that is gone, too slow, of another project, or lies.
+REQUEST_ERRORS = (P2PDaemonError, P2PHandlerError, OSError, ValueError)
 
 
 def find_ports(dht: hivemind.DHT) -> list[int]:
@@ -65,15 +71,15 @@ async def answer_newcomers(_: hivemind.DHT, node: DHTNode) -> None:
     dialling = asyncio.Semaphore(8)
 
     async def dial_back(request: BytesValue, context: P2PContext) -> BytesValue:
-        ports = [
-            int.from_bytes(request.value[at : at + 2], "big") for at in range(0, 8, 2) if request.value[at : at + 2]
-        ]
+        ports = [256 * high + low for high, low in zip(request.value[:8:2], request.value[1:8:2], strict=False)]
         # only where the request comes from: nobody can make us dial a third party
         seen_at = [ip for maddr in await find_connections(node, context.remote_id) if (ip := get_ip(maddr))]
         reached = False
         if seen_at and ports:
             async with dialling:
-                reached = any(await asyncio.gather(*(is_peer_at(str(seen_at[0]), port) for port in ports)))
+                place = f"/ip{seen_at[0].version}/{seen_at[0]}/tcp"
+                asked = (explain_silence(f"{place}/{port}", DIAL_TIMEOUT) for port in ports)
+                reached = None in await asyncio.gather(*asked)
         return BytesValue(value=json.dumps({"seen_at": [str(ip) for ip in seen_at], "reached": reached}).encode())
 
     measuring, asked, next_period = asyncio.Semaphore(MEASURE_REQUESTS), Counter(), time.monotonic() + MEASURE_PERIOD
@@ -92,20 +98,6 @@ async def answer_newcomers(_: hivemind.DHT, node: DHTNode) -> None:
 
     await node.p2p.add_protobuf_handler(DIAL_BACK, dial_back, BytesValue)
     await node.p2p.add_protobuf_handler(MEASURE, take_and_give, BytesValue)
-
-
-async def is_peer_at(ip: str, port: int) -> bool:
-    """Whether a libp2p listener answers there, on a connection made for this question."""
-    writer = None
-    try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), DIAL_TIMEOUT)
-        writer.write(GREETING)
-        return await asyncio.wait_for(reader.readexactly(len(GREETING)), DIAL_TIMEOUT) == GREETING
-    except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-        return False
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> AveragingArguments:
@@ -135,7 +127,7 @@ async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> l
     for peer_id in peers:
         try:
             return [await measure_rate(node, peer_id, is_up) for is_up in (True, False)]
-        except (P2PDaemonError, P2PHandlerError, ControlFailure, OSError, ValueError) as e:
+        except REQUEST_ERRORS as e:
             logger.debug(f"{peer_id} does not answer bandwidth tests ({e!r})")
     return None
 
@@ -171,16 +163,7 @@ async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> di
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
         answer = json.loads((await asyncio.wait_for(call, 2 * DIAL_TIMEOUT)).value)
         [ipaddress.ip_address(ip) for ip in answer["seen_at"]]
-    except (
-        P2PDaemonError,
-        P2PHandlerError,
-        ControlFailure,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        asyncio.TimeoutError,
-    ):
+    except (*REQUEST_ERRORS, KeyError, TypeError):
         return None
     return answer
 
@@ -220,49 +203,25 @@ async def ask_relay_limit(p2p: P2P, peer_id: PeerID) -> float:
 
     async def ask() -> float:
         _, reader, writer = await p2p.call_binary_stream_handler(peer_id, RELAY_PROTOCOL)
-        try:
+        answer = Empty()
+        with contextlib.closing(writer):
             writer.write(b"\x02\x08\x00")  # a message of two bytes: type (1) RESERVE (0)
-            size, shift = 0, 0
-            while True:
-                byte = (await reader.readexactly(1))[0]
-                size, shift = size | (byte & 127) << shift, shift + 7
-                if byte < 128 or shift > 14:
-                    break
-            answer = read_protobuf(await reader.readexactly(size))
-        finally:
-            writer.close()
-        if answer.get(5) != 100:  # status OK
+            await read_pbmsg_safe(reader, answer)
+        fields = read_fields(answer)
+        if fields.get(5) != 100:  # status OK
             return 0
-        limit = read_protobuf(answer[4]) if 4 in answer else {}
+        limit = read_fields(Empty.FromString(fields.get(4, b"")))
         return limit.get(2) or math.inf  # no limit, or 0: as much as you like
 
     try:
         return await asyncio.wait_for(ask(), 5)
-    except (P2PDaemonError, P2PHandlerError, OSError, ValueError, IndexError, EOFError, asyncio.TimeoutError):
+    except (*REQUEST_ERRORS, TypeError, EOFError, DecodeError):
         return 0
 
 
-def read_protobuf(message: bytes) -> dict[int, int | bytes]:
-    """The last value of each field of a message that has only integers, texts and messages."""
-
-    def read_integer() -> int:
-        nonlocal at
-        value, shift = 0, 0
-        while True:
-            value, shift, at = value | (message[at] & 127) << shift, shift + 7, at + 1
-            if message[at - 1] < 128:
-                return value
-
-    at, found = 0, {}
-    while at < len(message):
-        key = read_integer()
-        if key & 7 not in (0, 2):
-            raise ValueError(f"unexpected wire type {key & 7}")
-        value = read_integer()
-        if key & 7 == 2:
-            at, value = at + value, message[at : at + value]
-        found[key >> 3] = value
-    return found
+def read_fields(message: Empty) -> dict[int, int | bytes]:
+    """The last value of each field that was read, by its number."""
+    return {field.field_number: field.data for field in UnknownFieldSet(message)}
 
 
 async def find_direct_averagers(prefix: str, _: hivemind.DHT, node: DHTNode) -> int:

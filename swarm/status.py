@@ -8,6 +8,7 @@ MAX_VISITORS are served at once. Whoever reads a page trusts it as far as an add
 validators apply to whom it leads to as to any other peer.
 """
 
+import asyncio
 import contextlib
 import http.server
 import ipaddress
@@ -15,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -24,7 +26,7 @@ from hivemind import DHT
 
 from arguments import split_host_port
 from support.console import UserError
-from swarm.addresses import get_host_port, get_ip, get_peer_id, is_local, is_public, is_relayed, select_for_others
+from swarm.addresses import get_host_port, get_ip, get_peer_id, is_public, select_for_others
 
 logger = logging.getLogger("status")
 
@@ -38,24 +40,20 @@ class StatusServer(http.server.ThreadingHTTPServer):
     """Bound at once, so that a port in use is an error at the start; answers only after `serve`."""
 
     daemon_threads = True
-    request_queue_size = MAX_VISITORS
-    # so that a restarted peer finds its port free
-    allow_reuse_address = True
 
     def __init__(self, port: int, prefix: str):
         self.prefix, self.visitors = prefix, threading.BoundedSemaphore(MAX_VISITORS)
-        self.address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        # not bound by HTTPServer, which looks this machine's name up, and may take seconds
+        super().__init__(("", port), StatusHandler, bind_and_activate=False)
+        self.socket.close()
         try:
-            super().__init__(("::" if self.address_family == socket.AF_INET6 else "0.0.0.0", port), StatusHandler)
+            self.socket = socket.create_server(("", port), family=family, backlog=MAX_VISITORS, dualstack_ipv6=is_dual)
         except OSError as e:
-            raise UserError(f"--status_port {port}: {e.strerror.lower()}, choose another port or 0") from e
+            raise UserError(f"--status_port {port}: {os.strerror(e.errno).lower()}, choose another port or 0") from e
         # helper processes must not hold the port when this one is killed
         os.register_at_fork(after_in_child=self.socket.close)
-
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super(http.server.HTTPServer, self).server_bind()  # HTTPServer's own looks its name up, which may take seconds
 
     def serve(self, dht: DHT, read_progress: Callable[[], dict]) -> None:
         """Begin to answer, in a thread: call it when all helper processes are forked.
@@ -119,31 +117,22 @@ class StatusHandler(http.server.BaseHTTPRequestHandler):
         """Visitors are not worth a line each."""
 
 
-def fetch_page(host: str, port: int, timeout: float = VISIT_TIMEOUT) -> tuple[bytes, str]:
+async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
     """The body of http://host:port/, and the IP address that answered; OSError or ValueError when there is none.
 
-    Plain sockets, because this bounds what a hostile page can cost: MAX_PAGE_BYTES, and `timeout` seconds in all.
+    No HTTP client, because this bounds what a hostile page can cost: MAX_PAGE_BYTES, and what the caller waits.
     """
-    deadline = time.monotonic() + timeout
-    with contextlib.closing(socket.create_connection((host, port), timeout=timeout)) as connection:
-        # an HTTP/1.0 server answers in one piece and hangs up
-        connection.sendall(f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
-        answer = b""
-        while True:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
-            piece = connection.recv(2**16)
-            answer += piece
-            if not piece:
-                break
-            if len(answer) > MAX_PAGE_BYTES:
-                raise ValueError(f"its answer is longer than {MAX_PAGE_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no whole answer within {timeout:g} s")
-        head, separator, body = answer.partition(b"\r\n\r\n")
-        status = head.split(b"\r\n")[0].split()
-        if not separator or not status[:1] or not status[0].startswith(b"HTTP/") or status[1:2] != [b"200"]:
-            raise ValueError(f"it answers {head[:60]!r}")
-        return body, connection.getpeername()[0]
+    reader, writer = await asyncio.open_connection(host, port)
+    with contextlib.closing(writer):
+        writer.write(f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        try:
+            await reader.readexactly(MAX_PAGE_BYTES + 1)
+        except asyncio.IncompleteReadError as e:  # an HTTP/1.0 server answers in one piece and hangs up
+            head, _, body = e.partial.partition(b"\r\n\r\n")
+            if not re.match(rb"HTTP/\S+ 200\b", head):
+                raise ValueError(f"it answers {head[:60]!r}") from e
+            return body, writer.get_extra_info("peername")[0]
+    raise ValueError(f"its answer is longer than {MAX_PAGE_BYTES} bytes")
 
 
 def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
@@ -156,13 +145,9 @@ def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
     seen = getattr(seen, "ipv4_mapped", None) or seen
     if same := [maddr for maddr in maddrs if get_ip(maddr) == seen]:
         return same
-    substituted = []
-    if not seen.is_loopback:
-        for maddr in maddrs:
-            if get_ip(maddr) is not None and not is_public(maddr):
-                substituted.append("/".join(["", f"ip{seen.version}", str(seen), *maddr.split("/")[3:]]))
-    others = [maddr for maddr in maddrs if is_relayed(maddr) or (is_public(maddr) if not is_local(maddr) else False)]
-    return list(dict.fromkeys(substituted + others)) or maddrs
+    place = f"/ip{seen.version}/{seen}"
+    replaced = [] if seen.is_loopback else [f"{place}/{m.split('/', 3)[3]}" for m in maddrs if not is_public(m)]
+    return list(dict.fromkeys(replaced + [maddr for maddr in maddrs if is_public(maddr)])) or maddrs
 
 
 def find_maddrs(address: str, prefix: str) -> list[str]:
@@ -181,7 +166,7 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
         )
     cure = "check that a peer runs there with --status_port, or take the multiaddr that it prints"
     try:
-        body, ip = fetch_page(host, port)
+        body, ip = asyncio.run(asyncio.wait_for(fetch_page(host, port), VISIT_TIMEOUT))
         page = json.loads(body)
         if not isinstance(page, dict) or not isinstance(page.get("multiaddrs"), list):
             raise ValueError("it lists no multiaddrs")
@@ -214,12 +199,14 @@ def describe(error: Exception) -> str:
         return "its answer is not JSON"
     if isinstance(error, TimeoutError):
         return f"no answer within {VISIT_TIMEOUT:g} s"
+    if (
+        isinstance(error, OSError) and (error.errno or 0) > 0
+    ):  # asyncio has put the address in place of the system's words
+        return os.strerror(error.errno)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def resolve_initial_peers(addresses: list[str], prefix: str) -> list[str]:
     """--initial_peers as multiaddrs: each HOST:PORT becomes the addresses that the status page there lists."""
-    resolved = []
-    for address in addresses:
-        resolved += [address] if address.startswith("/") else find_maddrs(address, prefix)
-    return resolved
+    found = ([address] if address.startswith("/") else find_maddrs(address, prefix) for address in addresses)
+    return [maddr for maddrs in found for maddr in maddrs]

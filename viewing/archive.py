@@ -77,7 +77,6 @@ class CheckpointHandler:
         self.wanted_epoch = self.last_epoch = 0
         self.start = time.time()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             lock_folder("--local_path", self.folder)
             put_back(self.folder)
             saved = find_checkpoints(self.folder)

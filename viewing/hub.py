@@ -14,7 +14,7 @@ import huggingface_hub
 
 from machine.checkpoint import find_checkpoints
 from support.console import UserError
-from support.files import read_json, write_text
+from support.files import read_json, write_file
 
 logger = logging.getLogger("hub")
 
@@ -74,7 +74,7 @@ class Publisher:
         url = upload_checkpoint(folder, self.repo_id)
         logger.info(f"Uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
         self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], "time": time.time()}
-        write_text(self.record, json.dumps(self.uploaded))
+        write_file(self.record, json.dumps(self.uploaded))
 
 
 def read_stamp(folder: Path) -> dict:

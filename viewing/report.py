@@ -15,7 +15,7 @@ import hivemind
 
 from arguments import ReportArguments, SwarmArguments
 from support.console import UserError
-from support.files import append_line, lock_folder, read_json, write_text
+from support.files import append_line, lock_folder, read_json, write_file
 from utils import (
     FETCH_TIMEOUT,
     Evaluation,
@@ -56,7 +56,6 @@ class RunReport:
         require_wandb(args)
         self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(args.output_dir)
         try:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
             lock_folder("--output_dir", self.output_dir)
             (self.output_dir / "metrics.jsonl").touch()
             self.history = load_history(self.output_dir / "metrics.jsonl", self.prefix)
@@ -207,7 +206,7 @@ class RunReport:
             "reported_to": self.reported_to,
             "peers": self.contributions.to_json(),
         }
-        write_text(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_file(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def load_summary(self) -> dict:
         """What an earlier process has written of this run; that of another run is put aside."""

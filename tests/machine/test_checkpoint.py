@@ -8,6 +8,7 @@ import shutil
 import statistics
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,11 @@ from machine.checkpoint import (
     check_weights,
     choose_state,
     find_checkpoints,
-    load_checkpoint,
     load_state,
-    load_state_file,
 )
 from models.build import describe_architecture
 from support.console import UserError
-from support.files import lock_folder
+from support.files import lock_folder, write_file
 from text.tokenizers import load_tokenizer
 
 ALONE = {
@@ -47,8 +46,10 @@ ALONE = {
 # Two optimizers of one model: the state of the first, after some steps, goes through a file into the second.
 ROUND_TRIP = """
 import copy, json, random, sys, time
+from functools import partial
 import numpy, torch
 from arguments import *
+from support.files import write_file
 from swarm.processes import clean_end, shut_down
 from swarm.joining import make_dht
 from machine.checkpoint import *
@@ -99,14 +100,14 @@ with clean_end():
     state = collect_state(model, optimizer, {"experiment_prefix": swarm.experiment_prefix}, scaler, {"epochs": 3})
     draws = [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
-    assert save_state_file(state, folder + "/state.pt")
+    assert write_file(folder + "/state.pt", partial(torch.save, state))
     facts = {}
     # going on must not change what was collected
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step(batch_size=4)
     facts["went_on"] = [optimizer.local_epoch, equal(before["masters"], everything(model, optimizer)["masters"])]
-    loaded_from = {"folder": load_checkpoint(folder + "/checkpoint-3"), "file": load_state_file(folder + "/state.pt")}
+    loaded_from = {"folder": load_state(folder + "/checkpoint-3"), "file": load_state(folder + "/state.pt")}
     for name, loaded in loaded_from.items():
         with torch.no_grad():
             for param in other_model.parameters():
@@ -138,9 +139,11 @@ with clean_end():
 # Writes checkpoints without end, each with weights that are all its own number.
 WRITER = """
 import sys
+from functools import partial
 import torch
 from arguments import ModelArguments
-from machine.checkpoint import save_checkpoint, save_state_file
+from machine.checkpoint import save_checkpoint
+from support.files import write_file
 from text.tokenizers import load_tokenizer
 from experiment.model import make_model
 
@@ -155,7 +158,7 @@ while True:
     epoch = number // 2
     state = {"model": weights, "optimizer": {}, "scheduler": {}, "local_epoch": epoch, "number": number}
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
-    assert save_state_file(state, folder + "/state.pt")
+    assert write_file(folder + "/state.pt", partial(torch.save, state))
     print(number, flush=True)
 """
 
@@ -239,7 +242,7 @@ def test_the_newest_of_folder_and_file_is_taken(saved, tmp_path, caplog):
     assert choose_state(arguments, model, "a") is None
     state = save(4)
     for epoch, expected in ((3, tmp_path / "checkpoint-4"), (5, file)):
-        assert checkpoint.save_state_file({**state, "local_epoch": epoch}, file)
+        assert write_file(file, partial(torch.save, {**state, "local_epoch": epoch}))
         assert choose_state(arguments, model, "a") == expected
     for size in (file.stat().st_size // 2, 10, 0):
         os.truncate(file, size)
@@ -303,7 +306,7 @@ def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
         writer.wait()
         last = int(writer.text.split()[-1])
         checkpoint.put_back(folder)
-        states = [load_checkpoint(path) for path in find_checkpoints(folder)] + [load_state_file(folder / "state.pt")]
+        states = [load_state(path) for path in find_checkpoints(folder)] + [load_state(folder / "state.pt")]
         for state in states:
             assert all((tensor == state["number"]).all() for tensor in state["model"].values())
         # what was finished is there
@@ -513,7 +516,7 @@ def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
     folder = wait_until(find_new, 120, "a checkpoint of the monitor")[0]
     lost.kill()
     before, epoch = history(tmp_path, "lost"), checkpoint.read_epoch(folder)
-    assert load_checkpoint(folder)["local_epoch"] == epoch
+    assert load_state(folder)["local_epoch"] == epoch
 
     limits = {"--resume_from_checkpoint": folder, "--max_steps": epoch + 2}
     start_alone(start, "revived", tmp_path / "revived", prefix, own, limits).assert_clean_end(90)

@@ -1,5 +1,6 @@
 """The preflight: its findings by numbers, its table as users see it, and wrong input at a start."""
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -95,10 +96,12 @@ def test_the_file_limit_is_raised_where_the_system_allows():
 def test_silence_is_explained():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        assert "is not a hivemind peer" in explain_silence(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
-    assert "nothing listens" in explain_silence(f"/dns4/localhost/tcp/{port}/p2p/{PEER}")
-    assert "does not resolve" in explain_silence(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}")
-    assert explain_silence(f"/p2p/{PEER}") is None
+        assert "is not a hivemind peer" in asyncio.run(
+            explain_silence(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
+        )
+    assert "nothing listens" in asyncio.run(explain_silence(f"/dns4/localhost/tcp/{port}/p2p/{PEER}"))
+    assert "does not resolve" in asyncio.run(explain_silence(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}"))
+    assert asyncio.run(explain_silence(f"/p2p/{PEER}")) is None
 
 
 def test_wrong_input_is_one_line(start, tmp_path, tiny_data):

@@ -27,7 +27,7 @@ from arguments import (
     parse_arguments,
 )
 from experiment.model import make_model
-from machine.checkpoint import find_checkpoints, load_checkpoint, save_model
+from machine.checkpoint import find_checkpoints, load_state, save_model
 from support.console import UserError
 from text.tokenizers import load_tokenizer
 from viewing.archive import PUBLIC_ARGUMENTS, CheckpointHandler, select_outdated, write_card
@@ -404,7 +404,7 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
         # of the last epoch that the monitor saw, up to the state's own: under load it misses some
         assert stamp["swarm"]["epoch"] == max(epoch for epoch in seen_epochs if epoch <= stamp["epoch"])
         assert stamp["loss"] == pytest.approx(lines[stamp["swarm"]["epoch"]]["loss"], rel=1e-6)
-        assert load_checkpoint(path)["local_epoch"] == stamp["epoch"]
+        assert load_state(path)["local_epoch"] == stamp["epoch"]
         has_curve = "](learning_curve.png)" in (path / "README.md").read_text()
         assert has_curve == (path / "learning_curve.png").exists()
 
@@ -415,7 +415,7 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
     for name, content in commits[-1].files.items():
         (copy / name).write_bytes(content)
         assert not any(secret.encode() in content for secret in secrets), name
-    state = load_checkpoint(copy)
+    state = load_state(copy)
     assert state["arguments"].keys() <= PUBLIC_ARGUMENTS and state["arguments"]["target_batch_size"] == 256
     for kind in (AlbertForPreTraining, AutoModelForMaskedLM):
         loaded, info = kind.from_pretrained(copy, output_loading_info=True)
