@@ -18,7 +18,7 @@ demo: setup
 	@.venv/bin/python demo.py
 
 # in parts beside each other, as most of a swarm's time is waiting; what a part prints is shown when it ends
-PARTS = 1 2 3
+PARTS = 1 2 3 4
 .PHONY: $(PARTS:%=test-%)
 
 test: setup

@@ -1,6 +1,7 @@
 """Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
 
 import lzma
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -25,6 +26,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # a shell that starts tests in the background has them, and all that they start, ignore Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
 
 
@@ -80,7 +83,7 @@ def tiny_data(tmp_path_factory) -> dict[str, Path]:
         files[-1].write_text(chapter, encoding="utf-8")
     flags = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
     words = ["tokenize_wikitext103.py", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 32]
-    run_python(*words, "--text_files", *files, *sum(flags.items(), ()), expect=0, is_real=True)
+    run_python(*words, "--text_files", *files, *sum(flags.items(), ()), expect=0)
     return flags
 
 

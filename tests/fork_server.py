@@ -6,6 +6,7 @@ input, output and error. What a program does by itself, our own modules first of
 there before it. No thread of Python's runs here, so nothing is lost in a fork.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -20,7 +21,8 @@ import types
 from pathlib import Path
 
 LIBRARIES = """
-datasets hivemind hivemind.optim.optimizer numpy psutil rich safetensors.torch sklearn.metrics tokenizers torch
+datasets hivemind hivemind.optim.optimizer matplotlib.backends.backend_agg
+matplotlib.pyplot numpy psutil rich safetensors.torch sklearn.metrics tokenizers torch
 torch_optimizer transformers transformers.modeling_utils transformers.models.albert.modeling_albert
 transformers.models.auto.modeling_auto
 """
@@ -52,14 +54,21 @@ def wait_for_program(requests: socket.socket) -> dict:
         requests.send(b"has its parent")
 
 
-def become_program(words: list[str], cwd: str, env: dict[str, str]) -> None:
-    """Make this process what `python` followed by these words would be once it has imported LIBRARIES."""
+def become_program(words: list[str], cwd: str, env: dict[str, str], netns: str | None) -> None:
+    """Make this process what `python` followed by these words would be once it has imported LIBRARIES.
+
+    :param netns: the network namespace that it enters, as by `ip netns exec`
+    """
     import numpy
     import torch
     from hivemind.utils.asyncio import _AsyncContextWrapper
     from hivemind.utils.mpfuture import MPFuture
 
     os.setsid()
+    if netns:
+        with open(f"/run/netns/{netns}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+                raise OSError(ctypes.get_errno(), f"setns {netns}")
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -76,6 +76,7 @@ class ForkServer:
     # what nothing reads while it is imported; a program whose environment differs in more starts by itself
     LATE_VARIABLES = re.compile(
         "CUDA_VISIBLE_DEVICES|GOMAXPROCS|HF_TOKEN|KMP_.*|LIBP2P_.*|OBSERVED|PYTEST_.*|PYTHONPATH|TRACKIO_.*|WANDB_.*"
+        "|_TORCHINDUCTOR_.*"  # which torch sets when it compiles
     )
 
     def __init__(self):
@@ -100,13 +101,16 @@ class ForkServer:
             words[0] in ("-c", "-m") or not words[0].startswith("-")
         )
 
-    def start(self, words: list[str], cwd: Path, env: dict[str, str], files: list[int]) -> ForkedProcess:
+    def start(
+        self, words: list[str], cwd: Path, env: dict[str, str], netns: str | None, files: list[int]
+    ) -> ForkedProcess:
         """:param files: its standard input, output and error"""
+        request = json.dumps({"words": words, "cwd": str(cwd), "env": env, "netns": netns}).encode()
         become_subreaper = functools.partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
         # for a moment alone: orphans of other programs are init's
         become_subreaper(1)
         try:
-            socket.send_fds(self.requests, [json.dumps({"words": words, "cwd": str(cwd), "env": env}).encode()], files)
+            socket.send_fds(self.requests, [request], files)
             pid, is_child = self.requests.recv(64), self.requests.recv(64)
         finally:
             become_subreaper(0)
@@ -143,8 +147,9 @@ def start_python(
     """
     words, env = [str(word) for word in words], make_environment(env)
     with open(os.devnull) as stdin:
-        if IS_FORKING and not prefix and not is_real and get_fork_server().can_start(words, env):
-            return get_fork_server().start(words, cwd, env, [file.fileno() for file in (stdin, stdout, stderr)])
+        netns = prefix[3] if list(prefix[:3]) == ["ip", "netns", "exec"] else None
+        if IS_FORKING and (netns or not prefix) and not is_real and get_fork_server().can_start(words, env):
+            return get_fork_server().start(words, cwd, env, netns, [file.fileno() for file in (stdin, stdout, stderr)])
         command, files = [*prefix, sys.executable, *words], dict(stdin=stdin, stdout=stdout, stderr=stderr)
         return subprocess.Popen(command, cwd=cwd, env=env, start_new_session=True, **files)
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from house import MODULES
 from processes import ROOT, run_python
-from test_house import MODULES
 
 import arguments
 from support.console import UserError

@@ -4,17 +4,9 @@ import json
 
 import pytest
 from processes import LOOPBACK, make_prefix, wait_until
-from test_averaging import epochs, start_peer
-from test_swarm import TRAINER, flags, history, largest_difference, start_trainer
+from swarms import SHARED, TRAINER, epochs, flags, history, largest_difference, start_peer, start_trainer
 
 from machine.checkpoint import find_checkpoints
-
-# flags of the trainers that an auxiliary peer needs
-SHARED = (
-    *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
-    *("--matchmaking_time", "--request_timeout", "--next_chunk_timeout", "--averaging_timeout"),
-    *("--average_state_every", "--default_refresh_period"),
-)
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed
@@ -121,20 +113,20 @@ def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(
     """The scripts that users run: an auxiliary peer, which is the first of its run, and two trainers that accept no
     connection. It saves a state that one of them has given it."""
     prefix, data = make_prefix(), {name: str(path) for name, path in tiny_data.items()}
-    together = {"--max_steps": 20, "--target_group_size": 4, "--target_batch_size": 512}
-    archive = ["--store_checkpoints", "--save_checkpoint_epoch_interval", 8, "--output_dir", tmp_path / "aux"]
+    together = {"--max_steps": 14, "--target_group_size": 4, "--target_batch_size": 256}
+    archive = ["--store_checkpoints", "--save_checkpoint_epoch_interval", 6, "--output_dir", tmp_path / "aux"]
     aux = start(
         "aux",
         *("run_aux_peer.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.5, "--report_to", "none"),
         *flags({name: value for name, value in TRAINER.items() if name in SHARED}, {"--target_group_size": 4}),
         *("--tokenizer_path", data["--tokenizer_path"]),
-        *("--target_batch_size", 512, "--assist_in_averaging", "--assist_refresh", 0.3, *archive),
+        *("--target_batch_size", 256, "--assist_in_averaging", "--assist_refresh", 0.3, *archive),
         is_real=True,
     )
     peers = aux.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
     names = ["first", "second"]
     client = {"--client_mode": [], **together, **data, "--average_state_every": 4}
-    trainers = [start_trainer(start, tmp_path, name, prefix, peers, client) for name in names]
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, client, pace=0.1) for name in names]
     for trainer in trainers:
         trainer.assert_clean_end(240)
     aux.wait_for(r"helped in \d+ rounds", 30)

@@ -2,22 +2,17 @@
 
 import csv
 import importlib.util
-import io
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import datasets
 import mains
 import pytest
 import torch
 from finetune_data import (
-    RECORDS,
     make_toy_choices,
     make_toy_gaps,
     make_toy_pairs,
@@ -26,9 +21,8 @@ from finetune_data import (
     write_model,
     write_toy_task,
 )
-from hub_server import Commit, HubServer
 from mains import run_main
-from processes import ROOT, Script, wait_until
+from processes import Script, wait_until
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import matthews_corrcoef
 from tokenizers import normalizers
@@ -38,7 +32,7 @@ from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassifica
 import finetune_mlm
 import predict_on_lidirus
 from arguments import FinetuneArguments
-from experiment.tasks import TASKS, load_examples, load_task_file, make_examples
+from experiment.tasks import TASKS, load_examples, load_task_file
 from finetune_mlm import (
     check_tokenizer,
     choose_length,
@@ -627,65 +621,6 @@ def test_wrong_old_checkpoints(old_checkpoint, toy_model, tmp_path, capsys):
     (old_checkpoint / "config.json").unlink()
     assert "config.json beside it" in refuse(finetune_mlm, capsys, *flags)
     assert not (tmp_path / "run").exists()
-
-
-# --- the Hub ----------------------------------------------------------------------------------------------------------
-
-HUB_LABELS = {"rcb": ["entailment", "contradiction", "neutral"], "parus": ["choice1", "choice2"]}
-HUB_LABELS |= dict.fromkeys(("terra", "lidirus"), ["entailment", "not_entailment"])
-HUB_LABELS |= dict.fromkeys(("danetqa", "muserc", "russe", "rwsd"), ["False", "True"])
-LOAD_ALL = """
-import json, sys
-from experiment.tasks import TASKS, load_examples
-from support.console import edge
-for name in sys.argv[2:]:
-    with edge():
-        examples = load_examples(TASKS[name], sys.argv[1])
-    print(json.dumps([name, {s: [[e.texts, e.right, e.spans] for e in part] for s, part in examples.items()}]))
-"""
-
-
-def make_parquet(name: str, records: list[dict]) -> bytes:
-    """As the Hub's conversion writes it: labels are numbers, and the names stand in the file's metadata."""
-    features = datasets.Dataset.from_list(records).features
-    if name in HUB_LABELS:
-        features["label"] = datasets.ClassLabel(names=HUB_LABELS[name])
-    file = io.BytesIO()
-    datasets.Dataset.from_list(records, features=features).to_parquet(file)
-    return file.getvalue()
-
-
-def test_the_hub(tmp_path):
-    files, expected = {"README.md": b"# RussianSuperGLUE"}, {}
-    for number, (name, (_, records, _)) in enumerate(RECORDS.items()):
-        unlabelled = [record | ({"answers": []} if name == "rucos" else {"label": -1}) for record in records]
-        expected[name] = {}
-        for split in TASKS[name].files:
-            part = unlabelled if split == "test" and name != "lidirus" else records
-            # the newer and the older layout
-            path = f"{split}/0000.parquet" if number % 2 == 0 else f"russian_super_glue-{split}.parquet"
-            files[f"{name}/{path}"] = make_parquet(name, part)
-            examples = make_examples(TASKS[name], [("", record) for record in part])
-            expected[name][split] = [[example.texts, example.right, example.spans] for example in examples]
-    with HubServer() as hub:
-        hub.repositories["RussianNLP/russian_super_glue"] = [Commit("conversion", files)]
-        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")}
-        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_XET": "1"}
-        environment.pop("HF_HUB_OFFLINE", None)
-
-        def load(*names: str) -> subprocess.CompletedProcess:
-            command = [sys.executable, "-c", LOAD_ALL, tmp_path, *names]
-            return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
-
-        run = load(*RECORDS)
-        assert run.returncode == 0, run.stderr
-        assert dict(map(json.loads, run.stdout.splitlines())) == json.loads(json.dumps(expected))
-        assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
-    # the server is gone
-    environment["HF_HOME"] = str(tmp_path / "empty")
-    run = load("terra")
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1, run.stderr
-    assert "TERRa/train.jsonl" in run.stderr and "cannot be loaded from the Hub" in run.stderr
 
 
 # --- predictions for LiDiRus ------------------------------------------------------------------------------------------

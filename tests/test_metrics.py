@@ -1,7 +1,6 @@
 """Metric records between real DHTs on loopback: what a validating reader sees, and what it makes of it."""
 
 import concurrent.futures
-import contextlib
 import functools
 import math
 
@@ -16,12 +15,12 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import make_prefix, wait_until
+from records import make_metrics, run_dhts
 
 import swarm  # noqa: F401 (it sets what hivemind's daemon reads: without, two peers' first dials may both fail)
 from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,
-    LocalMetrics,
     RunContract,
     aggregate_metrics,
     fetch_metrics,
@@ -29,45 +28,6 @@ from utils import (
     peer_label,
     select_believable,
 )
-
-
-def make_metrics(epoch: int = 3, **fields) -> LocalMetrics:
-    values = {
-        "samples_per_second": 10.0,
-        "samples_accumulated": 64,
-        "loss": 16.0,
-        "mini_steps": 2,
-        "averaged_with": 2,
-        "num_peers": 2,
-        "grad_norm": 1.0,
-        "learning_rate": 1e-3,
-        "total_samples": 192,
-        "skipped_steps": 0,
-        "epoch_seconds": 6.0,
-        "waiting_seconds": 1.0,
-        "averaging_seconds": 0.5,
-        "bytes_sent": 1_000_000,
-        "bytes_received": 1_200_000,
-        "client_mode": False,
-    }
-    return LocalMetrics(epoch=epoch, **{**values, **fields})
-
-
-@contextlib.contextmanager
-def run_dhts(*validators_of_each: list):
-    """DHTs that know each other: the first is met by all others."""
-    dhts = []
-    try:
-        for validators in validators_of_each:
-            peers = [str(maddr) for maddr in dhts[0].get_visible_maddrs()] if dhts else []
-            host_maddrs = ["/ip4/127.0.0.1/tcp/0"]
-            dhts.append(
-                hivemind.DHT(initial_peers=peers, host_maddrs=host_maddrs, start=True, record_validators=validators)
-            )
-        yield dhts
-    finally:
-        for dht in dhts:
-            dht.shutdown()
 
 
 async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:

@@ -1,72 +1,23 @@
 """The monitor as users run it, fed with records through a real DHT that joins it."""
 
-import contextlib
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import hivemind
 import pytest
-from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
-from test_metrics import make_metrics
+from records import Peer, make_metrics, read_wandb_history, run_peers
+from swarms import read_epochs, start_monitor
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import run_training_monitor
 from machine.checkpoint import find_checkpoints, save_checkpoint, save_model
-from utils import make_validators, peer_label
-
-
-class Peer:
-    """A peer that publishes what the test tells it to."""
-
-    def __init__(self, prefix: str, initial_peer: str, validating: bool = True, key: RSAPrivateKey | None = None):
-        self.key = f"{prefix}_metrics"
-        validators, self.subkey = make_validators(prefix, key or RSAPrivateKey())
-        if not validating:  # signs, but publishes anything
-            validators = validators[1:2]
-        self.dht = hivemind.DHT(
-            initial_peers=[initial_peer], host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators
-        )
-
-    def store(self, values: dict) -> bool:
-        return self.dht.store(self.key, values, subkey=self.subkey, expiration_time=get_dht_time() + 300)
-
-    def publish(self, values: dict) -> None:
-        """Store a record; tried again, as a request may time out on a loaded machine."""
-        wait_until(lambda: self.store(values), 30, "a record stored")
-
-
-@contextlib.contextmanager
-def run_peers(prefix: str, initial_peer: str, *validating: bool, key: RSAPrivateKey | None = None):
-    """:param key: of the first of them"""
-    peers = []
-    try:
-        for is_validating in validating:
-            peers.append(Peer(prefix, initial_peer, is_validating, None if peers else key))
-        yield peers
-    finally:
-        for peer in peers:
-            peer.dht.shutdown()
-
-
-def read_epochs(output_dir: Path) -> list[dict]:
-    path = output_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def start_monitor(start, prefix: str, output_dir: Path, *flags: str, name: str = "monitor", **options):
-    """The script, and its address as it prints it."""
-    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", "0.2"]
-    monitor = start(name, *command, "--output_dir", output_dir, *flags, **options)
-    address = monitor.wait_for(r"(?m)^--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$", 60).group(1)
-    return monitor, address
+from utils import peer_label
 
 
 def publish_until_seen(monitor, peers: list[Peer], epoch: int, output_dir: Path, **fields) -> None:
@@ -123,24 +74,6 @@ def read_trackio(environment: dict, prefix: str, run: str, metric: str) -> dict[
     values = ask_trackio(environment, prefix, "get", "metric", "--run", run, "--metric", metric)["values"]
     assert len({value["step"] for value in values}) == len(values)
     return {value["step"]: value["value"] for value in values}
-
-
-def read_wandb_history(path: Path) -> dict[int, dict]:
-    """What a .wandb file says of each step: records in blocks of 32 KiB, as LevelDB writes its log."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, part, history = path.read_bytes(), 7, b"", {}
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            record, part = Record.FromString(part), b""
-            if record.HasField("history"):
-                items = {item.key or "/".join(item.nested_key): item for item in record.history.item}
-                history[record.history.step.num] = {name: json.loads(item.value_json) for name, item in items.items()}
-    return history
 
 
 def test_curves_and_contributors_survive_a_restart(start, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import psutil
+import pytest
 from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
@@ -22,7 +23,7 @@ SWARM = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "2e-3", "--warmup_steps", "5"),
     *("--total_steps", "2000", "--target_batch_size", "1024", "--matchmaking_time", "3", "--request_timeout", "1.5"),
     *("--averaging_timeout", "20", "--average_state_every", "4", "--default_refresh_period", "0.5"),
-    *("--dataloader_num_workers", "0"),
+    *("--dataloader_num_workers", "0", "--bandwidth", "1000"),
 ]
 
 
@@ -58,6 +59,7 @@ def text_of(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 
+@pytest.mark.slow
 def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_data, monkeypatch):
     prefix, output_dir = make_prefix(), tmp_path / "notebook"
     hosted = tmp_path / "hosted"

@@ -56,7 +56,7 @@ def written(tmp_path_factory, novel):
     documents = [{"text": "\n".join(novel[start : start + 60])} for start in range(0, 2400, 60)]
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
     flags = ("--text_files", "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
-    result = tokenize(folder, *flags)
+    result = tokenize(folder, *flags, is_real=True)
     assert "unigram entropy" in result.stdout and "next: python run_training_monitor.py" in result.stdout
     return folder
 

@@ -15,8 +15,8 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
-from test_metrics import make_metrics, run_dhts
-from test_monitor import read_epochs, start_monitor
+from records import make_metrics, run_dhts
+from swarms import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments
@@ -37,6 +37,7 @@ TRAINER = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
     *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "16"),
     *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "0", *LOOPBACK),
+    *("--bandwidth", "1000"),
 ]
 
 

@@ -1,12 +1,16 @@
 """experiment/tasks.py: each task's records in both schemas, metrics against hand-computed figures, files to hand in."""
 
+import io
 import json
 import math
 from dataclasses import replace
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 from finetune_data import BOW, QUERY, RECORDS, write_lines
+from hub_server import Commit, HubServer
 from torch.nn.functional import cross_entropy
 from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -464,3 +468,56 @@ def test_encoding(toy_model):
     assert encode(examples, pretrained, min(lengths))[1] == 1
     batch = collate([row, row], task, tokenizer, CPU)
     assert batch["input_ids"].shape[0] == 4 and batch["right"].tolist() == [[True, False]] * 2
+
+
+# --- the Hub ----------------------------------------------------------------------------------------------------------
+
+HUB_LABELS = {"rcb": ["entailment", "contradiction", "neutral"], "parus": ["choice1", "choice2"]}
+HUB_LABELS |= dict.fromkeys(("terra", "lidirus"), ["entailment", "not_entailment"])
+HUB_LABELS |= dict.fromkeys(("danetqa", "muserc", "russe", "rwsd"), ["False", "True"])
+
+
+def make_parquet(name: str, records: list[dict]) -> bytes:
+    """As the Hub's conversion writes it: labels are numbers, and the names stand in the file's metadata."""
+    features = datasets.Dataset.from_list(records).features
+    if name in HUB_LABELS:
+        features["label"] = datasets.ClassLabel(names=HUB_LABELS[name])
+    file = io.BytesIO()
+    datasets.Dataset.from_list(records, features=features).to_parquet(file)
+    return file.getvalue()
+
+
+def test_the_hub(tmp_path, monkeypatch):
+    files, expected = {"README.md": b"# RussianSuperGLUE"}, {}
+    for number, (name, (_, records, _)) in enumerate(RECORDS.items()):
+        unlabelled = [record | ({"answers": []} if name == "rucos" else {"label": -1}) for record in records]
+        expected[name] = {}
+        for split in TASKS[name].files:
+            part = unlabelled if split == "test" and name != "lidirus" else records
+            # the newer and the older layout
+            path = f"{split}/0000.parquet" if number % 2 == 0 else f"russian_super_glue-{split}.parquet"
+            files[f"{name}/{path}"] = make_parquet(name, part)
+            expected[name][split] = make_examples(TASKS[name], [("", record) for record in part])
+
+    def set_hub(**values) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+
+    set_hub(HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE=False, HF_HUB_DISABLE_XET=True)
+    with HubServer() as hub:
+        hub.repositories["RussianNLP/russian_super_glue"] = [Commit("conversion", files)]
+        files_at = "/{repo_id}/resolve/{revision}/{filename}"
+        set_hub(ENDPOINT=hub.endpoint, HUGGINGFACE_CO_URL_TEMPLATE=hub.endpoint + files_at)
+        for name in RECORDS:
+            found = load_examples(TASKS[name], tmp_path)
+            assert found.keys() == expected[name].keys()
+            for split, examples in found.items():
+                pairs = zip(examples, expected[name][split], strict=True)
+                assert all((a.texts, a.right, a.spans) == (b.texts, b.right, b.spans) for a, b in pairs)
+        assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
+    # where no server is, and nothing in the cache
+    set_hub(HF_HUB_CACHE=str(tmp_path / "empty"), ENDPOINT="http://127.0.0.1:1")
+    with pytest.raises(UserError, match="cannot be loaded from the Hub") as error:
+        load_examples(TASKS["terra"], tmp_path)
+    [line] = str(error.value).splitlines()
+    assert "TERRa/train.jsonl" in line

@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 
 import pytest
-from processes import ROOT, make_prefix
+from processes import ROOT, make_prefix, run_python
 
 GUIDE = (ROOT / "docs" / "new_experiment.md").read_text()
 ROOMS = ["experiment", "machine", "models", "support", "swarm", "text"]
@@ -39,10 +37,8 @@ def apply_recipe(copy: Path, name: str) -> None:
 
 
 def run(copy: Path, program: str, *words: object) -> dict:
-    """What a program beside this file prints of the copy."""
-    command = [sys.executable, ROOT / "tests" / program, *words]
-    result = subprocess.run([str(w) for w in command], cwd=copy, capture_output=True, text=True, timeout=180)
-    assert result.returncode == 0, result.stderr[-3000:]
+    """What a program prints of the copy, in which it runs."""
+    result = run_python(ROOT / "tests" / "programs" / program, *words, cwd=copy, timeout=180, expect=0)
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import LOOPBACK, ROOT, Script, make_prefix, run_python, wait_until
+from processes import ROOT, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
-from test_swarm import TRAINER, flags, history, start_monitor
+from swarms import ALONE, flags, history, start_alone, start_monitor
 from transformers import AlbertForPreTraining, AutoTokenizer
 
 from arguments import ModelArguments, TrainerArguments
@@ -33,140 +33,11 @@ from support.console import UserError
 from support.files import lock_folder, write_file
 from text.tokenizers import load_tokenizer
 
-ALONE = {
-    **TRAINER,
-    "--target_batch_size": 64,
-    "--learning_rate": 2e-3,
-    "--save_steps": 2,
-    "--save_total_limit": 3,
-    # a step of this model takes 20 ms; epochs that end faster than anybody looks would only be noise
-    "--gradient_accumulation_steps": 2,
-}
-
-# Two optimizers of one model: the state of the first, after some steps, goes through a file into the second.
-ROUND_TRIP = """
-import copy, json, random, sys, time
-from functools import partial
-import numpy, torch
-from arguments import *
-from support.files import write_file
-from swarm.processes import clean_end, shut_down
-from swarm.joining import make_dht
-from machine.checkpoint import *
-from text.tokenizers import load_tokenizer
-from experiment.model import make_model
-from experiment.optimizer import make_optimizer
-
-folder, tokenizer_path, optim = sys.argv[2:]
-
-
-def everything(model, optimizer):
-    opt = optimizer.opt
-    return {
-        "weights": [tensor.clone() for tensor in model.state_dict().values()],
-        "masters": [param.detach().clone() for group in opt.param_groups for param in group["params"]],
-        "moments": copy.deepcopy([sorted(state.items()) for state in opt.state_dict()["state"].values()]),
-        "numbers": [optimizer.local_epoch, optimizer.total_samples, [group["lr"] for group in opt.param_groups]],
-    }
-
-
-def equal(one, other):
-    if torch.is_tensor(one):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
-
-
-with clean_end():
-    swarm = SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    options = OptimizerArguments(optim=optim, warmup_steps=5, min_8bit_size=4096)
-    tokenizer = load_tokenizer(tokenizer_path)
-    peers = []
-    for seed in (1, 2):
-        dht, _ = make_dht(swarm)
-        model = make_model(ModelArguments("configs/demo.json", seed=seed), len(tokenizer))
-        optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(target_batch_size=4))
-        optimizer.accumulate_on(torch.device("cpu"))
-        peers.append((dht, model, optimizer))
-    (_, model, optimizer), (_, other_model, other) = peers
-    while optimizer.local_epoch < 3:
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        optimizer.step(batch_size=4)
-    scaler, other_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu")
-    before = everything(model, optimizer)
-    torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
-    state = collect_state(model, optimizer, {"experiment_prefix": swarm.experiment_prefix}, scaler, {"epochs": 3})
-    draws = [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]
-    assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
-    assert write_file(folder + "/state.pt", partial(torch.save, state))
-    facts = {}
-    # going on must not change what was collected
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step(batch_size=4)
-    facts["went_on"] = [optimizer.local_epoch, equal(before["masters"], everything(model, optimizer)["masters"])]
-    loaded_from = {"folder": load_state(folder + "/checkpoint-3"), "file": load_state(folder + "/state.pt")}
-    for name, loaded in loaded_from.items():
-        with torch.no_grad():
-            for param in other_model.parameters():
-                param.zero_()
-        apply_state({**loaded, "path": name}, other_model, other, other_scaler)
-        after = everything(other_model, other)
-        facts[name] = {part: equal(before[part], after[part]) for part in before}
-        facts[name] |= {
-            "tracker": [other.tracker.local_progress.epoch, other.tracker.global_epoch],
-            "priority": other.state_averager.state_sharing_priority,
-            "scale": other_scaler.get_scale(),
-            "draws": equal(draws, [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]),
-        }
-        # what it continues with is a copy: a step leaves the state that was loaded alone
-        moment = loaded["optimizer"]["state"][0]["exp_avg_codes" if optim == "lamb_8bit" else "exp_avg"]
-        before_step = moment.clone()
-        for param in other_model.parameters():
-            param.grad = torch.ones_like(param)
-        deadline = time.monotonic() + 30  # the tracker may still hold what was before
-        while other.local_epoch <= 3 and time.monotonic() < deadline:
-            other.step(batch_size=4)
-            time.sleep(0.1)
-        facts[name]["is_copied"] = other.local_epoch > 3 and equal(before_step, moment)
-    print(json.dumps(facts), flush=True)
-    for dht, _, optimizer in peers:
-        shut_down(dht, optimizer)
-"""
-
-# Writes checkpoints without end, each with weights that are all its own number.
-WRITER = """
-import sys
-from functools import partial
-import torch
-from arguments import ModelArguments
-from machine.checkpoint import save_checkpoint
-from support.files import write_file
-from text.tokenizers import load_tokenizer
-from experiment.model import make_model
-
-folder, tokenizer_path = sys.argv[1:]
-tokenizer = load_tokenizer(tokenizer_path)
-model = make_model(ModelArguments("configs/demo.json"), len(tokenizer))
-number = 0
-while True:
-    number += 1
-    weights = {name: torch.full_like(tensor, number) for name, tensor in model.state_dict().items()}
-    # each epoch twice: a folder that is there already is replaced
-    epoch = number // 2
-    state = {"model": weights, "optimizer": {}, "scheduler": {}, "local_epoch": epoch, "number": number}
-    assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
-    assert write_file(folder + "/state.pt", partial(torch.save, state))
-    print(number, flush=True)
-"""
-
 
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])
 def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
     """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers; by folder, by file."""
-    words = ["-c", ROUND_TRIP, make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
+    words = ["-m", "tests.programs.round_trip", make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
     result = run_python(*words, timeout=180, expect=0)
     facts = json.loads(result.stdout.splitlines()[-1])
     assert facts["went_on"] == [4, False]
@@ -299,7 +170,7 @@ def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
     folder, generator, tried = tmp_path / "out", random.Random(0), 0
     folder.mkdir()
     for number in range(4):
-        writer = start(f"writer{number}", "-c", WRITER, folder, tiny_data["--tokenizer_path"])
+        writer = start(f"writer{number}", "-m", "tests.programs.endless_writer", folder, tiny_data["--tokenizer_path"])
         writer.wait_for(r"(?m)^3$")
         time.sleep(generator.uniform(0, 0.3))
         writer.process.kill()
@@ -358,11 +229,6 @@ def test_a_full_disk_is_one_warning_whichever_file_it_meets(saved, small_disk, c
         save(2, disk)
         assert "works again" in caplog.records[-1].getMessage()
         shutil.rmtree(disk / "checkpoint-2")
-
-
-def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict) -> Script:
-    own = {"--experiment_prefix": prefix, "--output_dir": output_dir}
-    return start(name, "run_trainer.py", *LOOPBACK, *flags(ALONE, own, *groups))
 
 
 def kill_after_epoch(trainer: Script, tmp_path: Path, name: str, epoch: int) -> dict[int, dict]:
@@ -453,7 +319,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
 def test_all_dead_and_one_back(start, tmp_path, tiny_data):
     """Two peers, both killed; one comes back and goes on alone; the other follows and takes over what it missed."""
     prefix, names = make_prefix(), ["first", "second"]
-    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     own = {
         **tiny_data,
         "--initial_peers": peers,
@@ -504,7 +370,8 @@ def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
     _, peers = start_monitor(
         start,
         prefix,
-        *flags(shared, {"--output_dir": tmp_path / "monitor", "--report_to": "none", "--refresh_period": 0.5}),
+        tmp_path / "monitor",
+        *flags(shared, {"--report_to": "none"}),
         *("--store_checkpoints", "--save_checkpoint_step_interval", 4),
     )
     own = {**tiny_data, "--target_batch_size": 256}

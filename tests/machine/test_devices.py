@@ -23,139 +23,14 @@ from machine.training import move_batch
 from support.console import UserError
 
 CPU = torch.device("cpu")
+PACE = 0.15  # seconds of a batch, in which the cores are free for the others
 TINY = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
     *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "8"),
     *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--matchmaking_time", "2"),
     *("--request_timeout", "1", "--averaging_timeout", "30", *LOOPBACK),
+    *("--bandwidth", "1000"),
 ]
-
-# Runs run_trainer.py and keeps what each rank has in the end, of weights and of the batches that it has seen.
-OBSERVED_TRAINER = """
-import os, sys
-import torch
-import run_trainer
-
-make_model, move_batch, rows = run_trainer.make_trained_model, run_trainer.move_batch, []
-
-def keep_model(*args):
-    global model
-    model = make_model(*args)
-    return model
-
-def keep_rows(batch, device):
-    rows.extend(batch["input_ids"].sum(1).tolist())
-    return move_batch(batch, device)
-
-run_trainer.make_trained_model, run_trainer.move_batch = keep_model, keep_rows
-with run_trainer.clean_end():
-    run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
-    path = os.path.join(os.environ["OBSERVED"], f"rank{os.environ.get('RANK', 0)}.pt")
-    torch.save({"weights": dict(model.named_parameters()), "rows": rows}, path)
-"""
-
-# Three steps of SGD on the same 12 batches, by two ranks, and then by rank 0 alone. In each of the first ones rank 0
-# takes a nap, as in a long round, and the other one waits for it.
-STEPS = """
-import contextlib, copy, os, sys, time
-import torch
-from arguments import DataArguments, ModelArguments, TrainerArguments
-from experiment.data import load_data, make_train_batches
-from experiment.model import make_model
-from machine.ranks import list_gradients, start_ranks
-from run_trainer import accumulate_gradients
-
-torch.set_num_threads(1)
-tokenizer_path, dataset_path, observed = sys.argv[1:]
-model_args = ModelArguments("configs/demo.json", tokenizer_path=tokenizer_path)
-data_args = DataArguments(dataset_path=dataset_path)
-tokenizer, dataset, _ = load_data(model_args, data_args, False)
-torch.manual_seed(int(os.environ.get("RANK", 0)))
-model = make_model(model_args, len(tokenizer)).eval()  # no dropout
-ranks = start_ranks(TrainerArguments(device="cpu", num_devices=2))
-reference = copy.deepcopy(model)
-if ranks.number:  # until rank 0 gives its own
-    for param in model.parameters():
-        param.data.zero_()
-batches = iter(make_train_batches(dataset["train"], tokenizer, data_args, batch_size=8, seed=7))
-batches = [next(batches) for _ in range(12)]
-feed = iter(batches[ranks.number :: ranks.count])
-ranks.connect()
-scaler = torch.amp.GradScaler("cpu", enabled=False)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-device, autocast = torch.device("cpu"), contextlib.nullcontext()
-args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
-told = ranks.broadcast({"told": 5} if ranks.number == 0 else None)
-epoch, losses, waited, used = ranks.broadcast_state(model, 0, scaler), [], 0.0, 0.0
-while epoch < 3:
-    loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
-    assert ranks.all_continue(True)
-    ranks.average([*list_gradients(model), loss])
-    losses.append(loss.item())
-    if ranks.number == 0:
-        optimizer.step()
-        time.sleep(1)
-    before, cpu = time.monotonic(), time.process_time()
-    epoch = ranks.broadcast_state(model, epoch + 1, scaler)
-    waited, used = waited + time.monotonic() - before, used + time.process_time() - cpu
-    model.zero_grad(set_to_none=False)
-assert not ranks.all_continue(ranks.number != 1)  # one that stops is enough
-seen = {"weights": dict(model.named_parameters()), "losses": losses, "told": told, "waited": waited, "used": used}
-torch.save(seen, os.path.join(observed, f"rank{ranks.number}.pt"))
-if ranks.number == 0:
-    feed, args = iter(batches), TrainerArguments(device="cpu", gradient_accumulation_steps=4)
-    optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
-    for _ in range(3):
-        losses.append(accumulate_gradients(reference, feed, args, device, autocast, scaler).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, os.path.join(observed, "alone.pt"))
-ranks.end()
-ranks.remove_files()
-"""
-
-# Before OBSERVED_TRAINER: float16 on a CPU, which is slow but computes as a GPU does, from a scale that overflows.
-HALF_PRECISION = """
-import torch
-import run_trainer
-from machine import ranks
-
-place_model = run_trainer.place_model
-ranks.choose_devices = lambda args: [torch.device("cpu")]
-run_trainer.place_model = lambda *args: (place_model(*args)[0], torch.amp.GradScaler("cpu", init_scale=2.0**21))
-"""
-
-# Runs run_trainer.py where data comes slowly and, in the 42nd pass of rank 0's training, memory is used up.
-GREEDY_TRAINER = """
-import os
-import time
-import torch
-import run_trainer
-from text.collators import DataCollatorForWholeWordMask
-
-make_model, collate, passes = run_trainer.make_trained_model, DataCollatorForWholeWordMask.collate, 0
-
-def collate_slowly(*args, **options):
-    time.sleep(0.1)
-    return collate(*args, **options)
-
-def make_greedy_model(*args):
-    model = make_model(*args)
-
-    def allocate(module, inputs):
-        global passes
-        passes += module.training
-        if passes == 42 and os.environ.get("RANK", "0") == "0":
-            torch.empty(2**60, dtype=torch.uint8)
-
-    model.albert.encoder.register_forward_pre_hook(allocate)
-    return model
-
-DataCollatorForWholeWordMask.collate = collate_slowly
-run_trainer.make_trained_model = make_greedy_model
-with run_trainer.clean_end():
-    run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))
-"""
 
 
 @pytest.fixture
@@ -176,7 +51,14 @@ def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, tiny_data):
     """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
-    run_python("-c", STEPS, tiny_data["--tokenizer_path"], tiny_data["--dataset_path"], tmp_path, expect=0)
+    run_python(
+        "-m",
+        "tests.programs.steps_of_ranks",
+        tiny_data["--tokenizer_path"],
+        tiny_data["--dataset_path"],
+        tmp_path,
+        expect=0,
+    )
     alone, first, second = (torch.load(tmp_path / name) for name in ("alone.pt", "rank0.pt", "rank1.pt"))
     assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5)
     assert first["losses"] == second["losses"]
@@ -189,21 +71,21 @@ def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, ti
 
 def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
     """What overflows in one peer costs that peer's step alone; all processes of the swarm have the same weights."""
-    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 12, "--target_batch_size", 512]
+    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 12, "--target_batch_size", 160]
     common += ["--average_state_every", 1]
-    (tmp_path / "two").mkdir()
-    (tmp_path / "half").mkdir()
+    folders = {name: tmp_path / name for name in ("two", "half")}
+    for folder in folders.values():
+        folder.mkdir()
     half = start(
         "half",
-        *("-c", HALF_PRECISION + OBSERVED_TRAINER, *common, "--output_dir", tmp_path / "half", "--fp16"),
-        env={"OBSERVED": str(tmp_path / "half")},
+        *("-m", "tests.programs.half_precision_trainer", PACE, folders["half"]),
+        *(*common, "--output_dir", folders["half"], "--fp16"),
     )
     address = half.wait_for(r"--initial_peers (\S+)")[1]
     two = start(
         "two",
-        *("-c", OBSERVED_TRAINER, *common, "--output_dir", tmp_path / "two", "--num_devices", 2),
-        *("--initial_peers", address),
-        env={"OBSERVED": str(tmp_path / "two")},
+        *("-m", "tests.programs.observed_trainer", PACE, folders["two"], *common, "--output_dir", folders["two"]),
+        *("--num_devices", 2, "--initial_peers", address),
     )
     two.assert_clean_end(150)
     half.assert_clean_end(60)
@@ -255,7 +137,8 @@ def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
     assert read(tmp_path / "out" / "summary.json")["samples"] % (2 * step) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_torchrun_and_its_end(tmp_path, start, data, number):
     """torchrun tells its processes, waits for them, and says itself that it was stopped."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -304,7 +187,7 @@ def test_out_of_memory_is_one_line_and_the_state_is_kept(tmp_path, start, data, 
     """And data that comes too slowly is measured, and its cure named."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
     common += ["--device", "cpu", "--num_devices", num_devices]
-    script = start("greedy", "-c", GREEDY_TRAINER, *common, "--dataloader_num_workers", 0)
+    script = start("greedy", "-m", "tests.programs.greedy_trainer", *common, "--dataloader_num_workers", 0)
     assert script.wait(120) == 2
     assert "Traceback" not in script.text
     assert script.text.count(" error: ") == 1

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from processes import LOOPBACK, make_prefix, run_python, wait_until
-from test_swarm import TRAINER, flags, start_monitor
+from swarms import TRAINER, flags, start_monitor
 
 from arguments import AveragingArguments
 from machine.preflight import (
@@ -107,7 +107,7 @@ def test_silence_is_explained():
 def test_wrong_input_is_one_line(start, tmp_path, tiny_data):
     """Each at a real start of a trainer: exit code 2, one line that names the flag, no process left."""
     prefix = make_prefix()
-    monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     port = peers.split("/")[4]
     another = peers.rpartition("/")[0] + f"/{PEER}"
     (tmp_path / "not_a_key").write_text("hello")
@@ -152,7 +152,7 @@ def check_one_line(waiting: list) -> None:
 
 def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     prefix = make_prefix()
-    monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--output_dir": tmp_path / "out"}
     preflight = ["run_trainer.py", "--preflight", *LOOPBACK, *flags(own)]
     good = start("good", *preflight, "--initial_peers", peers)

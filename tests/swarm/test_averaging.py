@@ -7,56 +7,11 @@ import signal
 
 import pytest
 import torch
-from bad_donor import KINDS
-from processes import ROOT, make_prefix, wait_until
+from processes import make_prefix, wait_until
+from programs.bad_donor import KINDS
+from swarms import epochs, start_peer
 
 from swarm.rounds import drop_small_shares
-
-# A peer that takes over the swarm's state again and again, each time from a parameter of its own.
-TAKER = """
-import json, sys
-import torch
-from arguments import SwarmArguments
-from swarm.processes import clean_end, shut_down
-from swarm.joining import make_dht
-from gradient_peer import make_gradient_optimizer
-from support.console import setup_logging
-
-with clean_end():
-    prefix, times, numbers, *maddrs = sys.argv[1:]
-    setup_logging("taker")
-    dht, *_ = make_dht(SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
-    parameter = torch.nn.Parameter(torch.zeros(int(numbers)))
-    optimizer = make_gradient_optimizer(dht, prefix, parameter, target_batch_size=10**6, group_size=2)
-    own = next(iter(optimizer.opt.param_groups))["params"][0]
-    for _ in range(int(times)):
-        optimizer.state_averager.local_epoch, optimizer.state_averager.history_digest = 0, "own"
-        with torch.no_grad():
-            own.fill_(-1.0)
-        loaded = optimizer.load_state_from_peers()
-        state = optimizer.state_averager
-        values = [own.min().item(), own.max().item(), parameter.mean().item()]
-        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.history_digest == "own", values=values)
-        print(json.dumps(facts), flush=True)
-    shut_down(dht, optimizer)
-"""
-
-
-def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):
-    initial_peers = ["--initial_peers", *sum((other.json_lines()[0]["maddrs"] for other in others), [])]
-    peer = start(
-        name,
-        "tests/gradient_peer.py",
-        *("--experiment_prefix", prefix, "--gradient", gradient, "--batch_size", batch_size),
-        *(initial_peers if others else ()),
-        *flags,
-    )
-    peer.wait_for('"maddrs"')
-    return peer
-
-
-def epochs(peer) -> dict[int, dict]:
-    return {line["epoch"]: line for line in peer.json_lines() if "epoch" in line}
 
 
 def joint_epochs(a, b) -> list[int]:
@@ -99,53 +54,14 @@ def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
         peer.assert_clean_end()
 
 
-# A peer of 8-bit LAMB, whose gradients are random numbers of its own: 16 bits on the wire for its first matrix, 8 for
-# the second, which is one row larger. Writes its weights after each epoch.
-EIGHT_BITS = """
-import json, os, sys, time
-import torch
-from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.joining import make_dht
-from experiment.optimizer import make_optimizer
-
-with clean_end():
-    prefix, seed, folder, *maddrs = sys.argv[1:]
-    swarm = SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    dht, *_ = make_dht(swarm)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, rows, bias=False) for rows in (256, 257)))
-    averaging = AveragingArguments(
-        target_batch_size=64, matchmaking_time=2, request_timeout=1, averaging_timeout=10, next_chunk_timeout=4,
-        target_group_size=2, compression="8bit", average_state_every=10**6, default_refresh_period=0.3, bandwidth=100.0,
-    )
-    options = OptimizerArguments(optim="lamb_8bit", min_8bit_size=1, learning_rate=0.01, warmup_steps=0)
-    optimizer = make_optimizer(model, dht, swarm, options, averaging)
-    stop = handle_stop_signals()
-    print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
-    torch.manual_seed(int(seed))
-    epoch = 0
-    while not stop.is_set():
-        time.sleep(0.3)
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        optimizer.step(batch_size=16)
-        if optimizer.local_epoch != epoch:
-            epoch = optimizer.local_epoch
-            torch.save([param.detach().clone() for param in model.parameters()], f"{folder}/{seed}-{epoch}.pt")
-            print(json.dumps({"epoch": epoch, "averaged_with": optimizer.averaged_with}), flush=True)
-    shut_down(dht, optimizer)
-"""
-
-
 def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
     """On both sides of the size from which gradients go in 8 bits; their average alone holds the weights together, as
     parameters are not averaged. Where nothing is averaged (note 1), the steps have nothing in common."""
-    prefix, environment = make_prefix(), {"PYTHONPATH": str(ROOT)}
-    first = start("first", "-c", EIGHT_BITS, prefix, 1, tmp_path, env=environment)
+    prefix = make_prefix()
+    first = start("first", "-m", "tests.programs.eight_bit_peer", prefix, 1, tmp_path)
     first.wait_for('"maddrs"')
     maddrs = first.json_lines()[0]["maddrs"]
-    second = start("second", "-c", EIGHT_BITS, prefix, 2, tmp_path, *maddrs, env=environment)
+    second = start("second", "-m", "tests.programs.eight_bit_peer", prefix, 2, tmp_path, *maddrs)
     joint = wait_until(lambda: len(both := joint_epochs(first, second)) >= 4 and both, 90, "4 joint epochs")
     for peer in (first, second):
         peer.interrupt()
@@ -202,69 +118,18 @@ def test_shares_that_are_too_small_go_to_the_others(min_vector_size, expected):
     assert drop_small_shares((300, 100, 0, 400, 200), min_vector_size) == expected
 
 
-# Two peers average once; in a second round one of them is in the group, and sends nothing.
-ROUNDS = """
-import json, multiprocessing, sys, time
-import torch
-import swarm.rounds
-from hivemind.averaging.control import AveragingStage
-from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from swarm.processes import clean_end, shut_down
-from swarm.joining import make_dht
-from experiment.optimizer import make_optimizer
-
-shares = multiprocessing.Array("d", 2)
-plan_round = swarm.rounds.plan_round
-
-
-def note_shares(*args):
-    plan = plan_round(*args)
-    shares[:] = plan.fractions
-    return plan
-
-
-swarm.rounds.plan_round = note_shares
-with clean_end():
-    settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
-    peers, maddrs = [], []
-    for _ in range(2):
-        args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-        dht, *_ = make_dht(args)
-        maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
-        averaging = AveragingArguments(**settings, **json.loads(sys.argv[2]))
-        peers.append((dht, make_optimizer(torch.nn.Linear(100, 10), dht, args, OptimizerArguments(), averaging)))
-    averagers = [optimizer.grad_averager for _, optimizer in peers]
-
-    def schedule():
-        for averager in averagers:
-            averager.reset_accumulated_grads_()
-            averager.accumulate_grads_(batch_size=1)
-        return [averager.schedule_step(timeout=60) for averager in averagers]
-
-    controls = schedule()
-    for averager, control in zip(averagers, controls):
-        averager.step(control=control, wait=False)
-    groups = [control.result(60) for control in controls]
-    facts = dict(group_sizes=[len(group) for group in groups], shares=sorted(share / sum(shares) for share in shares))
-    controls = schedule()
-    control = averagers[0].step(control=controls[0], wait=False)
-    while control.stage == AveragingStage.LOOKING_FOR_GROUP:
-        time.sleep(0.01)
-    start = time.monotonic()
-    facts["failure"] = str(control.exception(60))
-    print(json.dumps(facts | {"seconds": time.monotonic() - start}), flush=True)
-    controls[1].cancel()
-    for dht, optimizer in peers:
-        shut_down(dht, optimizer)
-"""
-
-
 @pytest.mark.slow
 def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     """--next_chunk_timeout and --min_vector_size, each by its effect."""
     settings = [{"next_chunk_timeout": 1}, {"next_chunk_timeout": 4, "min_vector_size": 600}]
     rounds = [
-        start(f"rounds{number}", "-c", ROUNDS, make_prefix(), json.dumps(setting), env={"PYTHONPATH": str(ROOT)})
+        start(
+            f"rounds{number}",
+            "-m",
+            "tests.programs.silent_round",
+            make_prefix(),
+            json.dumps(setting),
+        )
         for number, setting in enumerate(settings)
     ]
     facts = []
@@ -350,11 +215,17 @@ def test_a_bad_state_is_refused_and_another_donor_asked(start):
     prefix = make_prefix()
     good = start_peer(start, "good", prefix, gradient=1.0, batch_size=128)
     maddrs = good.json_lines()[0]["maddrs"]
-    bad = start("bad", "tests/bad_donor.py", "--experiment_prefix", prefix, "--initial_peers", *maddrs)
+    bad = start("bad", "-m", "tests.programs.bad_donor", "--experiment_prefix", prefix, "--initial_peers", *maddrs)
     bad.wait_for('"maddrs"')
     wait_until(lambda: epochs(good), 60, "an epoch")
     taker = start(
-        "taker", "-c", TAKER, prefix, len(KINDS), 100_000, *maddrs, env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+        "taker",
+        "-m",
+        "tests.programs.state_taker",
+        prefix,
+        len(KINDS),
+        100_000,
+        *maddrs,
     )
     taker.assert_clean_end(120)
     # asked at least once for each, and once more where the good peer was just between two epochs
@@ -371,13 +242,12 @@ def test_a_bad_state_is_refused_and_another_donor_asked(start):
     good.kill()
     alone = start(
         "alone",
-        "-c",
-        TAKER,
+        "-m",
+        "tests.programs.state_taker",
         prefix,
         1,
         100_000,
         *bad.json_lines()[0]["maddrs"],
-        env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
     )
     alone.assert_clean_end(120)
     assert alone.json_lines() == [{"loaded": False, "epoch": 0, "own": True, "values": [-1.0, -1.0, 0.0]}]
@@ -405,60 +275,10 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     newcomer.assert_clean_end()
 
 
-# LAMB's state has numbers that are tensors after some steps and none before: what one peer gives, another must accept.
-# That of 8-bit LAMB has tensors of bytes, which neither torch's load_state_dict nor Float16 leaves as they are.
-LAMB = """
-import json, sys
-import torch
-from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
-from swarm.processes import clean_end, shut_down
-from swarm.joining import make_dht
-from experiment.optimizer import make_optimizer
-
-with clean_end():
-    states, maddrs = [], []
-    for steps in (3, 0):
-        args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-        dht, *_ = make_dht(args)
-        maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
-        torch.manual_seed(steps)
-        model = torch.nn.Sequential(torch.nn.Linear(50, 20), torch.nn.LayerNorm(20))
-        options = OptimizerArguments(optim=sys.argv[2], min_8bit_size=1000)
-        optimizer = make_optimizer(model, dht, args, options, AveragingArguments(load_state_compression=sys.argv[3]))
-        for _ in range(steps):
-            for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
-                param.grad.normal_()
-            optimizer.state_averager.step(increment_epoch=True, optimizer_step=True)
-        states.append((dht, model, optimizer))
-    (_, model, giver), (_, copy, taker) = states
-    giver.state_averager.state_sharing_priority = 3
-    loaded = taker.load_state_from_peers()
-    given, taken = (optimizer.training_state()["optimizer"]["state"].values() for optimizer in (giver, taker))
-    pairs = [[torch.as_tensor(state[name]) for state in (a, b)] for a, b in zip(given, taken) for name in a]
-    facts = dict(
-        loaded=loaded,
-        epoch=taker.local_epoch,
-        same=all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs),
-        bytes=sum(b.numel() for _, b in pairs if b.dtype == torch.uint8),
-        weights=max((a - b).abs().max().item() for a, b in zip(model.parameters(), copy.parameters())),
-    )
-    # what was taken over is what a step takes
-    for optimizer in (giver, taker):
-        for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
-            param.grad.fill_(0.1)
-        optimizer.opt.step()
-    masters = [optimizer.training_state()["parameters"] for optimizer in (giver, taker)]
-    facts["weights_after"] = max((a - b).abs().max().item() for a, b in zip(*masters))
-    print(json.dumps(facts), flush=True)
-    for dht, _, optimizer in reversed(states):
-        shut_down(dht, optimizer)
-"""
-
-
 @pytest.mark.parametrize("optim, compression", [("lamb", "none"), ("lamb_8bit", "float16")])
 def test_the_state_of_lamb_is_taken_over(start, optim, compression):
     """Moments come bit for bit, also where parameters come in 16 bits."""
-    taker = start("taker", "-c", LAMB, make_prefix(), optim, compression, env={"PYTHONPATH": str(ROOT)})
+    taker = start("taker", "-m", "tests.programs.lamb_states", make_prefix(), optim, compression)
     taker.assert_clean_end(90)
     [facts] = taker.json_lines()
     # two moments of the 50 x 20 matrix
@@ -473,30 +293,8 @@ def test_the_state_of_lamb_is_taken_over(start, optim, compression):
     assert max(facts["weights"], facts["weights_after"]) <= (1e-3 if compression == "float16" else 0)
 
 
-# A peer that averages its parameters with others who are not there.
-WAITER = """
-import json, sys, time
-import torch
-from arguments import SwarmArguments
-from swarm.processes import clean_end, shut_down
-from swarm.joining import make_dht
-from gradient_peer import make_gradient_optimizer
-
-with clean_end():
-    dht, *_ = make_dht(SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
-    parameter = torch.nn.Parameter(torch.zeros(8))
-    optimizer = make_gradient_optimizer(dht, sys.argv[1], parameter, target_batch_size=10**6, group_size=2)
-    averager = optimizer.state_averager
-    averager.set_expected_peers([b"somebody"])
-    start = time.monotonic()
-    averager.step(averaging_round=True, delay_averaging=False, averaging_opts=dict(timeout=120.0))
-    print(json.dumps({"seconds": time.monotonic() - start}), flush=True)
-    shut_down(dht, optimizer)
-"""
-
-
 def test_who_misses_an_averaging_of_parameters_does_not_wait_for_its_time_limit(start):
     """The next optimizer step waits for it, and the others go on meanwhile: here matchmaking_time is 2 s."""
-    waiter = start("waiter", "-c", WAITER, make_prefix(), env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    waiter = start("waiter", "-m", "tests.programs.lonely_averager", make_prefix())
     waiter.assert_clean_end(100)
     assert waiter.json_lines()[-1]["seconds"] < 60

@@ -15,40 +15,10 @@ from processes import run_python
 
 from support.console import UserError
 
-# A peer of plain hivemind, alone on loopback, looks at itself; in a process of its own, whose signals hivemind changes.
-PLAIN_PEER = """
-import json, signal, sys
-from functools import partial
-import hivemind, torch
-
-dht = hivemind.DHT(start=True)
-param = torch.nn.Parameter(torch.ones(4))
-optimizer = hivemind.Optimizer(
-    dht=dht, run_id="gaps", target_batch_size=64, params=[{"params": [param]}],
-    optimizer=partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5), averager_opts=dict(target_group_size=4),
-)
-facts = dict(
-    client_mode=optimizer.client_mode,
-    sigint_is_ignored=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
-    first_step=float(next(iter(optimizer.opt.state.values()))["step"]),
-    parameter=next(iter(optimizer.opt.state)).max().item(),
-    state_group_size=optimizer.state_averager.matchmaking_kwargs["target_group_size"],
-    gradient_group_size=optimizer.grad_averager.matchmaking_kwargs["target_group_size"],
-)
-param.grad = torch.ones(4)
-optimizer.grad_averager.accumulate_grads_(batch_size=8)
-control = optimizer.grad_averager.step(wait=False, timeout=30)
-facts["samples_while_averaging"] = optimizer.grad_averager.local_samples_accumulated
-control.cancel()
-print(json.dumps(facts), flush=True)
-optimizer.shutdown()
-dht.shutdown()
-"""
-
 
 @pytest.fixture(scope="module")
 def facts() -> dict:
-    run = run_python("-c", PLAIN_PEER, expect=0)
+    run = run_python("-m", "tests.programs.plain_peer", expect=0)
     return json.loads(run.stdout.splitlines()[-1])
 
 
@@ -130,43 +100,9 @@ def test_reachability_is_validated_through_the_connection_that_the_peer_has_open
     assert "self.call_ping(sender_peer_id, validate=False)" in source
 
 
-# What relays pass through a connection: plain hivemind's, and those of make_dht, each asked by a fresh daemon.
-RELAYS = """
-import asyncio
-from hivemind.p2p import P2P
-from arguments import SwarmArguments
-from swarm.processes import clean_end, shut_down
-from swarm.addresses import get_peer_id
-from swarm.reachability import ask_relay_limit
-from swarm.joining import make_dht
-
-async def ask(maddr, peer_id):
-    p2p = await P2P.create(initial_peers=[maddr], dht_mode="client")
-    try:
-        return await ask_relay_limit(p2p, get_peer_id(f"/p2p/{peer_id}"))
-    finally:
-        await p2p.shutdown()
-
-async def ask_plain():
-    plain = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    try:
-        return await ask(str((await plain.get_visible_maddrs())[0]), str(plain.peer_id))
-    finally:
-        await plain.shutdown()
-
-with clean_end():
-    print(asyncio.run(ask_plain()), flush=True)
-    dhts = [make_dht(SwarmArguments("gaps", host_maddrs=["/ip4/127.0.0.1/tcp/0"]))[0] for _ in range(4)]
-    for dht in dhts:
-        print(asyncio.run(ask(str(dht.get_visible_maddrs()[0]), str(dht.peer_id))), flush=True)
-    for dht in dhts:
-        shut_down(dht)
-"""
-
-
 def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
     """GOMAXPROCS in swarm/__init__.py and force_reachability in swarm/joining.py."""
-    run = run_python("-c", RELAYS)
+    run = run_python("-m", "tests.programs.relay_limits")
     plain, *ours = run.stdout.split()
     assert plain == str(2**17), run.stderr
     # on a busy machine one in hundreds passes 128 kB anyway; without the setting, three of four do

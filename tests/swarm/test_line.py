@@ -14,7 +14,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 from processes import ROOT, make_prefix, wait_until
-from test_faults import Swarm
+from swarms import Swarm
 
 from swarm.line import PAYLOAD_SHARE, Line
 from swarm.matchmaking import PromptMatchmaking
@@ -61,7 +61,8 @@ def line_swarm(start, tmp_path, tiny_data, net: netlab.Net):
     return make
 
 
-def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm, tmp_path):
+@pytest.mark.slow
+def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm):
     names = ["a", "b", "c"]
     swarm = line_swarm(names)
     first = swarm.wait_for_joint_epochs(names, 1, 240)[0]
@@ -151,7 +152,7 @@ def test_a_slow_line_sends_less_and_loses_nothing(start):
         own = ["--experiment_prefix", prefix, "--gradient", gradient, "--batch_size", 16, "--step_seconds", 1]
         own += ["--target_batch_size", 144, "--group_size", 3, "--numbers", 2_000_000, "--mbits", mbits]
         own += ["--averaging_timeout", 60, "--others", 2, *(["--initial_peers", *addresses] if addresses else [])]
-        peers[name] = start(name, "tests/gradient_peer.py", *own)
+        peers[name] = start(name, "-m", "tests.programs.gradient_peer", *own)
         if not addresses:
             addresses = json.loads(peers[name].wait_for(r'\{"maddrs".*\}').group(0))["maddrs"]
 

@@ -9,21 +9,21 @@ from pathlib import Path
 import netlab
 import pytest
 from processes import Script, make_prefix, wait_until
-from test_aux_peer import SHARED
-from test_swarm import TRAINER, flags, history
+from swarms import SHARED, TRAINER, flags, history
 
 STATUS_PORT = 8080
-# epochs long enough for a newcomer to see the others before it has stepped alone
-PAIR = {"--target_group_size": 2, "--target_batch_size": 1024}
+# epochs long enough for a newcomer to see the others before it has stepped alone: at this pace, 2.4 s alone
+PACED_TRAINER = ("benchmarks/paced_trainer.py", 0.1)
+PAIR = {"--target_group_size": 2, "--target_batch_size": 384}
 
 
-def start_on(start, net: netlab.Net, host: str, name: str, script: str, *more: object) -> Script:
-    return start(name, script, *more, prefix=net.prefix(host))
+def start_on(start, net: netlab.Net, host: str, name: str, *command: object) -> Script:
+    return start(name, *command, prefix=net.prefix(host))
 
 
 def start_trainer_on(start, net: netlab.Net, tmp_path: Path, host: str, prefix: str, peers: str, *groups: dict):
     own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / host}
-    return start_on(start, net, host, host, "run_trainer.py", *flags(TRAINER, own, *groups))
+    return start_on(start, net, host, host, *PACED_TRAINER, *flags(TRAINER, own, *groups))
 
 
 def start_monitor_on(start, net: netlab.Net, host: str, tmp_path: Path, prefix: str) -> tuple[Script, str]:
@@ -164,7 +164,7 @@ def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
     for name, peers in zip(names, (address, f"[::1]:{port}"), strict=True):
         more = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
         more |= PAIR
-        trainers.append(start(name, "run_trainer.py", *flags(TRAINER, tiny_data, local, more)))
+        trainers.append(start(name, *PACED_TRAINER, *flags(TRAINER, tiny_data, local, more)))
     wait_until(lambda: joint_epochs(tmp_path, "first") >= 3, 90, "three epochs averaged by both")
 
     if shutil.which("faketime"):

@@ -8,85 +8,11 @@ import torch
 from hivemind.averaging.averager import CompressionInfo
 from hivemind.compression import Float16Compression, TensorRole
 from hivemind.utils.serializer import MSGPackSerializer
-from processes import ROOT, make_prefix
+from processes import make_prefix
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
 from swarm.downloads import BLOCK, MAX_BLOCKS, Snapshot, allocate_together, differ, digest, list_blocks, read_request
 
-# A peer of AdamW on four matrices, of which two are not a whole number of blocks. A donor fills parameters and moments
-# with known random numbers, and may change one of them or step on; a taker downloads, and says what it has got.
-PEER = """
-import json, sys, time
-from functools import partial
-import torch
-from arguments import SwarmArguments
-from swarm.joining import make_dht
-from models.state_codecs import LOAD_STATE_COMPRESSIONS
-from swarm.line import LINE
-from swarm.optimizer import initialize_optimizer_state_
-from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.states import StateAverager, list_params
-from support.console import setup_logging
-
-def make_optimizer(groups):
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    initialize_optimizer_state_(optimizer)
-    return optimizer
-
-def list_tensors(averager):
-    params = list_params(averager.optimizer)
-    states = [averager.optimizer.state[param] for param in params]
-    return params + [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-
-with clean_end():
-    options = json.loads(sys.argv[1])
-    setup_logging("peer")
-    swarm = SwarmArguments(options["prefix"], options.get("maddrs", []), host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    dht, *_ = make_dht(swarm)
-    averager = StateAverager(
-        dht=dht, prefix=f"{options['prefix']}_state_averager", optimizer=make_optimizer,
-        params=[{"params": [torch.nn.Parameter(torch.zeros(rows, 1000)) for rows in (400, 512, 65, 2)]}],
-        offload_optimizer=True, custom_gradients=True, min_matchmaking_time=2.0, request_timeout=1.0,
-        next_chunk_timeout=5.0, start=True, state_compression=LOAD_STATE_COMPRESSIONS[options.get("codec", "none")],
-    )
-    stop = handle_stop_signals()
-    generator = torch.Generator().manual_seed(0)
-    expected = [torch.randn(tensor.shape, generator=generator) for tensor in list_tensors(averager)]
-    expected[5::2] = [tensor.square() * 1e-6 for tensor in expected[5::2]]  # of parameters there are four
-    if options["role"] == "donor":
-        LINE.set_bandwidth(options["mbits"], is_given=True)
-        with torch.no_grad():
-            for tensor, numbers in zip(list_tensors(averager), expected):
-                tensor.copy_(numbers).mul_(1 + 1e-6 * torch.rand(()).item())  # as no two peers are alike
-            if "lie" in options:
-                list_tensors(averager)[options["lie"]].mul_(-1)
-        averager.history_digest = "common"
-        averager.local_epoch = averager.state_sharing_priority = 3
-        print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
-        sent = 0
-        while not stop.wait(0.1):
-            if LINE.traffic[0] != sent:
-                sent = LINE.traffic[0]
-                print(json.dumps({"sent": sent}), flush=True)
-                if options.get("steps"):
-                    with averager._lock_step, torch.no_grad():
-                        list_params(averager.optimizer)[0].add_(1)
-                        averager.local_epoch = averager.state_sharing_priority = averager.local_epoch + 1
-                        averager.history_digest = f"common {averager.local_epoch}"
-    else:
-        time.sleep(1)  # the donors' declarations
-        future = averager.start_download(min_epoch=3)
-        while not future.done():
-            print(json.dumps({"received": averager.received[0]}), flush=True)
-            time.sleep(0.1)
-        metadata, tensors = future.result()
-        averager.take_over(metadata, tensors)
-        pairs = list(zip(list_tensors(averager), expected))
-        facts = dict(epoch=averager.local_epoch, history_digest=averager.history_digest, donors=metadata["donors"])
-        facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-        print(json.dumps(facts | {"bytes": averager.received[0], "numbers": averager.received[1]}), flush=True)
-    shut_down(dht)
-"""
 NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
 MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds
 
@@ -94,7 +20,7 @@ MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds
 def start_one(start, name: str, prefix: str, others=(), **options):
     maddrs = [maddr for other in others for maddr in other.json_lines()[0]["maddrs"]]
     options = {"prefix": prefix, "maddrs": maddrs, "mbits": MBITS, **options}
-    return start(name, "-c", PEER, json.dumps(options), env={"PYTHONPATH": str(ROOT)})
+    return start(name, "-m", "tests.programs.state_peer", json.dumps(options))
 
 
 def start_donors(start, prefix: str, *each: dict) -> list:
@@ -175,12 +101,12 @@ def test_who_is_one_step_behind_makes_it_with_the_gradients_of_the_others(start)
     """Both begin with the same state, of epoch 0; one of them is there when the other has stepped."""
     prefix = make_prefix()
     common = ["--experiment_prefix", prefix, "--target_batch_size", 128]
-    slow = ["--gradient", 1, "--batch_size", 128, "--step_seconds", 25]  # longer than another peer starts
-    first = start("first", "tests/gradient_peer.py", *common, *slow)
+    slow = ["--gradient", 1, "--batch_size", 128, "--step_seconds", 15]  # longer than another peer starts
+    first = start("first", "-m", "tests.programs.gradient_peer", *common, *slow)
     maddrs = json.loads(first.wait_for(r'\{"maddrs".*\}').group(0))["maddrs"]
     first.wait_for('"epoch": 1')
     common += ["--initial_peers", *maddrs]
-    late = start("late", "tests/gradient_peer.py", *common, "--gradient", 4, "--batch_size", 1)
+    late = start("late", "-m", "tests.programs.gradient_peer", *common, "--gradient", 4, "--batch_size", 1)
     late.wait_for("made the step to epoch 1")
     late.wait_for('"epoch": 2')
     first.wait_for('"epoch": 2')

@@ -2,12 +2,11 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from processes import LOOPBACK, Script, make_prefix, wait_until
-from safetensors.torch import load_file
+from processes import LOOPBACK, make_prefix, wait_until
+from swarms import TRAINER, flags, history, largest_difference, start_monitor, start_trainer
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments, OptimizerArguments
@@ -18,83 +17,27 @@ from machine.training import evaluate, move_batch
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 
-# a small ALBERT, and rounds that start at once when all are there
-TRAINER = {
-    "--config_path": "configs/demo.json",
-    "--optim": "adamw",
-    "--learning_rate": 2e-3,
-    "--warmup_steps": 5,
-    "--total_steps": 100,
-    "--target_batch_size": 384,
-    # what 16 bits round off differs from peer to peer, by 5e-6 in weights between two averagings of parameters
-    "--compression": "none",
-    "--per_device_train_batch_size": 16,
-    "--gradient_accumulation_steps": 1,
-    "--matchmaking_time": 3,
-    "--request_timeout": 1.5,
-    "--next_chunk_timeout": 8,
-    "--averaging_timeout": 20,
-    # epochs are so short here that parameters are not averaged at the last one if they are at each
-    "--average_state_every": 4,
-    "--default_refresh_period": 0.5,
-    "--dataloader_num_workers": 0,
-}
-
-
-def flags(*groups: dict) -> list:
-    merged = {name: value for group in groups for name, value in group.items()}
-    return sum(([name, *(value if isinstance(value, list) else [value])] for name, value in merged.items()), [])
-
-
-def start_monitor(start, prefix: str, *more, **options) -> tuple[Script, str]:
-    """The monitor and the address that it prints for others."""
-    monitor = start("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, *more, **options)
-    return monitor, monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
-
-
-def start_trainer(start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict, **options) -> Script:
-    own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
-    return start(name, "run_trainer.py", *LOOPBACK, *flags(TRAINER, own, *groups), **options)
-
-
-def history(tmp_path: Path, name: str) -> dict[int, dict]:
-    """What a trainer has written of its epochs."""
-    path = tmp_path / name / "history.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return {line["epoch"]: line for line in (json.loads(text) for text in lines if text.endswith("\n"))}
-
-
-def largest_difference(tmp_path: Path, *names: str) -> float:
-    """Between any weight of the first trainer's model and the same one of another's."""
-    first, *others = [load_file(tmp_path / name / "model" / "model.safetensors") for name in names]
-    return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
-
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
-    prefix, together = (
-        make_prefix(),
-        {**tiny_data, "--max_steps": 32, "--target_group_size": 3, "--target_batch_size": 1024},
-    )
-    where = ["--refresh_period", 0.5, "--output_dir", tmp_path / "monitor", "--report_to", "none"]
-    monitor, peers = start_monitor(start, prefix, *where, is_real=True)
+    prefix, epochs = make_prefix(), 12
+    together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3}
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
     names = ["first", "second", "third"]
-    trainers = [
-        start_trainer(start, tmp_path, name, prefix, peers, together, is_real=name == "first") for name in names[:2]
-    ]
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.1) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
-    trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together))
+    trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together, pace=0.1))
     trainers[-1].wait_for("first contribution", 120)
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
-    assert "target_batch_size: the run has 1024, you have 64" in stranger.text
+    assert "target_batch_size: the run has 384, you have 64" in stranger.text
     wait_until(lambda: not stranger.left_processes(), 5, "no process left")
     for trainer in trainers:
         trainer.assert_clean_end(120)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in names]
 
     # the same epoch, the same weights
-    assert [summary["epoch"] for summary in summaries] == [32, 32, 32]
+    assert [summary["epoch"] for summary in summaries] == [epochs] * 3
     assert largest_difference(tmp_path, *names) < 1e-6
 
     # the third began where the others were, not at zero, and went on from their weights: its first loss shows it
@@ -116,7 +59,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     monitor.interrupt()
     monitor.assert_clean_end()
     lines = [json.loads(line) for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["epoch"] == 32
+    assert lines[-1]["epoch"] == epochs
     assert max(line["alive_peers"] for line in lines) == 3
     assert lines[-1]["loss"] < lines[0]["loss"]
     seen = json.loads((tmp_path / "monitor" / "summary.json").read_text())["peers"]
@@ -130,7 +73,7 @@ def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
     pairs = {**tiny_data, "--target_group_size": 2, "--learning_rate": 2e-4, "--total_steps": 8, "--max_steps": 32}
     pairs["--average_state_every"] = 1
     prefix = make_prefix()
-    monitor, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     names = ["a", "b", "c", "d"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, pairs) for name in names]
     for trainer in trainers:
@@ -149,10 +92,11 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
         "--target_batch_size": batch_size,
         "--max_steps": epochs,
         "--target_group_size": 2,
+        "--per_device_train_batch_size": 32,
         "--do_eval": [],
     }
     prefix = make_prefix()
-    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, curve) for name in ("first", "second")]
     for trainer in trainers:
         trainer.assert_clean_end(180)
@@ -166,11 +110,11 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     model, device = make_model(ModelArguments(config_path="configs/demo.json"), len(tokenizer)), torch.device("cpu")
     optimizer = make_local_optimizer(options, make_param_groups(model))
     scheduler = make_scheduler(options, optimizer)
-    batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1))
+    batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=32, seed=1))
     for _ in range(epochs):
         optimizer.zero_grad()
-        for _ in range(batch_size // 16):
-            (model(**move_batch(next(batches), device))["loss"] * 16 / batch_size).backward()
+        for _ in range(batch_size // 32):
+            (model(**move_batch(next(batches), device))["loss"] * 32 / batch_size).backward()
         optimizer.step()
         scheduler.step()
     validation = make_eval_batches(dataset["validation"], tokenizer, DataArguments(), batch_size=32)
@@ -197,7 +141,7 @@ def test_lean_albert_learns_in_a_swarm(start, tmp_path, tiny_data):
         "--sequence_length_warmup_steps": 6,
     }
     prefix = make_prefix()
-    _, peers = start_monitor(start, prefix, "--output_dir", tmp_path / "monitor", "--report_to", "none")
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     trainers = [
         start_trainer(start, tmp_path, "first", prefix, peers, lean, {"--gradient_checkpointing": []}),
         start_trainer(start, tmp_path, "second", prefix, peers, lean, {"--do_eval": []}),

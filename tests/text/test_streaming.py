@@ -517,31 +517,12 @@ def test_trainer_without_a_usable_source_is_one_line(tiny_data, tmp_path):
     assert "gone.jsonl" in line and "--sources" in line
 
 
-INTERRUPTED = """
-import signal, sys, threading
-from arguments import DataArguments
-from experiment import data
-from text.tokenizers import load_tokenizer
-stop = threading.Event()
-signal.signal(signal.SIGINT, lambda *_: stop.set())
-tokenizer = load_tokenizer(sys.argv[1])
-dataset = data.make_training_dataset(
-    tokenizer, DataArguments(streaming=True, sources=sys.argv[2], max_sequence_length=64)
-)
-print("ready", flush=True)
-options = dict(batch_size=8, seed=1, num_workers=2, stop=stop)
-for _ in data.make_train_batches(dataset, tokenizer, DataArguments(), **options):
-    pass
-print("ended well", flush=True)
-"""
-
-
 def test_ctrl_c_ends_the_wait_for_a_server_that_stalls(tmp_path, tiny_data, start):
     write_jsonl(tmp_path / "far.jsonl", RECORDS * 50)
     with FileServer(tmp_path) as server:
         server.cuts["/far.jsonl"], server.is_stalling = [2_000_000, 100_000], True
         sources = write_sources(tmp_path / "s.json", {"path": f"{server.url}/far.jsonl"})
-        script = start("script", "-c", INTERRUPTED, tiny_data["--tokenizer_path"], sources)
+        script = start("script", "-m", "tests.programs.interrupted_stream", tiny_data["--tokenizer_path"], sources)
         wait_until(lambda: len(server.sent) >= 2 and server.sent[1][1] == 100_000, 60, "it reads")
         script.interrupt()
         script.assert_clean_end(20)

@@ -12,9 +12,8 @@ import huggingface_hub
 import pytest
 from hub_server import TOKEN, HubServer
 from processes import ROOT, make_prefix, wait_until
-from test_checkpoint import ALONE, start_alone
-from test_metrics import make_metrics
-from test_swarm import flags, history, start_monitor
+from records import make_metrics
+from swarms import ALONE, flags, history, start_alone, start_monitor
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM, AutoTokenizer
 
 from arguments import (
@@ -363,10 +362,12 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
     interval = {"--save_checkpoint_epoch_interval": 4, "--keep_one_in": 2, "--upload_interval": 1}
     faults = [hub.fail("POST", "repos/create", 401), hub.fail("POST", "/commit/", "cut")]
     monitor, peers = start_monitor(
-        lambda *words: start(*words, env={"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN}),
+        start,
         prefix,
-        *flags(shared, {"--output_dir": tmp_path / "monitor", "--report_to": "none", "--refresh_period": 0.3}),
-        *("--store_checkpoints", *flags(interval), "--local_path", folder, "--repo_url", REPOSITORY),
+        tmp_path / "monitor",
+        *flags(shared, interval, {"--report_to": "none", "--local_path": folder, "--repo_url": REPOSITORY}),
+        "--store_checkpoints",
+        env={"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN},
     )
     own = {**tiny_data, "--target_batch_size": 256, "--total_steps": 400, "--initial_peers": peers}
     trainer = start_alone(start, "trainer", tmp_path / "trainer", prefix, own)

@@ -13,8 +13,8 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.utils import get_dht_time
 from mains import refuse, run_main
 from processes import LOOPBACK, make_prefix, run_python, wait_until
-from test_metrics import make_metrics
-from test_monitor import read_wandb_history, run_peers, start_monitor
+from records import make_metrics, read_wandb_history, run_peers
+from swarms import start_monitor
 
 import run_training_monitor
 from arguments import MonitorArguments, SwarmArguments

@@ -6,12 +6,8 @@ components; after each epoch it prints a JSON line with its parameters and count
 
 import argparse
 import json
-import sys
 import time
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 

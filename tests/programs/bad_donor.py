@@ -1,6 +1,6 @@
 """A peer that offers a state to those who join, and gives one that cannot be used: each time another kind of KINDS.
 
-It claims to be further than everybody, so that it is asked first. Its parameter is that of tests/gradient_peer.py. Run
+It claims to be further than everybody, so that it is asked first. Its parameter is that of gradient_peer.py. Run
 by tests/swarm/test_averaging.py.
 """
 
@@ -9,13 +9,9 @@ import asyncio
 import ctypes
 import json
 import multiprocessing
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import AsyncIterator  # noqa: UP035 (hivemind knows a stream by this very type)
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from google.protobuf.wrappers_pb2 import BytesValue

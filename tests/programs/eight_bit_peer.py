@@ -1,0 +1,48 @@
+"""A peer of 8-bit LAMB, whose gradients are random numbers of its own: 16 bits on the wire for its first matrix, 8 for
+the second, which is one row larger. Writes its weights after each epoch."""
+
+import json
+import sys
+import time
+
+import torch
+
+from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from experiment.optimizer import make_optimizer
+from swarm.joining import make_dht
+from swarm.processes import clean_end, handle_stop_signals, shut_down
+
+with clean_end():
+    prefix, seed, folder, *maddrs = sys.argv[1:]
+    swarm = SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    dht, *_ = make_dht(swarm)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, rows, bias=False) for rows in (256, 257)))
+    averaging = AveragingArguments(
+        target_batch_size=64,
+        matchmaking_time=2,
+        request_timeout=1,
+        averaging_timeout=10,
+        next_chunk_timeout=4,
+        target_group_size=2,
+        compression="8bit",
+        average_state_every=10**6,
+        default_refresh_period=0.3,
+        bandwidth=100.0,
+    )
+    options = OptimizerArguments(optim="lamb_8bit", min_8bit_size=1, learning_rate=0.01, warmup_steps=0)
+    optimizer = make_optimizer(model, dht, swarm, options, averaging)
+    stop = handle_stop_signals()
+    print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+    torch.manual_seed(int(seed))
+    epoch = 0
+    while not stop.is_set():
+        time.sleep(0.3)
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step(batch_size=16)
+        if optimizer.local_epoch != epoch:
+            epoch = optimizer.local_epoch
+            torch.save([param.detach().clone() for param in model.parameters()], f"{folder}/{seed}-{epoch}.pt")
+            print(json.dumps({"epoch": epoch, "averaged_with": optimizer.averaged_with}), flush=True)
+    shut_down(dht, optimizer)

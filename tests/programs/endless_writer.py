@@ -1,0 +1,26 @@
+"""Writes checkpoints without end, each with weights that are all its own number."""
+
+import sys
+from functools import partial
+
+import torch
+
+from arguments import ModelArguments
+from experiment.model import make_model
+from machine.checkpoint import save_checkpoint
+from support.files import write_file
+from text.tokenizers import load_tokenizer
+
+folder, tokenizer_path = sys.argv[1:]
+tokenizer = load_tokenizer(tokenizer_path)
+model = make_model(ModelArguments("configs/demo.json"), len(tokenizer))
+number = 0
+while True:
+    number += 1
+    weights = {name: torch.full_like(tensor, number) for name, tensor in model.state_dict().items()}
+    # each epoch twice: a folder that is there already is replaced
+    epoch = number // 2
+    state = {"model": weights, "optimizer": {}, "scheduler": {}, "local_epoch": epoch, "number": number}
+    assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
+    assert write_file(folder + "/state.pt", partial(torch.save, state))
+    print(number, flush=True)

@@ -1,0 +1,35 @@
+"""run_trainer.py where data comes slowly and, in the 42nd pass of rank 0's training, memory is used up."""
+
+import os
+import time
+
+import torch
+
+import run_trainer
+from text.collators import DataCollatorForWholeWordMask
+
+make_model, collate, passes = run_trainer.make_trained_model, DataCollatorForWholeWordMask.collate, 0
+
+
+def collate_slowly(*args, **options):
+    time.sleep(0.1)
+    return collate(*args, **options)
+
+
+def make_greedy_model(*args):
+    model = make_model(*args)
+
+    def allocate(module, inputs):
+        global passes
+        passes += module.training
+        if passes == 42 and os.environ.get("RANK", "0") == "0":
+            torch.empty(2**60, dtype=torch.uint8)
+
+    model.albert.encoder.register_forward_pre_hook(allocate)
+    return model
+
+
+DataCollatorForWholeWordMask.collate = collate_slowly
+run_trainer.make_trained_model = make_greedy_model
+with run_trainer.clean_end():
+    run_trainer.main(*run_trainer.parse_arguments(*run_trainer.GROUPS))

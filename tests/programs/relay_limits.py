@@ -1,0 +1,36 @@
+"""What relays pass through a connection: plain hivemind's, and those of make_dht, each asked by a fresh daemon."""
+
+import asyncio
+
+from hivemind.p2p import P2P
+
+from arguments import SwarmArguments
+from swarm.addresses import get_peer_id
+from swarm.joining import make_dht
+from swarm.processes import clean_end, shut_down
+from swarm.reachability import ask_relay_limit
+
+
+async def ask(maddr, peer_id):
+    p2p = await P2P.create(initial_peers=[maddr], dht_mode="client")
+    try:
+        return await ask_relay_limit(p2p, get_peer_id(f"/p2p/{peer_id}"))
+    finally:
+        await p2p.shutdown()
+
+
+async def ask_plain():
+    plain = await P2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    try:
+        return await ask(str((await plain.get_visible_maddrs())[0]), str(plain.peer_id))
+    finally:
+        await plain.shutdown()
+
+
+with clean_end():
+    print(asyncio.run(ask_plain()), flush=True)
+    dhts = [make_dht(SwarmArguments("gaps", host_maddrs=["/ip4/127.0.0.1/tcp/0"]))[0] for _ in range(4)]
+    for dht in dhts:
+        print(asyncio.run(ask(str(dht.get_visible_maddrs()[0]), str(dht.peer_id))), flush=True)
+    for dht in dhts:
+        shut_down(dht)

@@ -1,0 +1,104 @@
+"""A monitor's and a trainer's optimizer, each over a DHT of its own; then the trainer breaks, and is restored."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+
+import torch
+
+from arguments import (
+    AveragingArguments,
+    DataArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    TrainerArguments,
+)
+from callback import CollaborativeCallback
+from experiment.model import make_model
+from experiment.optimizer import make_optimizer, make_param_groups
+from swarm.joining import make_dht
+from swarm.processes import clean_end, shut_down
+from utils import RunContract
+
+with clean_end():
+    swarm = SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
+    facts, optimizers = {}, []  # kept: an optimizer that is collected shuts down
+    for role, auxiliary in (("monitor", True), ("trainer", False)):
+        dht, public_key = make_dht(swarm)
+        model = make_model(ModelArguments("configs/demo.json"), 300)
+        averaging = AveragingArguments(target_batch_size=64, batch_size_lead=8)
+        optimizer = make_optimizer(model, dht, swarm, options, averaging, auxiliary=auxiliary)
+        by_value = {param.data.double().pow(2).sum().item(): name for name, param in model.named_parameters()}
+        # names by what stands at each position of the state that peers exchange, where the values tell
+        _, tensors, _ = optimizer.state_averager.get_current_state()
+        count = sum(len(group["params"]) for group in optimizer.opt.param_groups)
+        shapes = [list(tensor.shape) for tensor in tensors]
+        names = [name for group in make_param_groups(model) for name in group["names"]]
+        at = [by_value[tensor.double().pow(2).sum().item()] for tensor in tensors[:count] if tensor.dim() == 2]
+        facts[role] = {"names": names, "shapes": shapes, "matrices": at}
+        optimizers.append(optimizer)
+
+    class Callback(CollaborativeCallback):
+        def compute_evaluation(self):
+            return torch.empty(2**60, dtype=torch.uint8)
+
+    def make_callback(**more):
+        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100)
+        arguments = TrainerArguments(output_dir=sys.argv[2], **sizes, **more)
+        return Callback(
+            dht,
+            optimizer,
+            (swarm, ModelArguments(), options, averaging, DataArguments(), arguments),
+            public_key,
+            RunContract(joined=0.0, contract={}),
+            model=model,
+            tokenizer=None,
+            dataset={"train": range(100)},
+            corpus={},
+            autocast=contextlib.nullcontext(),
+            scaler=None,
+        )
+
+    restored = {}
+    for state_path in (None, os.path.join(sys.argv[2], "state.pt")):
+        callback = make_callback(state_path=state_path)
+        with torch.no_grad():
+            for tensor in callback.state_tensors():
+                tensor.random_(256) if tensor.dtype == torch.uint8 else tensor.uniform_()
+        optimizer.state_averager._apply_optimizer_parameters_()
+        callback.back_up()
+        good = [tensor.clone() for tensor in [*callback.state_tensors(), *model.parameters()]]
+        with torch.no_grad():
+            for tensor in callback.state_tensors():
+                tensor.fill_(0 if tensor.dtype == torch.uint8 else float("nan"))
+        # the swarm has gone on: the parameters come back, the epoch stays
+        optimizer.state_averager.local_epoch = 3
+        optimizer.state_averager._update_scheduler()
+        finite = [callback.parameters_are_finite()]
+        callback.on_epoch_end(0.0)
+        finite.append(callback.parameters_are_finite())
+        now = [*callback.state_tensors(), *model.parameters()]
+        restored["file" if state_path else "memory"] = {
+            "finite": finite,
+            "equal": all(map(torch.equal, good, now)) and len(good) == len(now),
+            "in_memory": callback.backup is not None,
+            "epoch": optimizer.local_epoch,
+            "learning_rate": optimizer.opt.param_groups[0]["lr"],
+        }
+        optimizer.state_averager.local_epoch = 0
+    facts["restored"] = restored
+    # 25 of 100 samples, or of 10,000, in 50 s; and 100 epochs of 30 s
+    facts["progress"] = []
+    for passes in (1.0, 100.0):
+        callback = make_callback(num_train_epochs=passes)
+        callback.on_step_end(torch.tensor(1.0), is_finite=True, waited=0.0)
+        callback.train_start = time.monotonic() - 50
+        callback.recent_seconds.append(30.0)
+        facts["progress"].append(callback.measure_progress())
+    facts["measured"] = [callback.measure(), callback.measure(), callback.evaluation]
+    print(json.dumps(facts), flush=True)
+    shut_down(dht, optimizer)

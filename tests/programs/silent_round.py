@@ -1,0 +1,59 @@
+"""Two peers average once; in a second round one of them is in the group, and sends nothing."""
+
+import json
+import multiprocessing
+import sys
+import time
+
+import torch
+from hivemind.averaging.control import AveragingStage
+
+import swarm.rounds
+from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from experiment.optimizer import make_optimizer
+from swarm.joining import make_dht
+from swarm.processes import clean_end, shut_down
+
+shares = multiprocessing.Array("d", 2)
+plan_round = swarm.rounds.plan_round
+
+
+def note_shares(*args):
+    plan = plan_round(*args)
+    shares[:] = plan.fractions
+    return plan
+
+
+swarm.rounds.plan_round = note_shares
+with clean_end():
+    settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
+    peers, maddrs = [], []
+    for _ in range(2):
+        args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        dht, *_ = make_dht(args)
+        maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
+        averaging = AveragingArguments(**settings, **json.loads(sys.argv[2]))
+        peers.append((dht, make_optimizer(torch.nn.Linear(100, 10), dht, args, OptimizerArguments(), averaging)))
+    averagers = [optimizer.grad_averager for _, optimizer in peers]
+
+    def schedule():
+        for averager in averagers:
+            averager.reset_accumulated_grads_()
+            averager.accumulate_grads_(batch_size=1)
+        return [averager.schedule_step(timeout=60) for averager in averagers]
+
+    controls = schedule()
+    for averager, control in zip(averagers, controls, strict=True):
+        averager.step(control=control, wait=False)
+    groups = [control.result(60) for control in controls]
+    facts = dict(group_sizes=[len(group) for group in groups], shares=sorted(share / sum(shares) for share in shares))
+    controls = schedule()
+    control = averagers[0].step(control=controls[0], wait=False)
+    while control.stage == AveragingStage.LOOKING_FOR_GROUP:
+        time.sleep(0.01)
+    start = time.monotonic()
+    facts["failure"] = str(control.exception(60))
+    print(json.dumps(facts | {"seconds": time.monotonic() - start}), flush=True)
+    controls[1].cancel()
+    for dht, optimizer in peers:
+        shut_down(dht, optimizer)

@@ -1,0 +1,86 @@
+"""A peer of AdamW on four matrices, of which two are not a whole number of blocks. A donor fills parameters and moments
+with known random numbers, and may change one of them or step on; a taker downloads, and says what it has got."""
+
+import json
+import sys
+import time
+
+import torch
+
+from arguments import SwarmArguments
+from models.state_codecs import LOAD_STATE_COMPRESSIONS
+from support.console import setup_logging
+from swarm.joining import make_dht
+from swarm.line import LINE
+from swarm.optimizer import initialize_optimizer_state_
+from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.states import StateAverager, list_params
+
+
+def make_optimizer(groups):
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    initialize_optimizer_state_(optimizer)
+    return optimizer
+
+
+def list_tensors(averager):
+    params = list_params(averager.optimizer)
+    states = [averager.optimizer.state[param] for param in params]
+    return params + [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+with clean_end():
+    options = json.loads(sys.argv[1])
+    setup_logging("peer")
+    swarm = SwarmArguments(options["prefix"], options.get("maddrs", []), host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    dht, *_ = make_dht(swarm)
+    averager = StateAverager(
+        dht=dht,
+        prefix=f"{options['prefix']}_state_averager",
+        optimizer=make_optimizer,
+        params=[{"params": [torch.nn.Parameter(torch.zeros(rows, 1000)) for rows in (400, 512, 65, 2)]}],
+        offload_optimizer=True,
+        custom_gradients=True,
+        min_matchmaking_time=2.0,
+        request_timeout=1.0,
+        next_chunk_timeout=5.0,
+        start=True,
+        state_compression=LOAD_STATE_COMPRESSIONS[options.get("codec", "none")],
+    )
+    stop = handle_stop_signals()
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.randn(tensor.shape, generator=generator) for tensor in list_tensors(averager)]
+    expected[5::2] = [tensor.square() * 1e-6 for tensor in expected[5::2]]  # of parameters there are four
+    if options["role"] == "donor":
+        LINE.set_bandwidth(options["mbits"], is_given=True)
+        with torch.no_grad():
+            for tensor, numbers in zip(list_tensors(averager), expected, strict=True):
+                tensor.copy_(numbers).mul_(1 + 1e-6 * torch.rand(()).item())  # as no two peers are alike
+            if "lie" in options:
+                list_tensors(averager)[options["lie"]].mul_(-1)
+        averager.history_digest = "common"
+        averager.local_epoch = averager.state_sharing_priority = 3
+        print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
+        sent = 0
+        while not stop.wait(0.1):
+            if LINE.traffic[0] != sent:
+                sent = LINE.traffic[0]
+                print(json.dumps({"sent": sent}), flush=True)
+                if options.get("steps"):
+                    with averager._lock_step, torch.no_grad():
+                        list_params(averager.optimizer)[0].add_(1)
+                        averager.local_epoch = averager.state_sharing_priority = averager.local_epoch + 1
+                        averager.history_digest = f"common {averager.local_epoch}"
+    else:
+        time.sleep(1)  # the donors' declarations
+        future = averager.start_download(min_epoch=3)
+        while not future.done():
+            print(json.dumps({"received": averager.received[0]}), flush=True)
+            time.sleep(0.1)
+        metadata, tensors = future.result()
+        averager.take_over(metadata, tensors)
+        pairs = list(zip(list_tensors(averager), expected, strict=True))
+        facts = dict(epoch=averager.local_epoch, history_digest=averager.history_digest, donors=metadata["donors"])
+        facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+        print(json.dumps(facts | {"bytes": averager.received[0], "numbers": averager.received[1]}), flush=True)
+    shut_down(dht)

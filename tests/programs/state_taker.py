@@ -1,0 +1,30 @@
+"""A peer that takes over the swarm's state again and again, each time from a parameter of its own."""
+
+import json
+import sys
+
+import torch
+
+from arguments import SwarmArguments
+from support.console import setup_logging
+from swarm.joining import make_dht
+from swarm.processes import clean_end, shut_down
+from tests.programs.gradient_peer import make_gradient_optimizer
+
+with clean_end():
+    prefix, times, numbers, *maddrs = sys.argv[1:]
+    setup_logging("taker")
+    dht, *_ = make_dht(SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    parameter = torch.nn.Parameter(torch.zeros(int(numbers)))
+    optimizer = make_gradient_optimizer(dht, prefix, parameter, target_batch_size=10**6, group_size=2)
+    own = next(iter(optimizer.opt.param_groups))["params"][0]
+    for _ in range(int(times)):
+        optimizer.state_averager.local_epoch, optimizer.state_averager.history_digest = 0, "own"
+        with torch.no_grad():
+            own.fill_(-1.0)
+        loaded = optimizer.load_state_from_peers()
+        state = optimizer.state_averager
+        values = [own.min().item(), own.max().item(), parameter.mean().item()]
+        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.history_digest == "own", values=values)
+        print(json.dumps(facts), flush=True)
+    shut_down(dht, optimizer)

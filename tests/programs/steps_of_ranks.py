@@ -1,0 +1,64 @@
+"""Three steps of SGD on the same 12 batches, by two ranks, and then by rank 0 alone. In each of the first ones rank 0
+takes a nap, as in a long round, and the other one waits for it."""
+
+import contextlib
+import copy
+import os
+import sys
+import time
+
+import torch
+
+from arguments import DataArguments, ModelArguments, TrainerArguments
+from experiment.data import load_data, make_train_batches
+from experiment.model import make_model
+from machine.ranks import list_gradients, start_ranks
+from run_trainer import accumulate_gradients
+
+torch.set_num_threads(1)
+tokenizer_path, dataset_path, observed = sys.argv[1:]
+model_args = ModelArguments("configs/demo.json", tokenizer_path=tokenizer_path)
+data_args = DataArguments(dataset_path=dataset_path)
+tokenizer, dataset, _ = load_data(model_args, data_args, False)
+torch.manual_seed(int(os.environ.get("RANK", 0)))
+model = make_model(model_args, len(tokenizer)).eval()  # no dropout
+ranks = start_ranks(TrainerArguments(device="cpu", num_devices=2))
+reference = copy.deepcopy(model)
+if ranks.number:  # until rank 0 gives its own
+    for param in model.parameters():
+        param.data.zero_()
+batches = iter(make_train_batches(dataset["train"], tokenizer, data_args, batch_size=8, seed=7))
+batches = [next(batches) for _ in range(12)]
+feed = iter(batches[ranks.number :: ranks.count])
+ranks.connect()
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+device, autocast = torch.device("cpu"), contextlib.nullcontext()
+args = TrainerArguments(device="cpu", gradient_accumulation_steps=2)
+told = ranks.broadcast({"told": 5} if ranks.number == 0 else None)
+epoch, losses, waited, used = ranks.broadcast_state(model, 0, scaler), [], 0.0, 0.0
+while epoch < 3:
+    loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
+    assert ranks.all_continue(True)
+    ranks.average([*list_gradients(model), loss])
+    losses.append(loss.item())
+    if ranks.number == 0:
+        optimizer.step()
+        time.sleep(1)
+    before, cpu = time.monotonic(), time.process_time()
+    epoch = ranks.broadcast_state(model, epoch + 1, scaler)
+    waited, used = waited + time.monotonic() - before, used + time.process_time() - cpu
+    model.zero_grad(set_to_none=False)
+assert not ranks.all_continue(ranks.number != 1)  # one that stops is enough
+seen = {"weights": dict(model.named_parameters()), "losses": losses, "told": told, "waited": waited, "used": used}
+torch.save(seen, os.path.join(observed, f"rank{ranks.number}.pt"))
+if ranks.number == 0:
+    feed, args = iter(batches), TrainerArguments(device="cpu", gradient_accumulation_steps=4)
+    optimizer, losses = torch.optim.SGD(reference.parameters(), lr=0.1), []
+    for _ in range(3):
+        losses.append(accumulate_gradients(reference, feed, args, device, autocast, scaler).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save({"weights": dict(reference.named_parameters()), "losses": losses}, os.path.join(observed, "alone.pt"))
+ranks.end()
+ranks.remove_files()

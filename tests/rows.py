@@ -1,0 +1,40 @@
+"""Instances and batches of them for tests of text/, and how two batches are compared."""
+
+import itertools
+
+import numpy as np
+import torch
+
+from arguments import DataArguments
+from experiment import data
+from text.instances import PAIRS
+
+SPECIAL = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def make_rows(count: int, vocabulary: int, length: int = 128) -> list[dict]:
+    """[CLS] A [SEP] B [SEP] with an <unk> here and there, as lists."""
+    generator = np.random.default_rng(5)
+    rows = []
+    for number in range(count):
+        ids = generator.integers(5, vocabulary, int(generator.integers(20, length + 1)) if number else length)
+        ids[generator.random(len(ids)) < 0.02] = 1
+        cut = int(generator.integers(2, len(ids) - 2))
+        ids[[0, cut, -1]] = (2, 3, 3)
+        values = (ids.tolist(), (np.arange(len(ids)) > cut).astype(int).tolist(), (ids < 5).astype(int).tolist())
+        rows.append(dict(zip(PAIRS.columns, (*values, number % 2), strict=True)))
+    return rows
+
+
+def make_batches(dataset, tokenizer, count, args=None, **changes):
+    options = {"batch_size": 8, "seed": 1, **changes}
+    return list(
+        itertools.islice(data.make_train_batches(dataset, tokenizer, args or DataArguments(), **options), count)
+    )
+
+
+def are_equal(one: list[dict], other: list[dict]) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,216 @@
+"""Swarms of the scripts that users run, on loopback or an emulated network: starts them, and reads what they write."""
+
+import json
+import time
+from pathlib import Path
+
+import netlab
+from processes import LOOPBACK, Script, make_prefix, wait_until
+from safetensors.torch import load_file
+
+# a small ALBERT, and rounds that start at once when all are there
+TRAINER = {
+    "--config_path": "configs/demo.json",
+    "--optim": "adamw",
+    "--learning_rate": 2e-3,
+    "--warmup_steps": 5,
+    "--total_steps": 100,
+    "--target_batch_size": 384,
+    # what 16 bits round off differs from peer to peer, by 5e-6 in weights between two averagings of parameters
+    "--compression": "none",
+    "--per_device_train_batch_size": 16,
+    "--gradient_accumulation_steps": 1,
+    "--matchmaking_time": 3,
+    "--request_timeout": 1.5,
+    "--next_chunk_timeout": 8,
+    "--averaging_timeout": 20,
+    # epochs are so short here that parameters are not averaged at the last one if they are at each
+    "--average_state_every": 4,
+    "--default_refresh_period": 0.5,
+    "--dataloader_num_workers": 0,
+    # or each measures it for seconds, in which loopback takes both cores
+    "--bandwidth": 1000,
+}
+
+# of a peer that needs nobody
+ALONE = {
+    **TRAINER,
+    "--target_batch_size": 64,
+    "--learning_rate": 2e-3,
+    "--save_steps": 2,
+    "--save_total_limit": 3,
+    # a step of this model takes 20 ms; epochs that end faster than anybody looks would only be noise
+    "--gradient_accumulation_steps": 2,
+}
+
+# flags of the trainers that an auxiliary peer needs
+SHARED = (
+    *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
+    *("--matchmaking_time", "--request_timeout", "--next_chunk_timeout", "--averaging_timeout"),
+    *("--average_state_every", "--default_refresh_period", "--bandwidth"),
+)
+
+
+def flags(*groups: dict) -> list:
+    merged = {name: value for group in groups for name, value in group.items()}
+    return sum(([name, *(value if isinstance(value, list) else [value])] for name, value in merged.items()), [])
+
+
+def start_monitor(start, prefix: str, output_dir: Path, *more, name: str = "monitor", **options) -> tuple[Script, str]:
+    """The monitor, and the address that it prints for others."""
+    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.3]
+    monitor = start(name, *command, "--output_dir", output_dir, *more, **options)
+    return monitor, monitor.wait_for(r"(?m)^--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$").group(1)
+
+
+def read_epochs(output_dir: Path) -> list[dict]:
+    """What a monitor has written of the run's epochs."""
+    path = output_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def start_trainer(
+    start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict, pace: float | None = None, **options
+) -> Script:
+    """:param pace: seconds that each batch takes, at little work for the processor"""
+    own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
+    script = ["run_trainer.py"] if pace is None else ["benchmarks/paced_trainer.py", pace]
+    return start(name, *script, *LOOPBACK, *flags(TRAINER, own, *groups), **options)
+
+
+def history(tmp_path: Path, name: str) -> dict[int, dict]:
+    """What a trainer has written of its epochs."""
+    path = tmp_path / name / "history.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return {line["epoch"]: line for line in (json.loads(text) for text in lines if text.endswith("\n"))}
+
+
+def largest_difference(tmp_path: Path, *names: str) -> float:
+    """Between any weight of the first trainer's model and the same one of another's."""
+    first, *others = [load_file(tmp_path / name / "model" / "model.safetensors") for name in names]
+    return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
+
+
+def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict) -> Script:
+    own = {"--experiment_prefix": prefix, "--output_dir": output_dir}
+    return start(name, "run_trainer.py", *LOOPBACK, *flags(ALONE, own, *groups))
+
+
+def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):
+    initial_peers = ["--initial_peers", *sum((other.json_lines()[0]["maddrs"] for other in others), [])]
+    peer = start(
+        name,
+        *("-m", "tests.programs.gradient_peer", "--experiment_prefix", prefix),
+        *("--gradient", gradient, "--batch_size", batch_size),
+        *(initial_peers if others else ()),
+        *flags,
+    )
+    peer.wait_for('"maddrs"')
+    return peer
+
+
+def epochs(peer) -> dict[int, dict]:
+    return {line["epoch"]: line for line in peer.json_lines() if "epoch" in line}
+
+
+AVERAGING_TIMEOUT, MATCHMAKING_TIME = 15, 3
+# Batches of 16 at a pace of 0.2 s, so that the cores are not the bottleneck: three trainers take two seconds an epoch.
+PACE = 0.2
+PACED = {
+    **TRAINER,
+    "--target_group_size": 16,
+    "--matchmaking_time": MATCHMAKING_TIME,
+    "--request_timeout": 1,
+    "--next_chunk_timeout": 4,
+    "--averaging_timeout": AVERAGING_TIMEOUT,
+    "--metadata_expiration": 30,
+    "--average_state_every": 3,
+    "--total_steps": 1000,
+}
+
+
+class Swarm:
+    """A monitor and paced trainers, on loopback or each on a host of an emulated network."""
+
+    def __init__(self, start, tmp_path: Path, settings: dict, net: netlab.Net | None = None):
+        self.start, self.tmp_path, self.net = start, tmp_path, net
+        self.settings = {**PACED, **settings, "--experiment_prefix": make_prefix()}
+        if net:
+            del self.settings["--bandwidth"]
+        self.trainers: dict[str, Script] = {}
+        self.pace = PACE  # seconds of a batch
+
+    def where(self, name: str) -> dict:
+        """Flags and options that put a role on its host."""
+        host = self.net.ip(name) if self.net else "127.0.0.1"
+        return {"--host_maddrs": f"/ip4/{host}/tcp/0"}
+
+    def prefix(self, name: str) -> dict:
+        return {"prefix": self.net.prefix(name)} if self.net else {}
+
+    def start_monitor(self, name: str = "monitor", **own) -> Script:
+        options = {"--refresh_period": 0.5, "--report_to": "none", "--output_dir": self.tmp_path / "monitor"}
+        options |= {"--experiment_prefix": self.settings["--experiment_prefix"], **self.where("monitor")}
+        options |= {f"--{flag}": value for flag, value in own.items()}
+        monitor = self.start(name, "run_training_monitor.py", *flags(options), **self.prefix("monitor"))
+        self.peers = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+        return monitor
+
+    def start_trainers(self, *names: str, **own) -> list[Script]:
+        for name in names:
+            options = {"--initial_peers": self.peers, "--output_dir": self.tmp_path / name, **self.where(name)}
+            options |= {f"--{flag}": value for flag, value in own.items()}
+            trainer = self.start(
+                name, "benchmarks/paced_trainer.py", self.pace, *flags(self.settings, options), **self.prefix(name)
+            )
+            self.trainers[name] = trainer
+        return [self.trainers[name] for name in names]
+
+    def history(self, name: str) -> dict[int, dict]:
+        return history(self.tmp_path, name)
+
+    def last_epoch(self, name: str) -> int:
+        return max(self.history(name), default=0)
+
+    def wait_for_joint_epochs(self, names: list[str], number: int, seconds: float, after: int = 0) -> list[int]:
+        """So many epochs beyond `after` that all of these have averaged, and nobody else."""
+
+        def find() -> list[int]:
+            epochs = [self.history(name) for name in names]
+            common = set(epochs[0]).intersection(*epochs[1:])
+            joint = [
+                e for e in sorted(common) if e > after and all(h[e]["averaged_with"] == len(names) for h in epochs)
+            ]
+            return joint if len(joint) >= number else []
+
+        try:
+            return wait_until(find, seconds, f"{number} epochs averaged by {names} after {after}")
+        except AssertionError as e:
+            raise AssertionError(f"{e}\n" + "\n".join(self.trainers[name].text[-2000:] for name in names)) from None
+
+    def stop_together(self, names: list[str], after: int) -> float:
+        """Ctrl-C at the beginning of an epoch, so that all end with the same one; returns the time.
+
+        :param after: an epoch since which parameters shall have been averaged, which brings them together again.
+            Such a round goes on in the background, and misses those who end before it does: it gets one whole epoch.
+        """
+        period = PACED["--average_state_every"]
+
+        def has_begun() -> bool:
+            epochs = {self.last_epoch(name) for name in names}
+            epoch = max(epochs)
+            is_new = time.time() - self.history(names[0]).get(epoch, {"time": 0})["time"] < 0.5
+            return len(epochs) == 1 and is_new and epoch % period == period - 1 and epoch - period + 1 > after
+
+        wait_until(has_begun, 60, "the beginning of an epoch, for all at once")
+        stopped = time.time()
+        for name in names:
+            self.trainers[name].interrupt()
+        for name in names:
+            self.trainers[name].assert_clean_end(60)
+        summaries = [json.loads((self.tmp_path / name / "summary.json").read_text()) for name in names]
+        assert len({summary["epoch"] for summary in summaries}) == 1, summaries
+        return stopped
+
+    def difference(self, names: list[str]) -> float:
+        return largest_difference(self.tmp_path, *names)

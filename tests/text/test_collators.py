@@ -1,0 +1,197 @@
+"""Masking: how often, whole words, by seed; and who finds where words begin."""
+
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from processes import ROOT
+from rows import SPECIAL, are_equal, make_rows
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
+
+from arguments import DataArguments, TokenizeArguments
+from experiment import data
+from support.console import UserError
+from text.batches import (
+    IndexedBatches,
+    check_data_arguments,
+)
+from text.collators import DataCollatorForWholeWordMask, number_words, to_tensors
+from text.documents import (
+    read_text,
+)
+from text.tokenizers import find_word_beginnings, load_tokenizer, train_byte_tokenizer
+
+
+def test_masking_rates(dataset, tokenizer):
+    args = DataArguments()
+    batches = IndexedBatches(dataset, partial(data.make_collator, tokenizer=tokenizer, args=args), args)
+    flat, lengths = batches.read_rows(np.arange(1000).repeat(10), 64)
+    masked = batches.collator.add_labels(flat, lengths, np.random.default_rng(0))
+    before, after, labels = flat["input_ids"], masked["input_ids"], masked["labels"]
+    chosen = labels != -100
+    ordinary = before >= 5
+    assert not (chosen & ~ordinary).any(), "a special token is to be predicted"
+    assert (labels[chosen] == before[chosen]).all() and (after[~chosen] == before[~chosen]).all()
+    # 370,000 ordinary tokens, 55,000 chosen: five standard deviations are 0.003 and 0.009
+    assert chosen.sum() / ordinary.sum() == pytest.approx(0.15, abs=0.003)
+    assert (after[chosen] == 4).mean() == pytest.approx(0.8, abs=0.009)
+    # a random token is the same one in 1 of 195 cases
+    assert (after[chosen] == before[chosen]).mean() == pytest.approx(0.1 + 0.1 / 195, abs=0.007)
+    replaced = after[chosen & (after != before) & (after != 4)]
+    assert set(replaced) == set(range(5, 200)), "random tokens are ordinary ones, and all of them"
+
+
+WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+# pieces, and whether each begins a word; the marks of the other kind are ordinary characters
+PIECES = {
+    "sentencepiece": [(f"▁w{n}", True) for n in range(60)] + [(f"p{n}", False) for n in range(90)] + [("##p", False)],
+    "wordpiece": [(f"w{n}", True) for n in range(60)] + [(f"##p{n}", False) for n in range(90)] + [("▁", True)],
+}
+
+
+@pytest.fixture(scope="module", params=PIECES)
+def piecewise(request, tmp_path_factory):
+    """A tokenizer whose words have several pieces, saved and loaded as users do, and which of its ids begin a word."""
+    pieces = [piece for piece, _ in PIECES[request.param]]
+    if request.param == "sentencepiece":
+        tokenizer = AlbertTokenizer(vocab=[(piece, -1.0) for piece in SPECIAL + pieces])
+    else:
+        tokenizer = BertTokenizer(vocab={piece: number for number, piece in enumerate(WORDPIECE + pieces)})
+    folder = tmp_path_factory.mktemp(request.param)
+    tokenizer.save_pretrained(folder)
+    return load_tokenizer(folder), [False] * 5 + [begins for _, begins in PIECES[request.param]]
+
+
+def words_of(ids: list[int], begins_word: list[bool]) -> list[list[int]]:
+    """Positions of each word, by a plain loop: the definition."""
+    words, is_open = [], False
+    for position, token in enumerate(ids):
+        if token < 5:
+            is_open = False
+        elif begins_word[token] or not is_open:
+            words.append([position])
+            is_open = True
+        else:
+            words[-1].append(position)
+    return words
+
+
+def test_words_are_masked_wholly_or_not_at_all_and_none_more_than_others(piecewise):
+    tokenizer, begins_word = piecewise
+    rows = make_rows(3000, len(tokenizer))
+    batch = DataCollatorForWholeWordMask(tokenizer)(rows, seed=1)
+    counts = {}  # pieces of a word -> [words, chosen ones]
+    tokens, before, after = [], [], []
+    for row, ids, labels in zip(rows, batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        words = words_of(row["input_ids"], begins_word)
+        for word in words:
+            is_chosen = {labels[position] != -100 for position in word}
+            assert len(is_chosen) == 1, "a word is masked in part"
+            for key in (min(len(word), 6), "words"):
+                count = counts.setdefault(key, [0, 0])
+                count[0] += 1
+                count[1] += is_chosen.pop() if key != "words" else labels[word[0]] != -100
+        ordinary = set(itertools.chain(*words))
+        for position, token in enumerate(row["input_ids"]):
+            if position not in ordinary:
+                assert labels[position] == -100 and ids[position] == token, "a special token is to be predicted"
+            elif labels[position] == -100:
+                assert ids[position] == token
+            else:
+                assert labels[position] == token
+                before.append(token)
+                after.append(ids[position])
+        tokens += [labels[position] != -100 for position in ordinary]
+        assert set(labels[len(row["input_ids"]) :]) <= {-100}
+    # 207,000 tokens in 88,000 words: five standard deviations, as below for the words of each size
+    assert np.mean(tokens) == pytest.approx(0.15, abs=0.0075)
+    for size, (count, chosen) in counts.items():
+        assert count > 3000 and chosen / count == pytest.approx(0.15, abs=5 * (0.15 * 0.85 / count) ** 0.5), size
+    before, after = np.array(before), np.array(after)
+    assert (after == 4).mean() == pytest.approx(0.8, abs=0.012)
+    assert (after == before).mean() == pytest.approx(0.1 + 0.1 / 151, abs=0.009)
+    assert set(after[(after != before) & (after != 4)]) == set(range(5, len(tokenizer)))
+
+
+def test_masks_depend_on_the_seed_alone(piecewise):
+    tokenizer, _ = piecewise
+    rows = make_rows(20, len(tokenizer))
+    collator, another = DataCollatorForWholeWordMask(tokenizer), DataCollatorForWholeWordMask(tokenizer)
+    one = collator(rows, seed=[3, 4])
+    assert are_equal([one], [another(rows, seed=[3, 4])]) and not are_equal([one], [collator(rows, seed=[3, 5])])
+    # without a seed: torch's, as transformers' collators
+    torch.manual_seed(1)
+    one, two = collator(rows), collator(rows)
+    torch.manual_seed(1)
+    assert are_equal([one], [collator(rows)]) and not are_equal([one], [two])
+
+
+@pytest.mark.parametrize("whole_word_mask", [True, False])
+def test_collator_and_stored_batches_are_the_same(piecewise, whole_word_mask):
+    tokenizer, _ = piecewise
+    rows = make_rows(50, len(tokenizer))
+    numbers = np.arange(7, 39)
+    args = DataArguments(whole_word_mask=whole_word_mask, mlm_probability=0.3, pad_to_multiple_of=16)
+    collate = partial(data.make_collator, tokenizer=tokenizer, args=args)
+    stored = to_tensors(IndexedBatches(Dataset.from_list(rows), collate, args)[numbers, [1, 2], None])
+    collator = DataCollatorForWholeWordMask(tokenizer, 0.3, 16, whole_word_mask)
+    assert stored["input_ids"].shape[1] % 16 == 0
+    assert are_equal([stored], [collator([rows[number] for number in numbers], seed=[1, 2])])
+    # arrays and tensors are as good as lists, and special tokens are known without being told
+    arrays = [{name: np.array(value) for name, value in row.items() if name != "special_tokens_mask"} for row in rows]
+    tensors = [{name: torch.tensor(value) for name, value in row.items()} for row in rows]
+    for instances in (arrays, tensors):
+        assert are_equal([stored], [collator([instances[number] for number in numbers], seed=[1, 2])])
+    bare = collator([{"input_ids": rows[number]["input_ids"]} for number in numbers], seed=[1, 2])
+    assert set(bare) == {"input_ids", "attention_mask", "token_type_ids", "labels"}
+    assert torch.equal(bare["labels"], stored["labels"]) and not bare["token_type_ids"].any()
+
+
+def test_one_word_of_a_batch_is_masked_at_least(piecewise):
+    tokenizer, _ = piecewise
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=1e-9)
+    # two pieces that make one word, between special tokens, whatever they begin with
+    labels = collator([{"input_ids": [2, 100, 101, 3]}], seed=0)["labels"]
+    assert labels.tolist() == [[-100, 100, 101, -100]]
+    assert not (collator([{"input_ids": [2, 1, 3]}], seed=0)["labels"] != -100).any()
+    # no word reaches over the end of an instance, even where no special token is there
+    for seed in range(10):
+        labels = collator([{"input_ids": [5, 100]}, {"input_ids": [101, 102]}], seed=seed)["labels"]
+        assert labels.tolist() in ([[5, 100], [-100, -100]], [[-100, -100], [101, 102]])
+    # and no special token is chosen where all else is
+    collator = DataCollatorForWholeWordMask(tokenizer, mlm_probability=1 - 1e-9)
+    assert collator([{"input_ids": [2, 100, 1, 101, 3]}])["labels"].tolist() == [[-100, 100, -100, 101, -100]]
+
+
+def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer):
+    pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("·", "")), "▁", "##"]
+    backend = Tokenizer(BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), WORDPIECE, strict=True))
+    unmarked = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    with pytest.raises(UserError, match="--no_whole_word_mask"):
+        check_data_arguments(DataArguments(), unmarked, {"seq_length": 64}, 64)
+    check_data_arguments(DataArguments(whole_word_mask=False), unmarked, {"seq_length": 64}, 64)
+    rows = make_rows(20, len(pieces))
+    labels = DataCollatorForWholeWordMask(unmarked, whole_word_mask=False)(rows, seed=1)["labels"]
+    assert (labels != -100).sum() > 100
+
+
+def test_words_of_byte_level_pieces_are_those_of_the_text():
+    """Against the tokenizer's own offsets: a word begins at the text's beginning and behind a space."""
+    text = " ".join(read_text(ROOT / "sample_data" / "austen.txt.xz")[:60_000].split()) + " déjà — Ёлка 3.14 ok"
+    args = TokenizeArguments(vocab_size=600)
+    tokenizer = train_byte_tokenizer([[text]], args)
+    encoding = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    ids = np.array(encoding["input_ids"])
+    spaces = np.cumsum([character == " " for character in text])
+    expected = np.diff([spaces[end - 1] for _, end in encoding["offset_mapping"]], prepend=-1) == 1
+    words, count = number_words(
+        find_word_beginnings(tokenizer)[ids], np.ones(len(ids), dtype=bool), np.array([len(ids)])
+    )
+    assert count == expected.sum() == len(text.split())
+    assert (np.diff(words, prepend=0) == 1).tolist() == expected.tolist()

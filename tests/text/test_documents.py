@@ -1,0 +1,138 @@
+"""Documents from files, and sentence-order pairs from documents."""
+
+import gzip
+import itertools
+import lzma
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import ROOT
+
+from text.documents import (
+    SAMPLE_CHAPTER,
+    SAMPLE_TITLE,
+    make_document_random,
+    make_sentence_pairs,
+    read_documents,
+    read_text,
+    split_articles,
+    split_chapters,
+    split_paragraphs,
+    split_sentences,
+)
+
+
+def test_paragraphs_join_wrapped_lines():
+    assert split_paragraphs("One line\nof two.\n\n  \nNext\n") == ["One line of two.", "Next"]
+    long_lines = ["word " * 60, "another " * 60]
+    assert split_paragraphs("\n".join(long_lines)) == [line.strip() for line in long_lines]
+
+
+def test_sample_corpus_by_chapter():
+    text = read_text(ROOT / "sample_data" / "austen.txt.xz")
+    chapters = split_chapters(text)
+    assert len(chapters) == 270  # 269 chapters and the advertisement before Northanger Abbey
+    assert " ".join(paragraph for chapter in chapters for paragraph in chapter) == " ".join(text.split())
+    headings = [[p for p in chapter if SAMPLE_CHAPTER.fullmatch(p)] for chapter in chapters]
+    assert sorted(map(len, headings)) == [0] + [1] * 269
+    for chapter in chapters:
+        titles = [place for place, p in enumerate(chapter) if SAMPLE_TITLE.fullmatch(p)]
+        assert all(place < 4 for place in titles), "the title of a novel ended up behind the text of another"
+
+
+def test_wikitext_articles():
+    lines = [
+        "\n",
+        " = First = \n",
+        "\n",
+        " A red @-@ hot 1 @,@ 000 . \n",
+        " = 5 = \n",
+        " = = Part = = \n",
+        " More . \n",
+    ]
+    lines += ["\n", " = Second ( = film ) = \n", "\n", " Text . \n"]
+    assert split_articles(lines) == [
+        ["First", "A red-hot 1,000 .", "5", "Part", "More ."],
+        ["Second ( = film )", "Text ."],
+    ]
+
+
+@pytest.mark.skipif("TEST_DATA" not in os.environ, reason="TEST_DATA does not name the folder of shared test data")
+def test_wikitext_file_has_60_articles():
+    documents = read_documents(Path(os.environ["TEST_DATA"]) / "wikitext-2" / "valid.txt")
+    assert len(documents) == 60
+    assert documents[0][0] == "Homarus gammarus"
+
+
+@pytest.mark.parametrize("suffix, pack", [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)])
+def test_files_plain_and_packed(tmp_path, suffix, pack):
+    (tmp_path / f"a.txt{suffix}").write_bytes(pack("\ufeffÉtude.\r\n\r\nZwei".encode()))
+    assert read_documents(tmp_path / f"a.txt{suffix}") == [["Étude.", "Zwei"]]
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(pack(b'{"body": "One."}\n\n{"body": ""}\n{"body": "a \\ud800 b"}\n'))
+    assert read_documents(tmp_path / f"a.jsonl{suffix}", "body") == [["One."], ["a ? b"]]
+    for name, comma in (("a.csv", ","), ("a.TSV", "\t")):
+        rows = [["id", "body"], ["1", '"One, two.\r\n\r\nThree ""four""."'], ["2", ""], ["3", "long " * 30_000]]
+        (tmp_path / f"{name}{suffix}").write_bytes(pack("\r\n".join(map(comma.join, rows)).encode()))
+        assert read_documents(tmp_path / f"{name}{suffix}", "body") == [
+            ["One, two.", 'Three "four".'],
+            ["long " * 29_999 + "long"],
+        ]
+
+
+def test_sentences_stay_in_their_paragraph():
+    assert split_sentences(["Dr. Smith went home. He slept", "Then"]) == [
+        "Dr. Smith went home.",
+        "He slept",
+        "Then",
+    ]
+
+
+# ---------------------------------------------------------------- sentence-order pairs
+
+
+@pytest.mark.parametrize("seq_length, longest", [(32, 10), (32, 100), (512, 60), (8, 9)])
+def test_pairs_keep_all_text_in_order(seq_length, longest):
+    lengths = random.Random(0)
+    ids = itertools.count(10)
+    sentences = [list(itertools.islice(ids, lengths.randint(1, longest))) for _ in range(2000)]
+    pairs = make_sentence_pairs(sentences, seq_length, random.Random(1))
+    restored = [segments[::-1] if label else segments for *segments, label in pairs]
+    assert [token for first, second in restored for token in first + second] == list(itertools.chain(*sentences))
+    assert all(first and second and len(first) + len(second) <= seq_length - 3 for first, second in restored)
+    assert 0.4 < np.mean([label for *_, label in pairs]) < 0.6
+    if longest <= (seq_length - 3) // 2:
+        begins = {sentence[0] for sentence in sentences}
+        assert all(first[0] in begins and second[0] in begins for first, second in restored)
+        # the next sentence would not have fitted
+        sizes = {sentence[0]: len(sentence) for sentence in sentences}
+        for (first, second), (following, _) in zip(restored[:-2], restored[1:-1], strict=True):
+            assert len(first) + len(second) + sizes[following[0]] > seq_length - 3
+
+
+def test_pairs_reproduce_and_differ_by_document():
+    sentences = [[number] * 5 for number in range(100)]
+
+    def make(seed, split, index):
+        return make_sentence_pairs(sentences, 64, make_document_random(seed, split, index))
+
+    assert make(1, "train", 0) == make(1, "train", 0)
+    assert (
+        len({str(make(*key)) for key in ((1, "train", 0), (2, "train", 0), (1, "validation", 0), (1, "train", 1))}) == 4
+    )
+
+
+def test_cut_falls_on_every_sentence():
+    sentences = [[number] for number in range(5)]
+    cuts = set()
+    for index in range(200):
+        [(first, second, label)] = make_sentence_pairs(sentences, 64, random.Random(index))
+        cuts.add(len(second if label else first))
+    assert cuts == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("sentences, count", [([], 0), ([[]], 0), ([[7]], 0), ([[7, 8]], 1), ([[7], [8]], 1)])
+def test_pairs_of_tiny_documents(sentences, count):
+    assert len(make_sentence_pairs(sentences, 64, random.Random(0))) == count
