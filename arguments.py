@@ -338,7 +338,7 @@ class DataArguments:
         "swarm's tokenizer in --tokenizer_path; --dataset_path is then used by --do_eval only.",
     )
     sources: str = flag(
-        "configs/sources.json", "With --streaming: what to read, in which proportion (text/streams.py). ALL TRAINERS."
+        "configs/sources.json", "With --streaming: what to read, in which proportion (see docs/data.md). ALL TRAINERS."
     )
     language: str = flag(
         "english", "With --dataset_name or --train_file: language of the text, for splitting it into sentences."

@@ -21,7 +21,6 @@ import logging
 import math
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,6 +33,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -44,9 +44,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from experiment.optimizer import make_param_groups
 from experiment.tasks import (
     TASKS,
-    EntityChooser,
     Example,
-    SpanClassifier,
+    SpanModel,
     Task,
     format_predictions,
     load_examples,
@@ -57,9 +56,11 @@ from machine.checkpoint import save_model
 from models.build import find_longest_sequence
 from models.ruleanalbert import load_ruleanalbert
 from support.files import lock_folder, write_file
+from text.batches import group_by_length
 
 logger = logging.getLogger("finetune")
 
+PADDING = 8  # the width of batches is a multiple of it
 #: short names of old commands
 MODEL_NAMES = {"ruroberta-large": "ai-forever/ruRoberta-large"}
 
@@ -79,8 +80,6 @@ class Pretrained:
 
 def load_pretrained(args: FinetuneArguments) -> Pretrained:
     """What --checkpoint or --model-name says, or one line that names the cure."""
-    transformers.utils.logging.set_verbosity_error()  # that a new head is new is no news
-    transformers.utils.logging.disable_progress_bar()
     name = args.checkpoint or MODEL_NAMES.get(args.model_name, args.model_name)
     path, flag = Path(name), "--checkpoint" if args.checkpoint else "--model-name"
     if path.is_dir() and (path / "state.pth").is_file():
@@ -92,13 +91,18 @@ def load_pretrained(args: FinetuneArguments) -> Pretrained:
             f"--checkpoint {path} has no config.json: give a folder with a model, as outputs/trainer/model or a "
             "checkpoint-N, or a state.pth with config.json and tokenizer/ beside it"
         )
+    cure = "give the id of a model on the Hub, or a folder with a model and its tokenizer"
+    return load_folder(name, f"{flag} {name}", cure)
+
+
+def load_folder(name: str | Path, what: str, cure: str) -> Pretrained:
+    """Of a folder or id; a UserError where that cannot be loaded."""
+    transformers.utils.logging.set_verbosity_error()  # that a new head is new is no news
+    transformers.utils.logging.disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(name)
-        tokenizer = load_tokenizer(name)
+        return Pretrained(str(name), AutoConfig.from_pretrained(name), load_tokenizer(name))
     except (OSError, ValueError, KeyError) as e:
-        cure = "give the id of a model on the Hub, or a folder with a model and its tokenizer"
-        raise UserError(f"{flag} {name} cannot be loaded ({first_line(e)}): {cure}") from e
-    return Pretrained(name, config, tokenizer)
+        raise UserError(f"{what} cannot be loaded ({first_line(e)}): {cure}") from e
 
 
 def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
@@ -163,9 +167,9 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
     else:
         model = auto_class.from_config(config, dtype=torch.float32)
         model.base_model.load_state_dict(pretrained.encoder.state_dict())
-    if task.head == "spans":
-        return SpanClassifier(model, len(task.labels), dropout)
-    return EntityChooser(model, dropout) if task.head == "entities" else model
+    if task.head in ("classes", "choices"):
+        return model
+    return SpanModel(model, len(task.labels) if task.head == "spans" else None, dropout)
 
 
 def load_weights(auto_class: type, pretrained: Pretrained) -> torch.nn.Module:
@@ -211,8 +215,7 @@ def choose_length(model: torch.nn.Module, wanted: int) -> int:
     :param model: of make_task_model
     """
     longest = find_longest_sequence(model)
-    # batches are padded to a multiple of 8
-    return int(min(wanted, longest if longest == math.inf else longest // 8 * 8))
+    return int(min(wanted, longest if longest == math.inf else longest // PADDING * PADDING))
 
 
 def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> tuple[list[Row], int]:
@@ -232,15 +235,12 @@ def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> 
         inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
         # not char_to_token, which knows one token for a character: where a word begins with the pieces "▁" and "а",
         # both have the place of the letter
-        tokens, encoding = defaultdict(list), encoded.encodings[0]
-        if example.spans:
-            for token, (text, (start, end)) in enumerate(zip(encoding.sequence_ids, encoding.offsets, strict=True)):
-                for character in range(start, end):
-                    tokens[text, character].append(token)
-        spans = [
-            sorted({token for text, start, end in places for i in range(start, end) for token in tokens[text, i]})
-            for places in example.spans
-        ]
+        text_of = np.array(encoded.sequence_ids(0), dtype=float)  # nan: of none
+        begins, ends = np.array(encoded.encodings[0].offsets).T
+        spans = []
+        for places in example.spans:
+            found = [(text_of == text) & (begins < end) & (ends > start) for text, start, end in places]
+            spans.append(np.flatnonzero(np.any(found, axis=0)).tolist())
         rows.append(Row(inputs, spans, example.right))
     return rows, cut
 
@@ -253,7 +253,7 @@ def collate(rows: list[Row], task: Task, tokenizer, device: torch.device) -> dic
         and is one at all
     """
     inputs = [inputs for row in rows for inputs in row.inputs]
-    batch = dict(tokenizer.pad(inputs, return_tensors="pt", pad_to_multiple_of=8, padding_side="right"))
+    batch = dict(tokenizer.pad(inputs, return_tensors="pt", pad_to_multiple_of=PADDING, padding_side="right"))
     answers = max((len(row.spans) - 1 for row in rows), default=0) if task.head == "entities" else len(task.labels)
     batch["right"] = torch.zeros(len(rows), answers, dtype=torch.bool)
     batch["possible"] = torch.ones(len(rows), answers, dtype=torch.bool)
@@ -286,15 +286,6 @@ def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     masked = log_softmax(logits, dim=1).masked_fill(~right, torch.finfo(logits.dtype).min)
     log_probability = masked.logsumexp(dim=1)
     return -log_probability.masked_fill(~right.any(dim=1), 0.0)
-
-
-def order_batches(rows: list[Row], batch_size: int, generator: torch.Generator) -> list[list[int]]:
-    """Batches of similar length in random order: shuffled, then sorted by length among 50 batches' worth."""
-    order = torch.randperm(len(rows), generator=generator).tolist()
-    pools = [order[i : i + 50 * batch_size] for i in range(0, len(order), 50 * batch_size)]
-    ordered = [row for pool in pools for row in sorted(pool, key=lambda row: rows[row].length)]
-    batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
 def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.AbstractContextManager:
@@ -333,7 +324,7 @@ def tune(
     """Train with one seed: what results.json says of it, and the model of its best epoch."""
     started = time.monotonic()
     torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)
     model = make_task_model(pretrained, task, args.dropout).to(device)
     groups = [
         {"params": group["params"], "weight_decay": args.weight_decay if group["decayed"] else 0.0}
@@ -349,7 +340,9 @@ def tune(
     with tqdm(total=total, desc=f"{task.name}, seed {seed}", unit="step", disable=None, leave=False) as bar:
         for epoch in range(1, args.num_train_epochs + 1):
             model.train()
-            batches = order_batches(rows["train"], args.batch_size, generator)
+            # by the lengths that they are padded to: more rows to choose from for a batch, and no more padding
+            lengths = np.array([-(-row.length // PADDING) for row in rows["train"]])
+            batches = group_by_length(lengths, args.batch_size, generator, keep_rest=True)
             # on the device, so that it is not waited for in each step
             loss_sum, right_sum = torch.zeros((), device=device), torch.zeros((), device=device)
             for start in range(0, len(batches), args.grad_acc_steps):

@@ -23,11 +23,19 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from experiment.tasks import TASKS, format_predictions, load_examples
-from finetune_mlm import Pretrained, check_tokenizer, choose_length, encode, load_tokenizer, load_weights, predict
+from finetune_mlm import (
+    Pretrained,
+    check_tokenizer,
+    choose_length,
+    encode,
+    load_folder,
+    load_tokenizer,
+    load_weights,
+    predict,
+)
 from support.files import write_file
 
 logger = logging.getLogger("finetune")
@@ -43,14 +51,8 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
         raise UserError(f"--model {folder} is not a run of finetune_mlm.py ({e!r}): {cure}") from e
     if task != "TERRa":
         raise UserError(f"--model {folder} was tuned for {task}: {cure}")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    saved = folder / "model"
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(saved), load_tokenizer(saved)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{saved} cannot be loaded ({first_line(e)}): {cure}") from e
-    pretrained = Pretrained(str(saved), config, tokenizer)
+    pretrained = load_folder(folder / "model", str(folder / "model"), cure)
+    tokenizer = pretrained.tokenizer
     if args.arch != "lean_albert":
         try:
             pretrained.tokenizer = load_tokenizer(args.arch)
@@ -63,7 +65,7 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
                 f"--arch {args.arch} has {len(pretrained.tokenizer):,} pieces that are not the {len(tokenizer):,} of "
                 "the run's tokenizer: give lean_albert, which takes that one"
             )
-    check_tokenizer(pretrained, is_own=config.model_type == "lean_albert")
+    check_tokenizer(pretrained, is_own=pretrained.config.model_type == "lean_albert")
     return pretrained, load_weights(AutoModelForSequenceClassification, pretrained)
 
 

@@ -33,18 +33,16 @@ from pathlib import Path
 from arguments import TokenizeArguments, parse_arguments
 from support.console import UserError, edge
 from support.files import unfinished_folder
-from support.hub import hub
 from text.documents import (
     load_sentence_splitter,
     read_documents,
     read_text,
-    split_articles,
     split_chapters,
 )
 from text.hosting import check_archive, make_archive
-from text.instances import KINDS, InstanceKind
-from text.tokenization import make_dataset, split_documents
-from text.tokenizers import check_tokenizer, load_tokenizer, train_byte_tokenizer, train_tokenizer
+from text.instances import KINDS
+from text.tokenization import load_hub_splits, make_dataset, split_documents
+from text.tokenizers import load_tokenizer, train_byte_tokenizer, train_tokenizer
 
 SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
 
@@ -76,12 +74,13 @@ def main():
                 train = train_tokenizer if kind.is_masked else train_byte_tokenizer
                 tokenizer = train(splits["train"], args)
             else:
-                tokenizer = find_tokenizer(args, kind)
+                cure = "--train_tokenizer, or --tokenizer with a folder"
+                tokenizer = load_tokenizer(args.tokenizer, kind, args.cache_dir, cure)
             tokenizer.save_pretrained(unfinished_tokenizer)
             # what the peers will load is what tokenizes
             tokenizer = load_tokenizer(unfinished_tokenizer, kind)
 
-        corpus = make_dataset(source, splits, tokenizer, unfinished_tokenizer, unfinished_dataset, args)
+        corpus = make_dataset(source, splits, tokenizer, unfinished_dataset, args)
         try:
             if not is_tokenizer_kept:
                 unfinished_tokenizer.rename(tokenizer_path)
@@ -121,26 +120,11 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
         source, documents = SAMPLE_CORPUS.name, split_chapters(read_text(SAMPLE_CORPUS))
     else:
         # raw: the other one has <unk> for words that any subword tokenizer can spell
-        name = ("Salesforce/wikitext", "wikitext-103-raw-v1")
-        with hub(f"the dataset {name[0]}", "--corpus sample or --text_files"):
-            import datasets
-
-            wikitext = datasets.load_dataset(*name, cache_dir=args.cache_dir)
-        splits = {split: split_articles(list(wikitext[split]["text"])) for split in ("train", "validation")}
-        return "/".join(name), splits
+        name = ["Salesforce/wikitext", "wikitext-103-raw-v1"]
+        return load_hub_splits(name, "text", args.cache_dir, "--corpus sample or --text_files")
     if not documents:
         raise UserError(f"there is no text in {source}: give files that are not empty")
     return source, split_documents(documents, args)
-
-
-def find_tokenizer(args: TokenizeArguments, kind: InstanceKind):
-    if Path(args.tokenizer).is_dir():
-        return load_tokenizer(args.tokenizer, kind)
-    with hub(f"the tokenizer {args.tokenizer}", "--train_tokenizer, or --tokenizer with a folder"):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, cache_dir=args.cache_dir)
-    return check_tokenizer(tokenizer, args.tokenizer, kind)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from arguments import DataArguments
 from experiment.data import make_train_batches, make_training_dataset
 from text.collators import DataCollatorForWholeWordMask
 from text.documents import split_paragraphs, split_sentences
-from text.streams import ChunkTokenizer, DocumentStream, list_instances
+from text.streams import ChunkTokenizer, list_instances, stream_documents
 from text.tokenizers import load_tokenizer
 
 
@@ -55,7 +55,7 @@ def main():
         return result
 
     tokenize = ChunkTokenizer(dataset.sources, tokenizer, seed=1)
-    stream = iter(DocumentStream(dataset.sources, seed=1))
+    stream = iter(stream_documents(dataset.sources, seed=1))
     tokenize[512, next(stream)[1]]
     chunks = measure("reading", lambda: [chunk for _, chunk in itertools.islice(stream, 40)])
     results = measure("a worker's work", lambda: [tokenize[512, chunk] for chunk in chunks])

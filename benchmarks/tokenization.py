@@ -5,7 +5,7 @@
 The usual one, of hivemind's ALBERT example: tokenize each sentence to learn its length, then tokenize the joined text
 of the two segments again. Ours: tokenize every sentence once, all of them in one batch, and join ids. The runs
 alternate in one process, without the tokenizer's threads. Both begin with paragraphs; the usual one ends with lists of
-ids, ours with the table that is written to disk. "without sentence splitting" leaves out the time of Punkt, the same
+ids, ours with the columns that are written to disk. "without sentence splitting" leaves out the time of Punkt, the same
 for both. The medians of the runs are compared, in seconds of the processor.
 """
 
@@ -16,9 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from text.tokenization import load_worker_tokenizer, tokenize_chunk
-from text.tokenizers import train_tokenizer
-
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAYON_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tokenize_wikitext103
 from arguments import TokenizeArguments
 from text.documents import make_document_random, read_text, split_chapters, split_sentences
+from text.tokenization import ChunkEncoder
+from text.tokenizers import load_tokenizer, train_tokenizer
 
 RUNS, CHAPTERS, SEQ_LENGTH = 5, 40, 512
 
@@ -69,7 +68,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         args = TokenizeArguments(vocab_size=8000, seq_length=SEQ_LENGTH)
         train_tokenizer(chapters, args).save_pretrained(folder)
-        tokenizer = load_worker_tokenizer(Path(folder))
+        tokenizer = load_tokenizer(folder)
+        encoder = ChunkEncoder(tokenizer, args)
         for run in range(1, RUNS + 1):
             start = time.process_time()
             documents = [split_sentences(paragraphs) for paragraphs in chapters]
@@ -78,8 +78,8 @@ def main():
             note(run, "twice", time.process_time() - start, splitting, tokens)
 
             start = time.process_time()
-            table = tokenize_chunk(list(enumerate(chapters)), split="train", tokenizer_path=Path(folder), args=args)
-            tokens = len(table["input_ids"].combine_chunks().flatten())
+            _, lengths = encoder["train", list(enumerate(chapters))]
+            tokens = int(lengths.sum())
             note(run, "once", time.process_time() - start, splitting, tokens)
     for part in ("whole", "without sentence splitting"):
         ours, usual = (statistics.median(speeds[f"{way}, {part}"]) for way in ("once", "twice"))

@@ -19,9 +19,7 @@ from support.console import UserError
 from text.batches import (
     BatchLoader,
     IndexedBatches,
-    LengthGroupedOrder,
     ShardedBatches,
-    ShardedOrder,
     StreamedBatches,
     choose_multiple,
     list_batches,
@@ -43,7 +41,9 @@ def load_documents(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]
     """(where the text is from, documents by split) for --train_file or --dataset_name. A document is a list of
     paragraphs; where there is no validation split, some documents are held out for it."""
     if args.dataset_name:
-        source, splits = load_hub_splits(args)
+        name = [args.dataset_name, *filter(None, [args.dataset_config_name])]
+        cache_dir = Path(args.dataset_cache_dir) / "hub"
+        source, splits = load_hub_splits(name, args.text_column, cache_dir, "--train_file")
     else:
         source, splits = Path(args.train_file).name, {"train": read_documents(args.train_file, args.text_column)}
     if args.validation_file:
@@ -72,7 +72,7 @@ def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKin
     if not (args.train_file or args.dataset_name):
         return fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
     tokenizer = load_tokenizer(model_args.tokenizer_path, kind)
-    return FetchedDataset(tokenize_for_trainer(*load_documents(args), tokenizer, kind, model_args, args))
+    return FetchedDataset(tokenize_for_trainer(*load_documents(args), tokenizer, kind, model_args.seed, args))
 
 
 def choose_tokenizer(found: FetchedDataset, args: ModelArguments) -> str | Path:
@@ -141,12 +141,10 @@ def make_train_batches(
     if isinstance(dataset, ShardedSplit):
         if dataset.seed is None:
             dataset.begin(seed)
-        batches = ShardedBatches(dataset, collate, args)
-        order = ShardedOrder(batches, batch_size, seed, stop or threading.Event())
+        batches = ShardedBatches(dataset, collate, args, stop or threading.Event())
     else:
         batches = IndexedBatches(dataset, collate, args)
-        order = LengthGroupedOrder(batches.padded_lengths, batch_size, seed)
-    return BatchLoader(batches, order, num_workers)
+    return BatchLoader(batches, batch_size, seed, num_workers)
 
 
 def make_eval_batches(

@@ -82,14 +82,14 @@ class Objective:
     kind: InstanceKind
     #: which of transformers' classes makes a model of a configuration; our own are in experiment/model.py
     find_class: Callable[[PreTrainedConfig], type | None]
-    #: of a model, a batch, and its labels without those to be ignored
-    losses_of: Callable[[PreTrainedModel, dict[str, Tensor], Tensor], Losses]
-    #: of these losses the one that is the mean over the labels
-    token_loss: str
     #: for a checkpoint's card: what the loss is of, the pipeline that the model opens in, and an example for it
     description: str
-    pipeline: str
-    example: str
+    pipeline: str = "fill-mask"
+    example: str = 'f"The captain was {predict.tokenizer.mask_token}."'
+    #: of a model, a batch, and its labels without those to be ignored
+    losses_of: Callable[[PreTrainedModel, dict[str, Tensor], Tensor], Losses] = compute_token_loss
+    #: of these losses the one that is the mean over the labels
+    token_loss: str = "mlm_loss"
 
     @property
     def is_causal(self) -> bool:
@@ -97,37 +97,19 @@ class Objective:
         return not self.kind.is_masked
 
 
-FILL_MASK = 'f"The captain was {predict.tokenizer.mask_token}."'
 #: the first one that the model's type has a class for is the default
 OBJECTIVES = {
     "mlm_sop": Objective(
-        name="mlm_sop",
-        kind=PAIRS,
-        find_class=lambda config: None,
-        losses_of=take_own_losses,
-        token_loss="mlm_loss",
-        description="masked words and sentence order",
-        pipeline="fill-mask",
-        example=FILL_MASK,
+        "mlm_sop", PAIRS, lambda _: None, "masked words and sentence order", losses_of=take_own_losses
     ),
-    "mlm": Objective(
-        name="mlm",
-        kind=BLOCKS,
-        find_class=find_masked_class,
-        losses_of=compute_token_loss,
-        token_loss="mlm_loss",
-        description="masked words",
-        pipeline="fill-mask",
-        example=FILL_MASK,
-    ),
+    "mlm": Objective("mlm", BLOCKS, find_masked_class, "masked words"),
     "clm": Objective(
-        name="clm",
-        kind=TEXT,
-        find_class=find_causal_class,
-        losses_of=compute_token_loss,
-        token_loss="lm_loss",
-        description="the next word",
+        "clm",
+        TEXT,
+        find_causal_class,
+        "the next word",
         pipeline="text-generation",
         example='"The captain was", max_new_tokens=20, add_special_tokens=False',
+        token_loss="lm_loss",
     ),
 }

@@ -8,7 +8,6 @@ record is a dictionary with the fields of the Hugging Face Hub's version, wherev
         print(load_examples(TASKS['terra'], 'PATH_OF_THE_DATA')['validation'][0])"
 """
 
-import csv
 import dataclasses
 import json
 import re
@@ -16,6 +15,7 @@ import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +31,7 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from support.console import UserError, first_line
+from text.documents import read_records
 
 Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character after the last
 
@@ -55,62 +56,40 @@ class Example:
         return self.right[0]
 
 
-@dataclass(frozen=True)
-class Task:
-    """
-    :param name: as the leaderboard spells it: the folder with the data, and the file with predictions
-    :param columns: fields that each record must have
-    :param make_example: a record and its task -> Example
-    :param measure: examples and predicted indices -> metrics, between 0 and 1 (Matthews correlation: from -1). The
-        first one decides which epoch is the best
-    :param head: what is predicted: "classes" of a text or pair, "choices" among texts, "classes" from two "spans", or
-        one of the text's "entities"
-    :param labels: of the classes, as they are handed in
-    :param restructure: a record of the benchmark's own files -> records with the Hub's fields
-    """
-
-    name: str
-    columns: tuple[str, ...]
-    make_example: Callable[[dict, "Task"], Example]
-    measure: Callable[[list[Example], Sequence[int]], dict[str, float]]
-    head: Literal["classes", "choices", "spans", "entities"] = "classes"
-    labels: tuple[str | int, ...] = ()
-    label_column: str = "label"
-    id_column: str = "idx"
-    restructure: Callable[[dict], list[dict]] | None = None
-    files: dict[str, str] = field(
-        default_factory=lambda: {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
-    )
-    folder: Path | None = None  # of a task file; else it is looked for
-    address: str = "https://russiansuperglue.com/tasks/"
-    hub: str = "RussianNLP/russian_super_glue"
-
-
 # ---------------------------------------------------------------- metrics
 
-
-def measure_accuracy(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
-    return {"accuracy": accuracy_score([example.label for example in examples], predictions)}
+Measure = Callable[[list[Example], Sequence[int]], dict[str, float]]
 
 
-def measure_f1(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
-    """F1 of each class, averaged; a class that is neither there nor predicted does not count."""
-    labels = [example.label for example in examples]
-    f1 = f1_score(labels, predictions, average="macro", zero_division=0)
-    return {"f1": f1, **measure_accuracy(examples, predictions)}
+def measure_labels(*names: str) -> Measure:
+    """Examples and predicted indices -> the scores of these names."""
+
+    def measure(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
+        labels = [example.label for example in examples]
+        return {name: SCORES[name](labels, predictions) for name in names}
+
+    return measure
 
 
-def measure_mcc(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
-    labels = [example.label for example in examples]
-    return {"mcc": matthews_corrcoef(labels, predictions), **measure_accuracy(examples, predictions)}
+SCORES = {
+    "accuracy": accuracy_score,
+    # of each class, averaged; a class that is neither there nor predicted does not count
+    "f1": partial(f1_score, average="macro", zero_division=0),
+    "mcc": matthews_corrcoef,
+}
+METRICS = {
+    "accuracy": measure_labels("accuracy"),
+    "f1": measure_labels("f1", "accuracy"),
+    "mcc": measure_labels("mcc", "accuracy"),
+}
 
 
 def measure_domains(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
     """RuCoLA: of all sentences, then of those from the training data's domain and of the others."""
-    metrics = measure_mcc(examples, predictions)
+    metrics = METRICS["mcc"](examples, predictions)
     for domain in dict.fromkeys(example.record["domain"] for example in examples):
         rows = [row for row, example in enumerate(examples) if example.record["domain"] == domain]
-        part = measure_mcc([examples[row] for row in rows], [predictions[row] for row in rows])
+        part = METRICS["mcc"]([examples[row] for row in rows], [predictions[row] for row in rows])
         metrics |= {f"{domain}_{name}": value for name, value in part.items()}
     return metrics
 
@@ -147,12 +126,10 @@ def overlap(words: list[str], others: list[str]) -> float:
     return 2 * common / (len(words) + len(others)) if common else 0.0
 
 
-METRICS = {"accuracy": measure_accuracy, "f1": measure_f1, "mcc": measure_mcc}
-
 # ---------------------------------------------------------------- from a record to an example
 
 
-def find_label(record: dict, task: Task) -> list[int] | None:
+def find_label(record: dict, task: "Task") -> list[int] | None:
     """[index] of a record's label however it is written: an index (Hub; -1: none), a truth value, or a text."""
     value = record.get(task.label_column)
     spellings = [str(label).lower() for label in task.labels]
@@ -167,19 +144,15 @@ def find_label(record: dict, task: Task) -> list[int] | None:
     raise ValueError(f"{task.label_column} {value!r} is not one of {', '.join(map(str, task.labels))}")
 
 
-def read_texts(first: str, second: str | None = None) -> Callable[[dict, Task], Example]:
-    """Of a task that classifies the text in the column `first`, or the pair with that in `second`; with the head
-    "spans" the pair's texts are what is looked at."""
-
-    def make_example(record: dict, task: Task) -> Example:
-        texts = (record[first], record[second] if second else None)
-        spans = [[(i, 0, len(text))] for i, text in enumerate(texts)] if task.head == "spans" else []
-        return Example(record, [texts], find_label(record, task), spans)
-
-    return make_example
+def read_texts(record: dict, task: "Task", columns: tuple[str, ...] | None = None) -> Example:
+    """Of a task that classifies the text in its column, or the pair in its two columns; with the head "spans" the
+    pair's texts are what is looked at."""
+    first, second = (*(record[column] for column in columns or task.columns), None)[:2]
+    spans = [[(i, 0, len(text))] for i, text in enumerate((first, second))] if task.head == "spans" else []
+    return Example(record, [(first, second)], find_label(record, task), spans)
 
 
-def read_choices(record: dict, task: Task) -> Example:
+def read_choices(record: dict, task: "Task") -> Example:
     """PARus: each choice beside the premise, the cause before the effect."""
     is_cause = record["question"] == "cause"
     choices = [record["choice1"], record["choice2"]]
@@ -187,14 +160,14 @@ def read_choices(record: dict, task: Task) -> Example:
     return Example(record, texts, find_label(record, task))
 
 
-def read_answer(record: dict, task: Task) -> Example:
+def read_answer(record: dict, task: "Task") -> Example:
     """MuSeRC: a paragraph, and one answer after its question."""
     check_index(record, "paragraph", "question", "answer")
     texts = [(record["paragraph"], f"{record['question']} {record['answer']}")]
     return Example(record, texts, find_label(record, task))
 
 
-def read_word_senses(record: dict, task: Task) -> Example:
+def read_word_senses(record: dict, task: "Task") -> Example:
     """RUSSE: the places of a word in two sentences."""
     texts = (record["sentence1"].replace("\xa0", " "), record["sentence2"].replace("\xa0", " "))
     places = [(int(record["start1"]), int(record["end1"])), (int(record["start2"]), int(record["end2"]))]
@@ -218,7 +191,7 @@ def find_word(text: str, start: int, end: int, word: str) -> tuple[int, int]:
     return max(words, key=lambda place: (likeness(place), -abs(place[0] - start)))
 
 
-def read_coreference(record: dict, task: Task) -> Example:
+def read_coreference(record: dict, task: "Task") -> Example:
     """RWSD: the places of a noun phrase and of a pronoun, which are given by the numbers of their words."""
     text = record["text"]
     spans = [[(0, *find_phrase(text, record[f"span{i}_index"], record[f"span{i}_text"]))] for i in (1, 2)]
@@ -233,7 +206,7 @@ def find_phrase(text: str, index: int, phrase: str) -> tuple[int, int]:
     return min(found, key=lambda span: abs(span[0] - place[0]), default=place)
 
 
-def read_gap(record: dict, task: Task) -> Example:
+def read_gap(record: dict, task: "Task") -> Example:
     """RuCoS: the places of all entities in the passage, and of the gap in the query."""
     check_index(record, "passage", "query")
     passage, query = record["passage"], record["query"]
@@ -298,85 +271,91 @@ def restructure_entities(line: dict) -> list[dict]:
     ]
 
 
+# ---------------------------------------------------------------- the tasks
+
+
+@dataclass(frozen=True)
+class Task:
+    """
+    :param name: as the leaderboard spells it: the folder with the data, and the file with predictions
+    :param columns: fields that each record must have
+    :param labels: of the classes, as they are handed in
+    :param head: what is predicted: "classes" of a text or pair, "choices" among texts, "classes" from two "spans", or
+        one of the text's "entities"
+    :param measure: examples and predicted indices -> metrics, between 0 and 1 (Matthews correlation: from -1). The
+        first one decides which epoch is the best
+    :param make_example: a record and its task -> Example
+    :param restructure: a record of the benchmark's own files -> records with the Hub's fields
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    labels: tuple[str | int, ...] = ()
+    head: Literal["classes", "choices", "spans", "entities"] = "classes"
+    measure: Measure = METRICS["accuracy"]
+    make_example: Callable[[dict, "Task"], Example] = read_texts
+    restructure: Callable[[dict], list[dict]] | None = None
+    label_column: str = "label"
+    id_column: str = "idx"
+    files: dict[str, str] = field(
+        default_factory=lambda: {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
+    )
+    folder: Path | None = None  # of a task file; else it is looked for
+    address: str = "https://russiansuperglue.com/tasks/"
+    hub: str = "RussianNLP/russian_super_glue"
+
+
 ENTAILMENT = ("entailment", "not_entailment")
 TASKS = {
-    "rcb": Task(
-        "RCB",
-        ("premise", "hypothesis"),
-        read_texts("premise", "hypothesis"),
-        measure_f1,
-        labels=("entailment", "contradiction", "neutral"),
-    ),
-    "terra": Task(
-        "TERRa",
-        ("premise", "hypothesis"),
-        read_texts("premise", "hypothesis"),
-        measure_accuracy,
-        labels=ENTAILMENT,
-    ),
-    "danetqa": Task(
-        "DaNetQA",
-        ("question", "passage"),
-        read_texts("passage", "question"),
-        measure_accuracy,
-        labels=("false", "true"),
-    ),
-    "parus": Task(
-        "PARus",
-        ("premise", "choice1", "choice2", "question"),
-        read_choices,
-        measure_accuracy,
-        head="choices",
-        labels=(0, 1),
-    ),
+    "rcb": Task("RCB", ("premise", "hypothesis"), ("entailment", "contradiction", "neutral"), measure=METRICS["f1"]),
+    "terra": Task("TERRa", ("premise", "hypothesis"), ENTAILMENT),
+    "danetqa": Task("DaNetQA", ("passage", "question"), ("false", "true")),
+    "parus": Task("PARus", ("premise", "choice1", "choice2", "question"), (0, 1), "choices", make_example=read_choices),
     "muserc": Task(
         "MuSeRC",
         ("paragraph", "question", "answer", "idx"),
-        read_answer,
-        measure_answers,
-        labels=(0, 1),
+        (0, 1),
+        measure=measure_answers,
+        make_example=read_answer,
         restructure=restructure_answers,
     ),
     "russe": Task(
         "RUSSE",
         ("word", "sentence1", "sentence2", "start1", "end1", "start2", "end2"),
-        read_word_senses,
-        measure_accuracy,
+        ("false", "true"),
         head="spans",
-        labels=("false", "true"),
+        make_example=read_word_senses,
     ),
     "rwsd": Task(
         "RWSD",
         ("text", "span1_index", "span1_text", "span2_index", "span2_text"),
-        read_coreference,
-        measure_accuracy,
+        ("False", "True"),
         head="spans",
-        labels=("False", "True"),
+        make_example=read_coreference,
         restructure=restructure_spans,
     ),
     "rucos": Task(
         "RuCoS",
         ("passage", "query", "entities", "idx"),
-        read_gap,
-        measure_entities,
         head="entities",
-        label_column="answers",
+        measure=measure_entities,
+        make_example=read_gap,
         restructure=restructure_entities,
+        label_column="answers",
     ),
     "lidirus": Task(
         "LiDiRus",
         ("sentence1", "sentence2"),
-        read_texts("sentence1", "sentence2"),
-        measure_mcc,
-        labels=ENTAILMENT,
+        ENTAILMENT,
+        measure=METRICS["mcc"],
         files={"test": "LiDiRus.jsonl"},
     ),
     "rucola": Task(
         "RuCoLA",
         ("id", "sentence"),
-        read_texts("sentence"),
-        measure_domains,
-        labels=(0, 1),
+        (0, 1),
+        measure=measure_domains,
+        make_example=partial(read_texts, columns=("sentence",)),
         label_column="acceptable",
         id_column="id",
         files={
@@ -399,7 +378,8 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     They come from the folder of the task's name in `data_dir` (TERRa, or terra), else from the Hugging Face Hub. What
     is missing or malformed is a UserError.
     """
-    folder = task.folder or find_folder(task, Path(data_dir))
+    here = [path for path in Path(data_dir).glob("*") if path.is_dir() and path.name.lower() == task.name.lower()]
+    folder = task.folder or max(here, key=lambda path: (path.name == task.name, path), default=None)
     if folder is None:
         splits = load_from_hub(task, data_dir)
     else:
@@ -428,45 +408,23 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     return examples
 
 
-def find_folder(task: Task, data_dir: Path) -> Path | None:
-    """The data's folder, however it is spelled."""
-    folders = [path for path in sorted(data_dir.glob("*")) if path.is_dir() and path.name.lower() == task.name.lower()]
-    return next((path for path in folders if path.name == task.name), folders[0] if folders else None)
-
-
-def read_file(task: Task, path: Path) -> list[tuple[str, dict]] | None:
+def read_file(task: Task, path: Path) -> list[tuple[str, object]] | None:
     """Records of a .csv, .tsv or JSON-lines file, each with where it stands; None: no such file."""
     if not path.is_file():
         return None
-    records, where = [], path
-    try:
-        # utf-8-sig: some of the benchmark's files begin with a byte order mark
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            if path.suffix in (".csv", ".tsv"):
-                rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-                for row in rows:
-                    where = f"{path}, line {rows.line_num}"
-                    if None in row:
-                        raise ValueError(f"more than the header's {len(rows.fieldnames)} columns")
-                    records.append((where, row))
-            else:
-                for number, line in enumerate(file, start=1):
-                    where = f"{path}, line {number}"
-                    if line.strip():
-                        value = json.loads(line)
-                        # a file with the Hub's own fields is understood too
-                        nested = task.restructure and not all(column in value for column in task.columns)
-                        records += [(where, record) for record in (task.restructure(value) if nested else [value])]
-    except (KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
-    except csv.Error as e:
-        raise UserError(f"{path} cannot be read after line {rows.line_num} ({e}): fix its quotation marks") from e
-    except (ValueError, OSError) as e:
-        raise UserError(f"{where} cannot be read ({e}): get it from {task.address}") from e
+    records = []
+    for number, record in read_records(path, is_strict=True):
+        where = f"{path}, line {number}"
+        try:
+            # a file with the Hub's own fields is understood too
+            nested = task.restructure and not all(column in record for column in task.columns)
+            records += [(where, part) for part in (task.restructure(record) if nested else [record])]
+        except (KeyError, TypeError, AttributeError) as e:
+            raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
     return records
 
 
-def make_examples(task: Task, records: list[tuple[str, dict]]) -> list[Example]:
+def make_examples(task: Task, records: list[tuple[str, object]]) -> list[Example]:
     examples = []
     for where, record in records:
         found = list(record) if isinstance(record, dict) else []
@@ -478,8 +436,8 @@ def make_examples(task: Task, records: list[tuple[str, dict]]) -> list[Example]:
             )
         try:
             example = task.make_example(record, task)
-            for text in (text for pair in example.texts for text in pair):
-                if not isinstance(text, str | None):
+            for text in (text for pair in example.texts for text in pair if text is not None):
+                if not isinstance(text, str):
                     raise ValueError(f"{text!r} is not text")
         except (ValueError, TypeError, AttributeError) as e:
             raise UserError(f"{where}: {e}") from e
@@ -489,35 +447,32 @@ def make_examples(task: Task, records: list[tuple[str, dict]]) -> list[Example]:
 
 def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str, dict]]]:
     """Records of the Hub's Parquet conversion (the data set's own script is not run any more), kept in its cache."""
-    here = Path(data_dir) / task.name
+    here, name = Path(data_dir) / task.name, task.name.lower()
     files = ", ".join(str(here / name) for name in task.files.values())
     cure = f"get {files} from {task.address}, or give --data_dir"
     if not task.hub:
         raise UserError(f"no folder {here}: {cure}")
-    revision, name = "refs/convert/parquet", task.name.lower()
     disable_progress_bars()
+    records = {split: [] for split in task.files}
     try:
-        snapshot = snapshot_download(task.hub, repo_type="dataset", revision=revision, allow_patterns=f"{name}/*")
+        options = dict(repo_type="dataset", revision="refs/convert/parquet", allow_patterns=f"{name}/*")
+        folder = Path(snapshot_download(task.hub, **options), name)
         # NAME/train/0000.parquet, or NAME/russian_super_glue-train.parquet
-        paths = sorted(Path(snapshot, name).rglob("*.parquet"))
-        splits = {split: [path for path in paths if split in str(path.relative_to(snapshot))] for split in task.files}
-        records = {
-            split: [
-                (f"{task.hub}, {split}, row {row}", record)
-                for row, record in enumerate(r for path in found for r in pyarrow.parquet.read_table(path).to_pylist())
-            ]
-            for split, found in splits.items()
-            if found
-        }
+        for path in sorted(folder.rglob("*.parquet")):
+            for split in [split for split in records if split in str(path.relative_to(folder))]:
+                records[split] += pyarrow.parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as e:
         raise UserError(
             f"no folder {here}, and {task.hub} cannot be loaded from the Hub ({first_line(e)}): {cure}"
         ) from e
-    if missing := [split for split in task.files if split not in records]:
+    if missing := [split for split in task.files if not records[split]]:
         raise UserError(
             f"no folder {here}, and no {' and '.join(missing)} data of {name} in {task.hub} on the Hub: {cure}"
         )
-    return records
+    return {
+        split: [(f"{task.hub}, {split}, row {row}", record) for row, record in enumerate(found)]
+        for split, found in records.items()
+    }
 
 
 def load_task_file(path: str | Path) -> Task:
@@ -531,47 +486,44 @@ def load_task_file(path: str | Path) -> Task:
     (default: the number of the record) may be omitted. "head": "spans" compares the averages of a pair's two texts,
     and learns from fewer examples whether they are alike; by default the first token tells, as BERT does it.
     """
-    known = ("name", "train", "validation", "test", "text", "text_pair", "label", "labels", "metric", "id", "head")
+    optional = {"name": Path(path).stem, "test": "", "text_pair": "", "labels": []}
+    optional |= {"metric": "accuracy", "id": "", "head": "classes"}
     try:
-        description = json.loads(Path(path).read_text(encoding="utf-8"))
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise UserError(f"--task_file {path} cannot be read ({e}): see --help for an example") from e
-    if not isinstance(description, dict):
+    if not isinstance(given, dict):
         raise UserError(f"--task_file {path} is not a JSON object: see --help for an example")
-    missing = [name for name in ("train", "validation", "text", "label") if name not in description]
-    unknown = [name for name in description if name not in known]
+    required = ("train", "validation", "text", "label")
+    missing, unknown = [name for name in required if name not in given], given.keys() - {*required, *optional}
     if missing or unknown:
-        problem = f"has no {', '.join(missing)}" if missing else f"has an unknown field {', '.join(unknown)}"
-        raise UserError(f"--task_file {path} {problem}: its fields are {', '.join(known)}")
-    for name, value in description.items():
+        problem = f"has no {', '.join(missing)}" if missing else f"has an unknown field {', '.join(sorted(unknown))}"
+        raise UserError(f"--task_file {path} {problem}: its fields are {', '.join([*required, *optional])}")
+    for name, value in given.items():
         kind, word = (list, "a list") if name == "labels" else (str, "a text")
         if not isinstance(value, kind) or not value:
             raise UserError(f"--task_file {path}: {name} is {value!r}, and should be {word}")
-    metric = description.get("metric", "accuracy")
-    if metric not in METRICS:
-        raise UserError(f"--task_file {path}: the metric {metric} is not one of {', '.join(METRICS)}")
-    text, pair, label = description["text"], description.get("text_pair"), description["label"]
-    head = description.get("head", "classes")
-    if head not in ("classes", "spans") or (head == "spans" and not pair):
+    facts = optional | given
+    if facts["metric"] not in METRICS:
+        raise UserError(f"--task_file {path}: the metric {facts['metric']} is not one of {', '.join(METRICS)}")
+    if facts["head"] not in ("classes", "spans") or (facts["head"] == "spans" and not facts["text_pair"]):
         raise UserError(f"--task_file {path}: the head is classes or, with a text_pair, spans")
-    labels = tuple(description.get("labels", ()))
+    label, labels = facts["label"], tuple(facts["labels"])
     task = Task(
-        # of a file with predictions, and of a folder
-        description.get("name", Path(path).stem).replace("/", "_"),
-        (text, pair) if pair else (text,),
-        read_texts(text, pair),
-        METRICS[metric],
-        head=head,
-        labels=labels,
+        facts["name"].replace("/", "_"),  # of a file with predictions, and of a folder
+        tuple(filter(None, (facts["text"], facts["text_pair"]))),
+        labels,
+        facts["head"],
+        METRICS[facts["metric"]],
         label_column=label,
-        id_column=description.get("id", ""),
-        files={split: description[split] for split in ("train", "validation", "test") if split in description},
+        id_column=facts["id"],
+        files={split: facts[split] for split in ("train", "validation", "test") if facts[split]},
         folder=Path(path).parent,
         address=f"where {path} says",
         hub="",
     )
     if not labels:
-        train = task.folder / description["train"]
+        train = task.folder / facts["train"]
         records = [record for _, record in read_file(task, train) or [] if isinstance(record, dict)]
         labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
         task = dataclasses.replace(task, labels=labels)
@@ -627,21 +579,36 @@ def predict_majority(task: Task, examples: dict[str, list[Example]]) -> dict[str
 # ---------------------------------------------------------------- heads that look at places in a text
 
 
-class SpanHead(nn.Module):
-    """What both heads have in common: an encoder below, and how it is saved."""
+class SpanModel(nn.Module):
+    """An encoder, and a head that looks at the averages of places: which class two of them are of, from both, their
+    difference and product, and the first token, as Sentence-BERT compares two texts (Reimers and Gurevych, 2019,
+    arXiv:1908.10084); or which of them belongs into the first one, a gap, each scored from both and their product.
 
-    def __init__(self, encoder: nn.Module, features: int, answers: int, dropout: float):
+    :param num_labels: of the classes; None: choose among the places
+    """
+
+    def __init__(self, encoder: nn.Module, num_labels: int | None, dropout: float):
         super().__init__()
-        self.encoder, self.config = encoder, encoder.config
+        self.encoder, self.config, self.is_choice = encoder, encoder.config, num_labels is None
         self.dropout = nn.Dropout(dropout)
-        self.classifier = nn.Linear(features * encoder.config.hidden_size, answers)
+        self.classifier = nn.Linear((3 if self.is_choice else 5) * encoder.config.hidden_size, num_labels or 1)
         nn.init.normal_(self.classifier.weight, std=0.02)
         nn.init.zeros_(self.classifier.bias)
 
-    def average_spans(self, span_weights: torch.Tensor, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [rows, length, hidden], and their averages over the spans [rows, spans, hidden]."""
+    def forward(self, span_weights: torch.Tensor, **inputs) -> SequenceClassifierOutput:
+        """
+        :param span_weights: [rows, spans, length], see finetune_mlm.collate
+        :returns: logits [rows, labels], or [rows, spans - 1, 1]
+        """
         hidden = self.encoder(**inputs).last_hidden_state
-        return hidden, span_weights.to(hidden.dtype) @ hidden
+        spans = span_weights.to(hidden.dtype) @ hidden
+        if self.is_choice:
+            first, second = spans[:, :1].expand(-1, spans.shape[1] - 1, -1), spans[:, 1:]
+            features = [first, second, first * second]
+        else:
+            first, second = spans[:, 0], spans[:, 1]
+            features = [hidden[:, 0], first, second, (first - second).abs(), first * second]
+        return SequenceClassifierOutput(logits=self.classifier(self.dropout(torch.cat(features, dim=-1))))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """The encoder as from_pretrained reads it, and head.safetensors beside it."""
@@ -650,38 +617,3 @@ class SpanHead(nn.Module):
             {name: tensor.contiguous() for name, tensor in self.classifier.state_dict().items()},
             Path(folder) / "head.safetensors",
         )
-
-
-class SpanClassifier(SpanHead):
-    """Classes of two places in a text or pair, from both, their difference and product, and the first token: as
-    Sentence-BERT compares two texts (Reimers and Gurevych, 2019, arXiv:1908.10084)."""
-
-    def __init__(self, encoder: nn.Module, num_labels: int, dropout: float):
-        super().__init__(encoder, 5, num_labels, dropout)
-
-    def forward(self, span_weights: torch.Tensor, **inputs) -> SequenceClassifierOutput:
-        """
-        :param span_weights: [rows, 2, length], see finetune_mlm.collate
-        :returns: logits [rows, labels]
-        """
-        hidden, spans = self.average_spans(span_weights, inputs)
-        first, second = spans[:, 0], spans[:, 1]
-        features = torch.cat([hidden[:, 0], first, second, (first - second).abs(), first * second], dim=1)
-        return SequenceClassifierOutput(logits=self.classifier(self.dropout(features)))
-
-
-class EntityChooser(SpanHead):
-    """Which entity belongs into the gap: each is scored from both and their product."""
-
-    def __init__(self, encoder: nn.Module, dropout: float):
-        super().__init__(encoder, 3, 1, dropout)
-
-    def forward(self, span_weights: torch.Tensor, **inputs) -> SequenceClassifierOutput:
-        """
-        :param span_weights: [rows, 1 + entities, length], the gap first
-        :returns: logits [rows, entities]
-        """
-        _, spans = self.average_spans(span_weights, inputs)
-        gap, entities = spans[:, :1].expand(-1, spans.shape[1] - 1, -1), spans[:, 1:]
-        features = torch.cat([gap, entities, gap * entities], dim=2)
-        return SequenceClassifierOutput(logits=self.classifier(self.dropout(features)).squeeze(2))

@@ -389,6 +389,7 @@ class LeanAlbertPreTrainedModel(PreTrainedModel):
     base_model_prefix = "albert"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _input_embed_layer = "word_embeddings"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -422,12 +423,6 @@ class LeanAlbertModel(LeanAlbertPreTrainedModel):
         self.post_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
         self.pooler = nn.Linear(config.hidden_size, config.hidden_size) if add_pooling_layer else None
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
-        self.embeddings.word_embeddings = embeddings
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
@@ -516,6 +511,15 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
         self.albert = LeanAlbertModel(config, add_pooling_layer)
         self.predictions = LeanAlbertMLMHead(config)
 
+    def predict(
+        self, hidden: Tensor, labels: Tensor | None, positions: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Loss and logits: where there are labels, in training or with their positions, of these alone."""
+        if labels is None:
+            return None, self.predictions(hidden)
+        loss, logits = masked_lm_loss(hidden, self.predictions, labels, positions)
+        return loss, logits if self.training or positions is not None else self.predictions(hidden)
+
     def get_output_embeddings(self) -> nn.Linear:
         return self.predictions.decoder
 
@@ -559,19 +563,15 @@ class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
         :param labelled_positions: see `masked_lm_loss`
         """
         outputs = self.albert(input_ids, attention_mask, token_type_ids)
-        hidden, mlm_loss, sop_loss, logits = outputs.last_hidden_state, None, None, None
-        sop_logits = self.sop_classifier(outputs.pooler_output)
+        sop_logits, losses = self.sop_classifier(outputs.pooler_output), {}
+        loss, logits = self.predict(outputs.last_hidden_state, labels, labelled_positions)
         if labels is not None:
-            mlm_loss, logits = masked_lm_loss(hidden, self.predictions, labels, labelled_positions)
-        if labels is None or not (self.training or labelled_positions is not None):
-            logits = self.predictions(hidden)
+            losses["mlm_loss"] = loss
         if sentence_order_label is not None:
-            sop_loss = cross_entropy(to_float32(sop_logits), sentence_order_label)
-        losses = [loss for loss in (mlm_loss, sop_loss) if loss is not None]
+            losses["sop_loss"] = cross_entropy(to_float32(sop_logits), sentence_order_label)
         return LeanAlbertForPreTrainingOutput(
-            loss=sum(losses) if losses else None,
-            mlm_loss=mlm_loss.detach() if mlm_loss is not None else None,
-            sop_loss=sop_loss.detach() if sop_loss is not None else None,
+            loss=sum(losses.values()) if losses else None,
+            **{name: loss.detach() for name, loss in losses.items()},
             prediction_logits=logits,
             sop_logits=sop_logits,
         )
@@ -592,12 +592,7 @@ class LeanAlbertForMaskedLM(LeanAlbertWithMLMHead):
         labels: Tensor | None = None,
     ) -> MaskedLMOutput:
         """As LeanAlbertForPreTraining, without the order of sentences."""
-        hidden = self.albert(input_ids, attention_mask, token_type_ids).last_hidden_state
-        loss = logits = None
-        if labels is not None:
-            loss, logits = masked_lm_loss(hidden, self.predictions, labels, None)
-        if labels is None or not self.training:
-            logits = self.predictions(hidden)
+        loss, logits = self.predict(self.albert(input_ids, attention_mask, token_type_ids).last_hidden_state, labels)
         return MaskedLMOutput(loss=loss, logits=logits)
 
 

@@ -59,6 +59,20 @@ def format_duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
+@contextlib.contextmanager
+def show_progress(what: str, total: int | None, initial: int = 0) -> Iterator:
+    """A bar of bytes, to be told of more by `update`; where there is no terminal, a line of it now and then."""
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    tqdm.monitor_interval = 0  # no thread of its own, as hivemind is yet to fork
+    has_terminal = sys.stderr.isatty()
+    options = dict(unit="B", unit_scale=True, dynamic_ncols=True, mininterval=0.2 if has_terminal else 10.0)
+    bar = tqdm(desc=what, total=total, initial=initial, **options)
+    with bar, logging_redirect_tqdm() if has_terminal else contextlib.nullcontext():
+        yield bar
+
+
 class RoleFormatter(logging.Formatter):
     """`HH:MM:SS role message`; a warning or error says so, and names its library when it is not ours."""
 

@@ -427,7 +427,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         start = last = time.monotonic()
         asked, next_look, next_sign = get_dht_time(), start + FIRST_LOOK, start + SIGN_PERIOD
         patience = LINE.round_seconds / 2 if self.local_epoch >= self._patient_from else 0.0
-        answer, has_waited = None, False
+        answer, has_waited, at_least = None, False, 1
         while True:
             deadline = start + self.averaging_timeout  # which follows the group's bandwidths
             if last >= next_sign and not self.auxiliary:
@@ -449,6 +449,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.round_seconds[activity] += (now - last) * (not self.delay_grad_averaging)
                 last = now
             if control.stage != AveragingStage.LOOKING_FOR_GROUP:
+                self.grad_averager.set_expected_peers(self.tracker.peers_at_epoch, at_least)
                 continue
             waited = time.monotonic() - start
             if waited > self.matchmaking_time and not has_waited:

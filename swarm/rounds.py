@@ -370,6 +370,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._matchmaking.expect(expected, at_least)
         await self._matchmaking.start_when_complete()
 
+    @property
+    def _gone(self) -> frozenset[bytes]:
+        return getattr(self._matchmaking, "gone", frozenset())
+
     async def _step(self, *, step, **kwargs) -> None:
         start = asyncio.create_task(self._start_when_triggered(step))
         try:
@@ -472,6 +476,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}
         quiet_for = max(FIRST_LOOK, LINE.round_seconds / 8)
+        gone_before = self._gone
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
             if runner.has_slowed():  # all are sooner done with another plan
@@ -482,10 +487,12 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             quiet = [p for p in runner.list_awaited() if runner.heard[p] < quiet_since and p not in clients]
             if not quiet:
                 continue
-            # a line that drops to a tenth has seconds of data in its queues
-            patience = max(LINE.patience, LINE.round_seconds / 8)
-            question = partial(find_answering_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=patience)
-            answering = await self.dht.run_coroutine(question, return_future=True)
+            answering = {peer.to_bytes() for peer in quiet} - (self._gone - gone_before)
+            if len(answering) == len(quiet):  # the optimizer has not asked either
+                # a line that drops to a tenth has seconds of data in its queues
+                patience = max(LINE.patience, LINE.round_seconds / 8)
+                question = partial(find_answering_peers, peer_ids=[*answering], patience=patience)
+                answering = await self.dht.run_coroutine(question, return_future=True)
             runner.heard |= {peer: time.monotonic() for peer in quiet if peer.to_bytes() in answering}
             if gone := [peer.to_bytes() for peer in quiet if runner.heard[peer] < quiet_since]:
                 runner.finalize(exception=PeersGone(gone))

@@ -531,9 +531,9 @@ def test_wrong_flags(flags, words, toy_model, tmp_path, monkeypatch, capsys):
         ),
         ("val.jsonl", '\n{"premise": "а", "hypothesis": "б", "label": "maybe"}', ["val.jsonl, line 2", "'maybe'"]),
         ("train.jsonl", '{"premise": "а", "hypothesis": "б", "idx": 1}', ["train data", "without label"]),
-        ("train.jsonl", '{"premise": "а",', ["train.jsonl, line 1", "cannot be read"]),
+        ("train.jsonl", '{"premise": "а",', ["train.jsonl, line 1", "is not JSON"]),
         ("train.jsonl", "[1]", ["train.jsonl, line 1", "premise"]),
-        ("test.jsonl", b"\xff\xfe", ["test.jsonl", "cannot be read"]),
+        ("test.jsonl", b"\xff\xfe", ["test.jsonl", "is not UTF-8"]),
     ],
     ids=str,
 )

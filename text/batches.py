@@ -1,6 +1,8 @@
 """Endless batches of similar length: of a stored split, of its shards, or of a stream of text."""
 
+import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -14,8 +16,10 @@ import numpy as np
 from arguments import DataArguments
 from support.console import UserError
 from text.collators import DataCollator, DataCollatorForWholeWordMask, to_tensors
+from text.documents import count_within
 from text.instances import KINDS, PAIRS
 from text.shards import ShardedSplit
+from text.streams import ChunkTokenizer, list_instances, stream_documents
 from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
@@ -83,7 +87,7 @@ def cut_rows(
         return flat, lengths
     if "token_type_ids" not in flat:
         kept = np.minimum(lengths, sequence_length)
-        positions = np.arange(len(flat["input_ids"])) - (np.cumsum(lengths) - lengths).repeat(lengths)
+        positions = count_within(lengths)
         last = int("special_tokens_mask" in flat)
         is_kept = (positions < (kept - last).repeat(lengths)) | (last * (positions + 1) == lengths.repeat(lengths))
         return {name: values[is_kept] for name, values in flat.items()}, kept
@@ -93,7 +97,7 @@ def cut_rows(
     kept_first = np.minimum(first, sequence_length - kept_second)
     sizes = np.stack([first, second], axis=1).ravel()
     kept_sizes = np.stack([kept_first, kept_second], axis=1).ravel()
-    positions = np.arange(len(flat["input_ids"])) - (np.cumsum(sizes) - sizes).repeat(sizes)
+    positions = count_within(sizes)
     is_kept = (positions < (kept_sizes - 1).repeat(sizes)) | (positions == (sizes - 1).repeat(sizes))
     flat = {name: values if name == "sentence_order_label" else values[is_kept] for name, values in flat.items()}
     return flat, kept_first + kept_second
@@ -127,6 +131,13 @@ class IndexedBatches:
         }
         return cut_rows(flat, self.lengths[rows], sequence_length)
 
+    def order(self, batch_size: int, seed: int) -> Iterator[tuple[np.ndarray, list[int]]]:
+        """Endless keys, but the sequence length, pass after pass."""
+        generator, number = np.random.default_rng(seed), itertools.count()
+        while True:
+            for rows in group_by_length(self.padded_lengths, batch_size, generator):
+                yield rows, [seed, next(number)]
+
     def __getitem__(self, key: tuple[np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
         rows, mask_seed, sequence_length = key
         longest = min(sequence_length or self.longest, self.longest)
@@ -144,114 +155,82 @@ def list_batches(batches: IndexedBatches, batch_size: int, max_samples: int | No
     rows = rows[np.argsort(batches.lengths[rows], kind="stable")]
     flat, lengths = batches.read_rows(rows, batches.longest)
     flat = batches.collator.add_labels(flat, lengths, generator)
-    ends = np.cumsum(lengths)
-    result = []
-    for start in range(0, len(rows), batch_size):
-        stop = min(start + batch_size, len(rows))
-        tokens = slice(ends[start] - lengths[start], ends[stop - 1])
-        part = {
-            name: values[slice(start, stop) if name == "sentence_order_label" else tokens]
-            for name, values in flat.items()
-        }
-        result.append(to_tensors(batches.collator.pad(part, lengths[start:stop], batches.longest)))
-    return result
+    cuts = np.arange(batch_size, len(rows), batch_size)
+    ends = np.cumsum(lengths)[cuts - 1]
+    parts = {name: np.split(flat[name], cuts if name == "sentence_order_label" else ends) for name in flat}
+    return [
+        to_tensors(batches.collator.pad({name: parts[name][number] for name in parts}, part, batches.longest))
+        for number, part in enumerate(np.split(lengths, cuts))
+    ]
 
 
-def group_by_length(lengths: np.ndarray, batch_size: int, generator: np.random.Generator) -> np.ndarray:
-    """Numbers [batches, batch_size] of rows: shuffled, grouped by length, and the groups shuffled again. Rows beyond a
-    multiple of batch_size sit out; fewer than one batch repeat."""
+def group_by_length(
+    lengths: np.ndarray, batch_size: int, generator: np.random.Generator, keep_rest: bool = False
+) -> list[np.ndarray]:
+    """Batches as row numbers: shuffled, grouped by length, and the groups shuffled again. Rows beyond a multiple of
+    batch_size sit out; fewer than one batch repeat.
+
+    :param keep_rest: have each row once instead, in a shorter batch where it must be
+    """
     order = generator.permutation(len(lengths))
-    order = np.resize(order, max(len(order) // batch_size, 1) * batch_size)
+    if not keep_rest:
+        order = np.resize(order, max(len(order) // batch_size, 1) * batch_size)
     order = order[np.argsort(lengths[order], kind="stable")]
-    return generator.permutation(order.reshape(-1, batch_size))
-
-
-class LengthGroupedOrder:
-    """Endless keys of IndexedBatches, but the sequence length, pass after pass."""
-
-    def __init__(self, padded_lengths: np.ndarray, batch_size: int, seed: int):
-        self.padded_lengths, self.batch_size, self.seed = padded_lengths, batch_size, seed
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, list[int]]]:
-        generator = np.random.default_rng(self.seed)
-        number = 0
-        while True:
-            for rows in group_by_length(self.padded_lengths, self.batch_size, generator):
-                yield rows, [self.seed, number]
-                number += 1
+    batches = np.split(order, range(batch_size, len(order), batch_size))
+    return [batches[number] for number in generator.permutation(len(batches))]
 
 
 class ShardedBatches:
-    """IndexedBatches of a ShardedSplit: their keys with the shard's folder before -> batch. State: the shard that is
-    open; each process opens it for itself."""
+    """As IndexedBatches, of a ShardedSplit: the keys have the shard's folder in front. Each process opens one shard at
+    a time for itself.
 
-    def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments):
-        self.split, self.options = split, (make_collator, args)
-        self.folder: Path | None = None
+    :param stop: ends the wait for a shard
+    """
 
-    def open(self, folder: Path) -> IndexedBatches:
-        if folder != self.folder:
-            self.folder, self.batches = folder, IndexedBatches(self.split.load(folder), *self.options)
-        return self.batches
+    def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments, stop: threading.Event):
+        self.split, self.stop = split, stop
+        self.open = functools.lru_cache(1)(lambda folder: IndexedBatches(split.load(folder), make_collator, args))
+
+    def order(self, batch_size: int, seed: int) -> Iterator[tuple[Path, np.ndarray, list[int]]]:
+        """Endless keys, but the sequence length: a pass over one shard, then the next."""
+        number = itertools.count()
+        for visit, folder in enumerate(self.split.visit(self.stop)):
+            lengths, generator = self.open(folder).padded_lengths, np.random.default_rng([seed, visit])
+            for rows in group_by_length(lengths, batch_size, generator):
+                yield folder, rows, [seed, next(number)]
 
     def __getitem__(self, key: tuple[Path, np.ndarray, list[int], int | None]) -> dict[str, np.ndarray]:
         folder, *rest = key
         return self.open(folder)[tuple(rest)]
 
 
-class ShardedOrder:
-    """Endless keys of ShardedBatches, but the sequence length: a pass over one shard, then the next."""
-
-    def __init__(self, batches: ShardedBatches, batch_size: int, seed: int, stop: threading.Event):
-        self.batches, self.batch_size, self.seed, self.stop = batches, batch_size, seed, stop
-
-    def __iter__(self) -> Iterator[tuple[Path, np.ndarray, list[int]]]:
-        number = 0
-        for visit, folder in enumerate(self.batches.split.visit(self.stop)):
-            lengths, generator = self.batches.open(folder).padded_lengths, np.random.default_rng([self.seed, visit])
-            for rows in group_by_length(lengths, self.batch_size, generator):
-                yield folder, rows, [self.seed, number]
-                number += 1
-
-
 class BatchLoader:
-    """Batches as tensors, prepared by num_workers processes, or by this one. State: the keys whose batches nobody has
-    taken yet, and those to give once more."""
+    """Endless batches as tensors, prepared by num_workers processes, or by this one."""
 
-    def __init__(self, batches, order, num_workers: int):
-        self.batches, self.order, self.num_workers = batches, order, num_workers
-        self.sequence_length, self.outdated = None, 0
-        self.under_way, self.again = deque(), deque()
+    def __init__(self, batches: IndexedBatches | ShardedBatches, batch_size: int, seed: int, num_workers: int):
+        self.batches, self.batch_size, self.seed, self.num_workers = batches, batch_size, seed, num_workers
+        self.sequence_length: int | None = None
 
     def set_sequence_length(self, sequence_length: int | None) -> None:
-        """From the next batch on, truncate instances to this many tokens (None: do not).
-
-        What workers have prepared is thrown away and made anew: the batches are the same with any number of workers.
-        """
-        if sequence_length == self.sequence_length:
-            return
-        logger.info(
-            f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
-        )
+        """From the next batch on, truncate instances to this many tokens (None: do not)."""
+        if sequence_length != self.sequence_length:
+            logger.info(
+                f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
+            )
         self.sequence_length = sequence_length
-        self.outdated += len(self.under_way)
-        self.again.extendleft(reversed(self.under_way))
-        self.under_way.clear()
-
-    def give_keys(self) -> Iterator[tuple]:
-        """The order's keys, each with the sequence length that holds when it is given."""
-        keys = iter(self.order)
-        while (key := self.again.popleft() if self.again else next(keys, None)) is not None:
-            self.under_way.append(key)
-            yield *key, self.sequence_length
 
     def __iter__(self) -> Iterator[dict]:
-        self.outdated, self.under_way, self.again = 0, deque(), deque()
-        for batch in prepare_in_workers(self.batches, self.give_keys(), self.num_workers):
-            if self.outdated:
-                self.outdated -= 1
-                continue
-            self.under_way.popleft()
+        under_way = deque()  # keys whose batches nobody has taken yet
+
+        def give_keys() -> Iterator[tuple]:
+            for key in self.batches.order(self.batch_size, self.seed):
+                under_way.append((*key, self.sequence_length))
+                yield under_way[-1]
+
+        for batch in prepare_in_workers(self.batches, give_keys(), self.num_workers):
+            *key, sequence_length = under_way.popleft()
+            if sequence_length != self.sequence_length:  # prepared before it was set: made anew
+                batch = self.batches[(*key, self.sequence_length)]
             yield to_tensors(batch)
 
 
@@ -260,10 +239,9 @@ class StreamedBatches:
     same for the same seed, whatever num_workers.
 
     Instances gather in a pool. When it has `shuffle_buffer` of them (the first pools are smaller, not to keep a start
-    waiting), they are shuffled, grouped by length and the groups shuffled again; those beyond a multiple of batch_size
-    sit out. While its batches are taken the next pool gathers. State: where the documents of the present pool begin,
-    and how many of its batches have been taken. From there the same batches follow: nothing is lost,
-    nothing comes twice. Where batch size, sequence length or shuffle_buffer are others, the pool starts over instead;
+    waiting), its batches are those of `group_by_length`, and the next pool gathers while they are taken. State: where
+    the documents of the present pool begin, and how many of its batches have been taken. From there the same batches
+    follow, once each. Where batch size, sequence length or shuffle_buffer are others, the pool starts over instead;
     where a source was late, part of the pool may be lost or come twice.
 
     :param collator: (instances, seed of the masks, sequence length) -> a batch
@@ -286,7 +264,7 @@ class StreamedBatches:
         self.sequence_length = dataset.max_sequence_length
 
     def set_sequence_length(self, length: int) -> None:
-        """Tokens of an instance at most, from the next batch on. What was prepared for another length is given up."""
+        """As BatchLoader's. What was prepared for another length is given up."""
         self.sequence_length = length
 
     def state(self) -> dict | None:
@@ -303,20 +281,14 @@ class StreamedBatches:
         }
 
     def __iter__(self) -> Iterator[dict]:
-        from text.streams import ChunkTokenizer, DocumentStream, list_instances
-
         dataset, saved = self.dataset, self.progress
-        stream = DocumentStream(dataset.sources, dataset.seed, saved, self.stop)
-        begins: deque = deque()  # the stream's state before each chunk that is on its way
 
-        def hand_out():
+        def hand_out() -> Iterator[tuple]:
             # DataLoader asks for so many while its workers start: text may be long in coming, and Ctrl-C must wait then
             for _ in range(2 * self.num_workers):
-                begins.append(None)
-                yield self.sequence_length, []
-            for begin, chunk in stream:
-                begins.append(begin)
-                yield self.sequence_length, chunk
+                yield self.sequence_length, None, []
+            for begin, chunk in stream_documents(dataset.sources, dataset.seed, saved, self.stop):
+                yield self.sequence_length, begin, chunk
 
         tokenizer = ChunkTokenizer(dataset.sources, dataset.tokenizer, dataset.seed, dataset.kind)
         chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
@@ -324,8 +296,7 @@ class StreamedBatches:
         def gather(pool: dict, count: int) -> bool:
             """Whether the pool has this many instances now; False when there are no more."""
             while len(pool["instances"]) < count and (result := next(chunks, None)):
-                length, columns, lengths = result
-                begin = begins.popleft()
+                length, begin, columns, lengths = result
                 if length == self.sequence_length and len(lengths):
                     pool["begin"] = pool["begin"] or begin
                     pool["instances"] += list_instances(columns, lengths)
@@ -339,26 +310,21 @@ class StreamedBatches:
         pool = {"begin": None, "instances": []}
         while gather(pool, size):
             description, next_size = self.describe(), min(2 * size, largest)
-            batches = self.group(pool)
+            seed = [dataset.seed, pool["begin"]["documents"]]
+            lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
+            batches = group_by_length(lengths // 8, self.batch_size, np.random.default_rng(seed))
             next_pool = {"begin": None, "instances": []}
             for number in range(taken, len(batches)):
                 if not gather(next_pool, next_size * (number + 1) // len(batches)):
                     return
                 instances = [pool["instances"][row] for row in batches[number]]
-                mask_seed = [dataset.seed, pool["begin"]["documents"], number]
-                batch = self.collator(instances, mask_seed, self.sequence_length)
+                batch = self.collator(instances, [*seed, number], self.sequence_length)
                 self.progress = {**description, **pool["begin"], "pool_size": size, "taken": number + 1}
                 yield batch
                 if self.describe() != description:
                     next_pool, next_size = {"begin": None, "instances": []}, min(smallest, largest)
                     break
             pool, size, taken = next_pool, next_size, 0
-
-    def group(self, pool: dict) -> np.ndarray:
-        """Numbers [batches, batch_size] of the pool's instances."""
-        lengths = np.array([len(instance["input_ids"]) for instance in pool["instances"]])
-        generator = np.random.default_rng([self.dataset.seed, pool["begin"]["documents"]])
-        return group_by_length(lengths // 8, self.batch_size, generator)
 
 
 def load_stream_state(path: Path) -> dict | None:

@@ -104,44 +104,69 @@ def read_documents(path: str | Path, text_column: str = "text") -> list[list[str
     """Documents of a user's file, which may also be packed (.gz, .xz): each line of .jsonl (.json) is one, and each row
     of .csv and .tsv, whose first row names the columns; any other file is one, but a file in WikiText format is split
     into its articles. What is wrong with it is a UserError."""
-    kinds = {suffix.lower() for suffix in Path(path).suffixes[-2:]}
+    kinds = find_kinds(path)
     if other := kinds & {".parquet", ".arrow", ".zst", ".zip"}:
         raise UserError(f"{path}: {other.pop()} is not read here: put it into a folder and give that as --dataset_name")
+    if kinds & {".jsonl", ".json", ".csv", ".tsv"}:
+        documents = []
+        for number, record in read_records(path):
+            try:
+                documents.append(split_paragraphs(take_text(record, text_column)))
+            except ValueError as e:
+                raise UserError(f"{path}, line {number} {e}: give another --text_column") from None
+        return [paragraphs for paragraphs in documents if paragraphs]
     text = read_text(path)
-    if kinds & {".jsonl", ".json"}:
-        records = read_json_lines(path, text)
-    elif kinds & {".csv", ".tsv"}:
-        csv.field_size_limit(2**31 - 1)
-        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if ".tsv" in kinds else ",")
-        records = ((rows.line_num, row) for row in rows)
-    elif WIKITEXT_TITLE.match(text.strip("\n ").split("\n", 1)[0].strip()):
+    if WIKITEXT_TITLE.match(text.strip("\n ").split("\n", 1)[0].strip()):
         return split_articles(text.split("\n"))
-    else:
-        return [paragraphs] if (paragraphs := split_paragraphs(text)) else []
-    documents = []
-    for number, record in records:
-        if not isinstance(record, dict) or text_column not in record:
-            fields = ", ".join(map(str, record)) if isinstance(record, dict) else "none"
-            raise UserError(f"{path}, line {number} has no field {text_column} (fields: {fields}): give --text_column")
-        if not isinstance(record[text_column], str):
-            raise UserError(f"{path}, line {number}: {text_column} is not a text: give another --text_column")
-        # JSON can spell half of a surrogate pair, which no tokenizer takes
-        if paragraphs := split_paragraphs(record[text_column].encode("utf-8", "replace").decode()):
-            documents.append(paragraphs)
-    return documents
+    return [paragraphs] if (paragraphs := split_paragraphs(text)) else []
 
 
-def read_json_lines(path: str | Path, text: str) -> Iterator[tuple[int, object]]:
-    """(number of the line, what it says)"""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+def find_kinds(path: str | Path) -> set[str]:
+    """What a file is, and how it is packed: its last two suffixes."""
+    return {suffix.lower() for suffix in Path(path).suffixes[-2:]}
+
+
+def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[int, object]]:
+    """(number of the line where it ends, record) of a .csv or .tsv file, or of JSON lines. What is wrong with it is a
+    UserError.
+
+    :param is_strict: refuse rows of more columns than the header, and quotation marks that are not where csv has them
+    """
+    text, kinds = read_text(path), find_kinds(path)
+    if kinds & {".csv", ".tsv"}:
+        csv.field_size_limit(2**31 - 1)
+        delimiter = "\t" if ".tsv" in kinds else ","
+        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=is_strict)
         try:
-            yield number, json.loads(line)
-        except ValueError:
-            raise UserError(
-                f"{path}, line {number} is not JSON: put one object on each line, or rename the file to .txt"
-            ) from None
+            for row in rows:
+                if is_strict and None in row:
+                    columns = len(rows.fieldnames)
+                    raise UserError(
+                        f"{path}, line {rows.line_num} has more than the header's {columns} columns: fix it"
+                    )
+                yield rows.line_num, row
+        except csv.Error as e:
+            raise UserError(f"{path} cannot be read after line {rows.line_num} ({e}): fix its quotation marks") from e
+        return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError:
+                raise UserError(
+                    f"{path}, line {number} is not JSON: put one object on each line, or name a file of plain text .txt"
+                ) from None
+
+
+def take_text(record: object, column: str) -> str:
+    """:raises ValueError: it has none; the error says why, as the rest of a sentence that begins with the record"""
+    if not isinstance(record, dict) or column not in record:
+        found = ", ".join(map(str, record)) if isinstance(record, dict) else "no field at all"
+        raise ValueError(f"has no {column} (there is {found[:200]})")
+    if not isinstance(record[column], str):
+        raise ValueError(f"has a {column} that is not text")
+    # JSON can spell half of a surrogate pair, which no tokenizer takes
+    return record[column].encode("utf-8", "replace").decode()
 
 
 @functools.cache
@@ -223,6 +248,11 @@ def make_sentence_pairs(
     return pairs
 
 
+def count_within(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, 2, ... for each row of these lengths, joined end to end."""
+    return np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
+
+
 def make_text_encoder(tokenizer):
     """The tokenizer's own engine, in a copy that takes text for text: "[SEP]" too, and of any length."""
     encoder = copy.deepcopy(tokenizer.backend_tokenizer)
@@ -254,10 +284,10 @@ def make_instances(
             labels.append(label)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     input_ids = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=lengths.sum())
-    positions = np.arange(len(input_ids)) - (lengths.cumsum() - lengths).repeat(lengths)
+    is_second = count_within(lengths) >= np.array(first_lengths, dtype=np.int64).repeat(lengths)
     columns = {
         "input_ids": input_ids,
-        "token_type_ids": (positions >= np.array(first_lengths, dtype=np.int64).repeat(lengths)).astype(np.int8),
+        "token_type_ids": is_second.astype(np.int8),
         # <unk> too: nobody should learn to predict it
         "special_tokens_mask": np.isin(input_ids, tokenizer.all_special_ids).astype(np.int8),
         "sentence_order_label": np.array(labels, dtype=np.int8),

@@ -14,47 +14,30 @@ import errno
 import fcntl
 import gzip
 import hashlib
-import http.client
 import json
 import logging
 import lzma
 import os
 import re
 import shutil
-import ssl
-import sys
 import tarfile
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from support.console import UserError, format_bytes
+from support.console import UserError, format_bytes, show_progress
 from support.files import hash_file, locked
+from text.http import ChangedError, HttpError, HttpFile, is_url
 
 logger = logging.getLogger("fetch")
 
 PATIENCE = 60.0  # seconds without a byte, over all tries, before a start gives up
-STALL_SECONDS = 30.0  # without a byte in one connection
-LONGEST_DELAY = 30.0  # seconds between two tries
-LINE_SECONDS = 10.0  # between two lines on progress where there is no terminal
-TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
 
 
-class FetchError(Exception):
-    """One line for the user: what is wrong, and the cure."""
-
-
-class NoRoomError(FetchError):
+class NoRoomError(UserError):
     """The disk of the cache is full."""
-
-
-class CutError(Exception):
-    """A download that has to be continued or restarted."""
 
 
 @dataclass
@@ -93,19 +76,12 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedD
         if sha256:
             raise UserError(f"--dataset_sha256 is for an archive, and {path} is not one: omit it")
         return FetchedDataset(Path(path))
-    try:
-        found = fetch(path, sha256, cache_dir)
-        if found.is_dir():
-            return FetchedDataset(*locate_dataset(found))
-        common, *shards = read_index(found, path)
-        dataset, tokenizer = locate_dataset(fetch(common.source, common.sha256, cache_dir))
-        return FetchedDataset(dataset, tokenizer, shards, cache_dir)
-    except FetchError as e:
-        raise UserError(str(e)) from e
-
-
-def is_url(source: str) -> bool:
-    return re.match(r"https?://", source) is not None
+    found = fetch(path, sha256, cache_dir)
+    if found.is_dir():
+        return FetchedDataset(*locate_dataset(found))
+    common, *shards = read_index(found, path)
+    dataset, tokenizer = locate_dataset(fetch(common.source, common.sha256, cache_dir))
+    return FetchedDataset(dataset, tokenizer, shards, cache_dir)
 
 
 def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PATIENCE, is_shown: bool = True) -> Path:
@@ -113,7 +89,7 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
 
     :param patience: seconds without a byte, over all tries, before it gives up
     :param is_shown: whether progress is shown
-    :raises FetchError: it cannot be had, is not what sha256 says, or cannot be unpacked
+    :raises UserError: it cannot be had, is not what sha256 says, or cannot be unpacked
     """
     sha256 = sha256.lower() if sha256 else None
     folder = cache_dir / make_name(source, sha256)
@@ -126,30 +102,31 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
         with locked(folder.with_suffix(".lock")):
             if found := find_fetched(folder, index, source):
                 return found
-            file = Path(source)
+            file = partial if is_url(source) else Path(source)
             if is_url(source):
-                file = partial
                 download(source, partial, patience, is_shown)
             try:
                 check_sha256(file, source, sha256)
-                if is_index(file):
+                with open(file, "rb") as opened:
+                    is_index = opened.read(1) == b"{"
+                if is_index:
                     read_index(file, source)
                     shutil.copy(file, index.with_suffix(".unfinished"))
                     index.with_suffix(".unfinished").replace(index)
                 else:
                     unpack(file, source, folder)
-            except FetchError:
+            except UserError:
                 discard(partial)
                 raise
             discard(partial)
-            return index if index.exists() else folder
+            return index if is_index else folder
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoRoomError(
                 f"no room for {source} in {cache_dir}: free some, or give another --dataset_cache_dir; the same "
                 "command continues from there"
             ) from e
-        raise FetchError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
+        raise UserError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
 
 
 def find_fetched(folder: Path, index: Path, source: str) -> Path | None:
@@ -216,93 +193,51 @@ def evict_oldest(shards: list[Shard], cache_dir: Path) -> bool:
 def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
     """Fetch url to the file `partial`, from where an earlier try, or an earlier process, was cut off.
 
-    :raises FetchError: it cannot be had; what has come so far is kept
-    """
-    delay, last_progress = 1.0, time.monotonic()
-    with Progress(url, is_shown) as progress:
-        while True:
-            before = file_size(partial)
-            try:
-                return receive(url, partial, progress)
-            except urllib.error.HTTPError as e:
-                reason = f"{url} answers {e.code} {e.reason}"
-                if e.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-                    discard(partial)  # of a longer file that was there once
-                elif e.code < 500 and e.code not in TEMPORARY_ANSWERS:
-                    raise FetchError(f"{reason}: check the address") from e
-            except CutError as e:
-                reason = f"{url}: {e}"
-            except (OSError, http.client.HTTPException, ValueError) as e:
-                if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                why = getattr(e, "reason", e)
-                reason = f"{url}: {getattr(why, 'strerror', None) or why or type(why).__name__}"
-                if isinstance(e, (ValueError, http.client.InvalidURL)):
-                    raise FetchError(f"{reason}: check the address") from e
-                if isinstance(why, ssl.SSLCertVerificationError):
-                    raise FetchError(f"{reason}: its certificate is not to be trusted, or this machine's clock") from e
-            progress.close()
-            now = time.monotonic()
-            if file_size(partial) > before:
-                delay, last_progress = 1.0, now
-            if now + delay - last_progress > patience:
-                raise FetchError(
-                    f"{reason}; gave up. The same command continues from {format_bytes(file_size(partial))}"
-                )
-            logger.warning(f"{reason}; {format_bytes(file_size(partial))} are here, trying again in {delay:.0f} s")
-            time.sleep(delay)
-            delay = min(2 * delay, LONGEST_DELAY)
-
-
-def receive(url: str, partial: Path, progress: "Progress") -> None:
-    """One connection's part of a download.
-
-    :raises CutError: it ended early, or what it gave does not belong to what is here
+    :raises UserError: it cannot be had; what has come so far is kept
     """
     facts_file = partial.with_suffix(".part.json")
-    facts = {}
-    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-        facts = json.loads(facts_file.read_text())
-    start = file_size(partial) if facts else 0
-    if start and start == facts["size"]:
-        return
-    request = urllib.request.Request(url, headers={"User-Agent": "collaborative-training"})
-    if start:
-        request.add_header("Range", f"bytes={start}-")
-        # a weak ETag means "much the same", which is not enough to continue a file
-        etag = facts["etag"] if facts["etag"] and not facts["etag"].startswith("W/") else None
-        if validator := etag or facts["last_modified"]:
-            request.add_header("If-Range", validator)
-    with urllib.request.urlopen(request, timeout=STALL_SECONDS) as response:
-        headers = response.headers
-        told = {"url": url, "etag": headers["ETag"], "last_modified": headers["Last-Modified"]}
-        if response.status == http.client.PARTIAL_CONTENT:
-            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers["Content-Range"] or "")
-            told["size"] = int(match[2]) if match and match[2] != "*" else None
-            # a server need not repeat all that it has said
-            is_same = all(value is None or facts[name] == value for name, value in told.items() if name != "url")
-            if not match or int(match[1]) != start or not is_same:
-                discard(partial)
-                raise CutError("the file there is another one than before: starting over")
-        else:
-            # the whole file: at first, from a server that knows no ranges, or because it has changed
-            start = 0
-            told["size"] = int(headers["Content-Length"]) if headers["Content-Length"] else None
+    while True:
+        facts = {}
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            facts = json.loads(facts_file.read_text())
+        if not facts:
             discard(partial)
-            facts_file.write_text(json.dumps(told))
-        progress.begin(start, told["size"])
-        with open(partial, "ab") as file:
-            while chunk := response.read1(1 << 16):
-                file.write(chunk)
-                file.flush()  # what has come is there when this process is killed
-                progress.add(len(chunk))
-    size = file_size(partial)
-    if told["size"] not in (None, size):
-        raise CutError(f"the connection was cut after {size:,} of {told['size']:,} bytes")
-    if not size:
+        try:
+            with HttpFile(url, patience, facts=facts) as source:
+                if not facts:
+                    source.find_size()
+                    facts_file.write_text(json.dumps({"url": url, **source.facts}))
+                copy_rest(source, partial, is_shown)
+                facts_file.write_text(json.dumps({"url": url, **source.facts, "size": source.position}))
+        except ChangedError as e:
+            logger.warning(f"{url}: {e}: starting over")
+            discard(partial)
+            continue
+        except HttpError as e:
+            size = file_size(partial)
+            resume = f". The same command continues from {format_bytes(size)}" if size else ""
+            raise UserError(f"{url}: {e}{resume}") from e
+        if file_size(partial):
+            return
         discard(partial)
-        raise FetchError(f"{url} is empty: check the address")
-    facts_file.write_text(json.dumps(told | {"size": size}))
+        raise UserError(f"{url} is empty: check the address")
+
+
+def copy_rest(source: HttpFile, partial: Path, is_shown: bool) -> None:
+    """Append what a file does not have yet."""
+    received, total = source.seek(file_size(partial)), source.find_size()
+    name = PurePosixPath(urllib.parse.urlsplit(source.url).path).name
+    with contextlib.ExitStack() as stack:
+        if is_shown:
+            size = format_bytes(total) if total else "unknown size"
+            logger.info(f"fetching {name}, {size}{f', from {format_bytes(received)} on' if received else ''}")
+            bar = stack.enter_context(show_progress(f"fetching {name}", total, received))
+        file = stack.enter_context(open(partial, "ab"))
+        while piece := source.read(1 << 16):
+            file.write(piece)
+            file.flush()  # what has come is there when this process is killed
+            if is_shown:
+                bar.update(len(piece))
 
 
 def discard(partial: Path) -> None:
@@ -315,53 +250,6 @@ def file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-class Progress:
-    """How far a download is: a bar in a terminal, else a line now and then."""
-
-    def __init__(self, url: str, is_shown: bool):
-        self.name, self.is_shown, self.bar = PurePosixPath(urllib.parse.urlsplit(url).path).name, is_shown, None
-        self.received, self.total, self.next_line = 0, None, 0.0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self) -> None:
-        """Before something else is said."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-    def begin(self, received: int, total: int | None) -> None:
-        """:param received: bytes that are here already"""
-        self.received, self.total = received, total
-        if not self.is_shown:
-            return
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            tqdm.monitor_interval = 0  # no thread of its own, as hivemind is yet to fork
-            options = {"unit": "B", "unit_scale": True, "desc": f"fetching {self.name}", "dynamic_ncols": True}
-            self.bar = tqdm(total=total, initial=received, **options)
-        else:
-            size = format_bytes(total) if total else "unknown size"
-            logger.info(f"fetching {self.name}, {size}{f', from {format_bytes(received)} on' if received else ''}")
-            self.next_line = time.monotonic() + LINE_SECONDS
-
-    def add(self, count: int) -> None:
-        """:param count: bytes that have come"""
-        self.received += count
-        if self.bar is not None:
-            self.bar.update(count)
-        elif self.is_shown and time.monotonic() > self.next_line:
-            self.next_line = time.monotonic() + LINE_SECONDS
-            logger.info(
-                f"fetched {format_bytes(self.received)}" + (f" of {format_bytes(self.total)}" if self.total else "")
-            )
-
-
 # --- archives ---------------------------------------------------------------------------------------------------------
 
 
@@ -370,21 +258,16 @@ def check_sha256(file: Path, source: str, sha256: str | None) -> None:
     if sha256 is None:
         logger.info(f"{source} has sha256 {found}: with --dataset_sha256 you are sure of what you get")
     elif found != sha256:
-        raise FetchError(
+        raise UserError(
             f"{source} has sha256 {found}, not {sha256}, and is not used: compare with what its publisher says, "
             "then try again"
         )
 
 
-def is_index(file: Path) -> bool:
-    with open(file, "rb") as opened:
-        return opened.read(1) == b"{"
-
-
 def read_index(file: Path, source: str) -> list[Shard]:
     """The archives that an index lists, the common one first; they lie beside the index, wherever that came from.
 
-    :raises FetchError: it is no such index
+    :raises UserError: it is no such index
     """
     shards = []
     try:
@@ -396,11 +279,11 @@ def read_index(file: Path, source: str) -> list[Shard]:
             place = urllib.parse.urljoin(source, name) if is_url(source) else str(Path(source).parent / name)
             shards.append(Shard(place, entry["sha256"]))
     except (ValueError, KeyError, TypeError) as e:
-        raise FetchError(
+        raise UserError(
             f"{source} is not an index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
         ) from e
     if len(shards) < 2:
-        raise FetchError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
+        raise UserError(f"{source} lists no shards: make another with tokenize_wikitext103.py --archive")
     return shards
 
 
@@ -409,7 +292,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
 
     It may hold files and folders only: no links, whose targets could lie anywhere, and no devices.
 
-    :raises FetchError: it is damaged, holds anything else, or no dataset
+    :raises UserError: it is damaged, holds anything else, or no dataset
     """
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
@@ -421,7 +304,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
             for member in archive:
                 path = PurePosixPath(member.name)
                 if not (member.isreg() or member.isdir()) or path.is_absolute() or ".." in path.parts:
-                    raise FetchError(
+                    raise UserError(
                         f"{source} holds {member.name!r}, which is a link, a device or outside its folder, and is not "
                         "used: whoever packed it should pack plain files (tokenize_wikitext103.py --archive does)"
                     )
@@ -434,7 +317,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
         with open(file, "rb") as opened:
             begin = opened.read(16)
         reason = f"{str(e).splitlines()[0]}; it begins with {begin!r}"
-        raise FetchError(
+        raise UserError(
             f"{source} is damaged, or not a .tar, .tar.gz or index: fetch or pack it again ({reason})"
         ) from e
     finally:
@@ -446,5 +329,5 @@ def locate_dataset(folder: Path, source: str | None = None) -> tuple[Path, Path 
     corpora, tokenizers = (sorted(folder.rglob(name)) for name in ("corpus.json", "tokenizer_config.json"))
     if len(corpora) != 1:
         number = "more than one dataset" if corpora else "no dataset"
-        raise FetchError(f"{source or folder} holds {number}: make it with python tokenize_wikitext103.py --archive")
+        raise UserError(f"{source or folder} holds {number}: make it with python tokenize_wikitext103.py --archive")
     return corpora[0].parent, tokenizers[0].parent if len(tokenizers) == 1 else None

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from support.console import UserError
-from text.fetch import FetchedDataset, FetchError, NoRoomError, evict_oldest, fetch, locate_dataset, pin
+from text.fetch import FetchedDataset, NoRoomError, evict_oldest, fetch, locate_dataset, pin
 
 logger = logging.getLogger("shards")
 
@@ -36,10 +36,7 @@ class ShardedSplit:
         self.seed = seed
         shard = self.shards[next(self.order())]
         logger.info(f"{len(self.shards)} shards of data; the first one is {shard.source}")
-        try:
-            fetch(shard.source, shard.sha256, self.cache_dir)
-        except FetchError as e:
-            raise UserError(str(e)) from e
+        fetch(shard.source, shard.sha256, self.cache_dir)
 
     def order(self) -> Iterator[int]:
         """Endless numbers of shards, pass after pass, each in an order of its own."""
@@ -92,7 +89,7 @@ class ShardFetch(threading.Thread):
                         raise
             except FileNotFoundError:
                 continue  # another trainer has made room meanwhile
-            except (FetchError, OSError) as e:
+            except (UserError, OSError) as e:
                 logger.warning(f"{e}; trying again in {RETRY_SECONDS:g} s")
                 self.stop.wait(RETRY_SECONDS)
 

@@ -82,19 +82,18 @@ def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
 
     offsets = pyarrow.array(np.concatenate([[0], lengths.cumsum()]), pyarrow.int32())
     arrays = {name: pyarrow.array(values) for name, values in columns.items()}
-    is_list = {name: name != "sentence_order_label" for name in columns}
-    lists = {name: pyarrow.ListArray.from_arrays(offsets, a) if is_list[name] else a for name, a in arrays.items()}
-    return pyarrow.table(lists)
+    for name in arrays.keys() - {"sentence_order_label"}:
+        arrays[name] = pyarrow.ListArray.from_arrays(offsets, arrays[name])
+    return pyarrow.table(arrays)
 
 
 def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
     """Arrow tables of full blocks, of at most so many elements each: offsets in a list column have 32 bits."""
     rows = most // int(lengths.max())
-    ends = np.concatenate([[0], lengths.cumsum()])
     for start in range(0, len(lengths), rows):
         part = lengths[start : start + rows]
-        first, end = ends[start], ends[start + len(part)]
-        yield make_table({name: values[first:end] for name, values in columns.items()}, part)
+        tokens = slice(begin := lengths[:start].sum(), begin + part.sum())
+        yield make_table({name: values[tokens] for name, values in columns.items()}, part)
 
 
 def write_dataset(tables: dict, corpus: dict, folder: Path):

@@ -4,22 +4,17 @@
 
 To look at the first documents of a mixture:
 
-    python -c "from text.streams import *; stream = DocumentStream(read_sources('configs/sources.json'), seed=0); \
+    python -c "from text.streams import *; stream = stream_documents(read_sources('configs/sources.json'), seed=0); \
         [print(text[:70].split()) for _, chunk in itertools.islice(stream, 2) for _, _, text in chunk]; stream.close()"
 
-A file of sources is a JSON list of objects. Fields: path (a file, a pattern such as data/*.jsonl.gz, an http(s) URL, a
-dataset on the Hugging Face Hub or its folder, or a list of these of one format); name (default: the path); format
-(jsonl, text, parquet or hub; default: as the path says; the first two also packed as .gz, .xz or .zst); text_column of
-jsonl, parquet and hub (default: text); weight (default: 1): documents are taken from the sources in this proportion;
-language (default: english) and sentence_splitter (default: --sentence_splitter); config and split (default: train) of a
-Hub dataset. A document is a record, or about 10,000 characters of a text file, up to the next blank line.
+docs/data.md describes the file of sources. A document is a record, or about 10,000 characters of a text file, up to the
+next blank line.
 
 Each pass over a source has an order of its own, made from the peer's seed, of its files and of their parts: pieces of
 16 MiB of a plain file, row groups of parquet. A packed file can only be read from its beginning: divide large ones.
 
 A position in each source is enough to resume from: what happens to a document depends on its number and the seed alone.
-datasets' own mixtures were tried (5.2): a line that is not JSON ends them; a resumed shuffle buffer loses some records
-and repeats others; each pass has the order of the one before; and no more workers take part than there are files.
+Not so in datasets' own mixtures (5.2), which moreover end at a broken line and repeat the order in each pass.
 """
 
 import codecs
@@ -27,7 +22,6 @@ import contextlib
 import functools
 import glob
 import gzip
-import http.client
 import io
 import itertools
 import json
@@ -40,8 +34,6 @@ import re
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -63,7 +55,9 @@ from text.documents import (
     make_text_encoder,
     split_paragraphs,
     split_sentences,
+    take_text,
 )
+from text.http import HttpError, HttpFile, is_url
 from text.instances import PAIRS, InstanceKind
 
 logger = logging.getLogger("streams")
@@ -75,10 +69,8 @@ TEXT_CHARACTERS = 10_000  # of a text file that make a document
 CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # that a worker gets at a time: a tenth of a second
 READ_AHEAD = 64  # documents of each source
 LATE_SECONDS = 10.0  # until the others continue without a source
-STALL_SECONDS = 30.0  # without a byte in one connection
 START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a byte, over all tries, before a file is given up
-FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds between two tries
-TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
+EMPTY_SECONDS = 60.0  # until the next pass over a source without any text
 BAD_START = 100  # broken records at the begin of a source, after which it is the user's turn
 
 
@@ -87,8 +79,8 @@ class Broken(Exception):
 
 
 READ_ERRORS = (
-    *(Broken, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
-    *(pyarrow.ArrowException, http.client.HTTPException),
+    *(Broken, HttpError, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
+    pyarrow.ArrowException,
 )
 
 
@@ -106,100 +98,6 @@ class Position(NamedTuple):
 # ---------------------------------------------------------------- files, local and http
 
 
-class HttpFile(io.RawIOBase):
-    """A file on a web server. A connection that is cut, refused or silent is tried again, from where it was."""
-
-    def __init__(self, url: str, stop: threading.Event, patience: float):
-        self.url, self.stop, self.patience = url, stop, patience
-        self.response, self.arrived = None, 0  # arrived: the response's place in the file
-        self.position = 0
-        self.size = self.identity = None
-
-    def readable(self) -> bool:
-        return True
-
-    seekable = readable
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_END:
-            if self.size is None:
-                self.retry(lambda: b" ")
-            if self.size is None:
-                raise io.UnsupportedOperation(f"{self.url}: its server does not report its size")
-        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
-        return self.position
-
-    def readinto(self, buffer) -> int:
-        if self.size is not None and self.position >= self.size:
-            return 0
-        if self.arrived != self.position:
-            self.disconnect()
-        piece = self.retry(lambda: self.response.read1(len(buffer)))  # what has arrived: a stall keeps nothing back
-        buffer[: len(piece)] = piece
-        self.position += len(piece)
-        self.arrived = self.position
-        return len(piece)
-
-    def close(self) -> None:
-        self.disconnect()
-        super().close()
-
-    def connect(self) -> None:
-        request = urllib.request.Request(self.url, headers={"User-Agent": "collaborative-training"})
-        if self.position:
-            request.add_header("Range", f"bytes={self.position}-")
-        self.response = urllib.request.urlopen(request, timeout=STALL_SECONDS)
-        headers = self.response.headers
-        identity = headers["ETag"] or headers["Last-Modified"]
-        if self.identity not in (None, identity):
-            raise Broken(f"{self.url} has changed in the meantime")
-        self.identity = identity
-        if self.response.status == http.client.PARTIAL_CONTENT:
-            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers["Content-Range"] or "")
-            if not match or int(match[1]) != self.position:
-                raise Broken(f"{self.url} answers with a range that was not asked for")
-            self.size = int(match[2])
-        else:  # from the beginning: at first, or because the server knows no ranges
-            self.size = int(headers["Content-Length"]) if headers["Content-Length"] else None
-            try:
-                skip_bytes(self.response, self.position)
-            except Broken as e:
-                raise ConnectionError("the connection was cut") from e
-        self.arrived = self.position
-
-    def disconnect(self) -> None:
-        if self.response:
-            self.response.close()
-        self.response = None
-
-    def retry(self, read: Callable[[], bytes]) -> bytes:
-        """The result of `read` over a connection; nothing only at the end of the file."""
-        delay, start = FIRST_DELAY, time.monotonic()
-        while True:
-            try:
-                if self.response is None:
-                    self.connect()
-                piece = read()
-                if piece or self.size is None or self.position >= self.size:
-                    return piece
-                reason = f"the connection was cut after {self.position:,} of {self.size:,} bytes"
-            except urllib.error.HTTPError as e:
-                reason = f"answers {e.code} {e.reason}"
-                if e.code < 500 and e.code not in TEMPORARY_ANSWERS:
-                    raise Broken(reason) from e
-            except (OSError, http.client.HTTPException) as e:
-                reason = str(getattr(e, "reason", e) or type(e).__name__)
-            self.disconnect()
-            if time.monotonic() + delay - start > self.patience or self.stop.is_set():
-                raise Broken(f"{reason}; gave up")
-            logger.warning(f"{self.url}: {reason}; trying again in {delay:g} s")
-            self.stop.wait(delay)
-            delay = min(2 * delay, LONGEST_DELAY)
-
-
 def skip_bytes(file: BinaryIO, count: int) -> None:
     while count > 0:
         piece = file.read(min(count, 2**20))
@@ -214,7 +112,7 @@ def is_packed(path: str) -> bool:
 
 def open_file(path: str, stop: threading.Event, patience: float) -> BinaryIO:
     """A local file or URL to read bytes from, unpacked; errors are of READ_ERRORS."""
-    file = io.BufferedReader(HttpFile(path, stop, patience), 2**18) if is_url(path) else open(path, "rb")  # noqa: SIM115
+    file = io.BufferedReader(HttpFile(path, patience, stop), 2**18) if is_url(path) else open(path, "rb")  # noqa: SIM115
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=file)
     if path.endswith(".xz"):
@@ -253,19 +151,19 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
         yield text, position
 
 
-def read_jsonl(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[str | Broken, int, int]]:
-    """(text or why there is none, offset after it, number of the line) of each line; the first is behind `record`."""
+def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[object, int, int]]:
+    """(record or Broken, offset after it, number of the line) of each line; the first is behind `record`."""
     for number, (line, offset) in enumerate(lines, start=record + 1):
         if line.isspace():
             continue
         try:
-            value = take_text(json.loads(line), column)
+            value = json.loads(line)
         except (ValueError, RecursionError):
             value = Broken("is not JSON: one object on each line is needed")
         yield value, offset, number
 
 
-def read_text(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[str | Broken, int, int]]:
+def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[object, int, int]]:
     """As read_jsonl, of a text file's paragraphs: TEXT_CHARACTERS and more, to a blank line, or twice as many."""
     kept, characters, number, offset = [], 0, 0, 0
     for number, (line, offset) in enumerate(lines, start=record + 1):
@@ -277,15 +175,15 @@ def read_text(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple
         kept.append(text.replace("\r\n", "\n"))
         characters += len(text)
         if characters >= TEXT_CHARACTERS and (text.isspace() or characters >= 2 * TEXT_CHARACTERS):
-            yield "".join(kept), offset, number
+            yield {column: "".join(kept)}, offset, number
             kept, characters = [], 0
     if kept:
-        yield "".join(kept), offset, number
+        yield {column: "".join(kept)}, offset, number
 
 
 def read_parquet(
     table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int
-) -> Iterator[tuple[str | Broken, int, int]]:
+) -> Iterator[tuple[object, int, int]]:
     """As read_jsonl, of the rows of one group from row `start` on."""
     if column not in table.schema_arrow.names:
         raise Broken(f"no {column} (there is {', '.join(table.schema_arrow.names)[:200]}): give another text_column")
@@ -294,32 +192,22 @@ def read_parquet(
         values = batch.column(0)
         for row in range(max(start - first, 0), len(values)):
             try:
-                value = take_text({column: values[row].as_py()}, column)
+                value = {column: values[row].as_py()}
             except UnicodeDecodeError:
                 value = Broken("is not UTF-8")
             yield value, first + row + 1, first + row + 1
         first += len(values)
 
 
-def read_examples(shard, start: int, column: str) -> Iterator[tuple[str | Broken, int, int]]:
+def read_examples(shard, start: int) -> Iterator[tuple[object, int, int]]:
     """As read_jsonl, of a datasets.IterableDataset from record `start` on."""
     from datasets.exceptions import DatasetsError
 
     try:
         for number, example in enumerate(shard.skip(start), start=start + 1):
-            yield take_text(example, column), number, number
+            yield example, number, number
     except DatasetsError as e:
         raise Broken(str(e)) from e
-
-
-def take_text(record, column: str) -> str | Broken:
-    if not isinstance(record, dict) or column not in record:
-        found = ", ".join(map(str, record)) if isinstance(record, dict) else "no field at all"
-        return Broken(f"has no {column} (there is {found[:200]}): give another text_column")
-    if not isinstance(record[column], str):
-        return Broken(f"has a {column} that is not text: give another text_column")
-    # JSON can spell half of a surrogate pair, which no tokenizer takes
-    return record[column].encode("utf-8", "replace").decode()
 
 
 # ---------------------------------------------------------------- sources
@@ -350,20 +238,12 @@ class Source:
             self.files += sorted(glob.glob(path, recursive=True)) if is_pattern else [path]
         self.documents = self.broken = 0
 
-    def ask_hub(self) -> None:
-        """Have datasets look a Hub dataset up: it reads those files, and what it cannot parse of one is left out."""
-        if self.format == "hub" and not self.dataset:
-            import datasets
-
-            self.dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
-            self.files = [f"file {number}" for number in range(self.dataset.num_shards)]
-
     @contextlib.contextmanager
     def open(self, index: int, stop: threading.Event, patience: float) -> Iterator[tuple[list, Callable]]:
         """(the file's parts, how to read one: (part, position in it) -> as read_jsonl)."""
         if self.format == "hub":
             shard = self.dataset.shard(num_shards=len(self.files), index=index)
-            yield [0], lambda _, position: read_examples(shard, position.record, self.text_column)
+            yield [0], lambda _, position: read_examples(shard, position.record)
             return
         path = self.files[index]
         with open_file(path, stop, patience) as file:
@@ -372,7 +252,7 @@ class Source:
                 read = functools.partial(read_parquet, table, self.text_column)
                 yield range(table.num_row_groups), lambda group, position: read(group, position.record)
                 return
-            read = functools.partial(read_jsonl, self.text_column) if self.format == "jsonl" else read_text
+            read = read_jsonl if self.format == "jsonl" else functools.partial(read_text, self.text_column)
             yield (
                 list_line_parts(file, path),
                 lambda part, position: read(read_lines(file, path, part, position.offset), position.record),
@@ -382,7 +262,12 @@ class Source:
         self, seed: int, position: Position, stop: threading.Event, patience: float = PATIENCE
     ) -> Iterator[tuple[str | Broken, Position]]:
         """(document's text, or what is broken, position after it) from a position to the end of its pass."""
-        self.ask_hub()
+        if self.format == "hub" and not self.dataset:
+            # of a dataset on the Hub datasets reads the files, and leaves out what it cannot parse of one
+            import datasets
+
+            self.dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+            self.files = [f"file {number}" for number in range(self.dataset.num_shards)]
         key = [seed, zlib.crc32(self.name.encode()), position.number]
         order = np.random.default_rng(key).permutation(len(self.files))
         if position.files not in (0, len(order)):
@@ -399,8 +284,12 @@ class Source:
                             position = Position(position.number, len(order), place, part)
                         which = int(part_order[part])
                         of_part = f" of part {which + 1} of {len(parts)}" if len(parts) > 1 else ""
-                        for text, offset, record in read(parts[which], position):
+                        for found, offset, record in read(parts[which], position):
                             position = position._replace(offset=offset, record=record)
+                            try:
+                                text = found if isinstance(found, Broken) else take_text(found, self.text_column)
+                            except ValueError as e:
+                                text = Broken(f"{e}: give another text_column")
                             if isinstance(text, Broken):
                                 text = Broken(f"{self.files[index]}, record {record}{of_part} {text}")
                             yield text, position
@@ -422,9 +311,9 @@ class Source:
                     yield text, behind
             if is_empty and not stop.is_set():
                 logger.warning(
-                    f"source {self.name}: a whole pass without any text; the next one in {LONGEST_DELAY:g} s"
+                    f"source {self.name}: a whole pass without any text; the next one in {EMPTY_SECONDS:g} s"
                 )
-                stop.wait(LONGEST_DELAY)
+                stop.wait(EMPTY_SECONDS)
             position = Position(position.number + 1)
 
     def count_broken(self, reason: Broken) -> None:
@@ -450,38 +339,32 @@ class Source:
         return problems[0] if problems else f"there is no text in {self.path}"
 
 
-def is_url(path: str) -> bool:
-    return path.startswith(("http://", "https://"))
-
-
 def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Source]:
     """The sources of a JSON file; what is wrong with it is a UserError.
 
     :param sentence_splitter: for sources that name none
     """
-    kinds = {item.name: item.type for item in fields(Source)}
+    kinds = [item.name for item in fields(Source)]
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(f"--sources {path}: {e.strerror}; configs/sources.json is an example") from e
-    except ValueError as e:
-        raise UserError(f"--sources {path} is not JSON ({e}); configs/sources.json is an example") from e
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"--sources {path} is not a list of objects; configs/sources.json is an example")
+        if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError("it is not a list of objects")
+    except (OSError, ValueError) as e:
+        raise UserError(f"--sources {path} cannot be read ({e}); configs/sources.json is an example") from e
     sources = []
     for entry in entries:
         where = f"--sources {path}, {entry.get('name') or entry.get('path') or entry}"
-        if unknown := entry.keys() - kinds.keys():
+        if unknown := entry.keys() - kinds:
             raise UserError(f"{where}: unknown field {min(unknown)}; there are {', '.join(kinds)}")
         paths = entry.get("path")
         if not paths or not all(isinstance(one, str) for one in (paths if isinstance(paths, list) else [paths])):
             raise UserError(f"{where}: path must be a file, pattern, URL or Hub dataset, or a list of these")
         weight = entry.get("weight", 1)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        if type(weight) not in (int, float) or not 0 < weight < math.inf:
             raise UserError(f"{where}: weight must be a number greater than 0; remove the source to leave it out")
-        texts = {name: value for name, value in entry.items() if name not in ("path", "weight")}
-        if wrong := [name for name, value in texts.items() if not isinstance(value, str)]:
-            raise UserError(f"{where}: {wrong[0]} must be a text")
+        for name in entry.keys() - {"path", "weight"}:
+            if not isinstance(entry[name], str):
+                raise UserError(f"{where}: {name} must be a text")
         source = Source(**{"sentence_splitter": sentence_splitter, **entry})
         if source.format not in ("jsonl", "text", "parquet", "hub"):
             raise UserError(f"{where}: format must be jsonl, text, parquet or hub, not {source.format}")
@@ -531,130 +414,107 @@ class Reader(threading.Thread):
         return text
 
 
-class DocumentStream:
+def stream_documents(
+    sources: list[Source], seed: int, state: dict | None = None, interrupted: threading.Event | None = None
+) -> Iterator[tuple[dict, list[tuple[int, int, str]]]]:
     """Endless documents of a mixture in chunks: (state before it, [(number, of which source, text)]).
 
     From that state another stream of the same seed continues with the same chunk, unless a source was late: then the
-    others go on, and it may come in later.
+    others go on, and it may come in later. What is forked before the first chunk is asked for has no threads.
 
     :param interrupted: ends the iteration when it is set
     """
-
-    def __init__(
-        self,
-        sources: list[Source],
-        seed: int,
-        state: dict | None = None,
-        interrupted: threading.Event | None = None,
-    ):
-        self.sources, self.seed = sources, seed
-        self.interrupted = interrupted or threading.Event()
-        self.stop = threading.Event()
-        self.readers: list[Reader] = []
-        self.count = state["documents"] if state else 0
-        self.positions = {source.name: Position() for source in sources}
-        if state:
-            self.positions |= {name: Position(*position) for name, position in state["positions"].items()}
-
-    def __iter__(self) -> Iterator[tuple[dict, list[tuple[int, int, str]]]]:
-        # here, not before: what is forked should have no threads
-        self.readers = [Reader(source, self.seed, self.positions[source.name], self.stop) for source in self.sources]
-        try:
-            while not self.interrupted.is_set():
-                state = self.state()
-                generator = np.random.default_rng([self.seed, self.count])
-                chunk, characters = [], 0
-                while characters < CHUNK_CHARACTERS and len(chunk) < CHUNK_DOCUMENTS:
-                    if (taken := self.take(generator)) is None:
-                        return
-                    chunk.append((self.count, *taken))
-                    characters += len(taken[1])
-                    self.count += 1
-                yield state, chunk
-        finally:
-            self.close()
-
-    def state(self) -> dict:
-        positions = {reader.source.name: list(reader.position) for reader in self.readers}
-        return {"documents": self.count, "positions": positions}
-
-    def take(self, generator: np.random.Generator) -> tuple[int, str] | None:
-        """(number of a source, its next document); None when the stream is interrupted."""
-        weights = np.array([reader.source.weight for reader in self.readers])
-        while not self.interrupted.is_set():
-            for reader in self.readers:
-                reader.is_late = reader.is_late and reader.ahead.empty()
-            is_ready = np.array([not reader.is_late for reader in self.readers])
-            chances = weights * is_ready if is_ready.any() else weights
-            chosen = int(generator.choice(len(weights), p=chances / chances.sum()))
-            reader, deadline = self.readers[chosen], time.monotonic() + LATE_SECONDS * is_ready.any()
-            while not self.interrupted.is_set():
-                with contextlib.suppress(queue.Empty):
-                    return chosen, reader.take(seconds=0.1)
-                if time.monotonic() > deadline:
-                    break
-            if not reader.is_late:
-                logger.warning(f"source {reader.source.name} is late: continuing without it until it yields something")
-            reader.is_late = True
-        return None
-
-    def close(self) -> None:
-        """End the readers; one that waits for a server ends later."""
-        self.stop.set()
-        for reader in self.readers:
+    interrupted, stop, positions, count = interrupted or threading.Event(), threading.Event(), {}, 0
+    if state:
+        positions, count = state["positions"], state["documents"]
+    readers = [Reader(source, seed, Position(*positions.get(source.name, ())), stop) for source in sources]
+    try:
+        while True:
+            state = {"documents": count, "positions": {r.source.name: list(r.position) for r in readers}}
+            generator = np.random.default_rng([seed, count])
+            chunk, characters = [], 0
+            while characters < CHUNK_CHARACTERS and len(chunk) < CHUNK_DOCUMENTS:
+                if (taken := take_document(readers, generator, interrupted)) is None:
+                    return
+                chunk.append((count, *taken))
+                characters += len(taken[1])
+                count += 1
+            yield state, chunk
+    finally:  # a reader that waits for a server ends later
+        stop.set()
+        for reader in readers:
             reader.join(0.5)
 
 
+def take_document(
+    readers: list[Reader], generator: np.random.Generator, interrupted: threading.Event
+) -> tuple[int, str] | None:
+    """(number of a source, its next document); None when the stream is interrupted."""
+    weights = np.array([reader.source.weight for reader in readers])
+    while not interrupted.is_set():
+        for reader in readers:
+            reader.is_late = reader.is_late and reader.ahead.empty()
+        is_ready = np.array([not reader.is_late for reader in readers])
+        chances = weights * is_ready if is_ready.any() else weights
+        chosen = int(generator.choice(len(weights), p=chances / chances.sum()))
+        reader, deadline = readers[chosen], time.monotonic() + LATE_SECONDS * is_ready.any()
+        while not interrupted.is_set():
+            with contextlib.suppress(queue.Empty):
+                return chosen, reader.take(seconds=0.1)
+            if time.monotonic() > deadline:
+                break
+        if not reader.is_late:
+            logger.warning(f"source {reader.source.name} is late: continuing without it until it yields something")
+        reader.is_late = True
+    return None
+
+
 class ChunkTokenizer:
-    """Chunks of a DocumentStream to instances: (seq_length, chunk) -> (seq_length, columns joined end to end, lengths).
-    For DataLoader's workers. Full blocks start over with each chunk, the last of which is shorter. State: the
+    """Chunks of stream_documents to instances: (seq_length, ..., chunk) -> (seq_length, ..., columns joined end to end,
+    lengths). For DataLoader's workers. Full blocks start over with each chunk, the last of which is shorter. State: the
     tokenizer's engine, in each process its own."""
 
     def __init__(self, sources: list[Source], tokenizer, seed: int, kind: InstanceKind = PAIRS):
         self.sources, self.tokenizer, self.seed, self.kind = sources, tokenizer, seed, kind
         self.encoder = None
 
-    def __getitem__(self, key: tuple[int, list[tuple[int, int, str]]]) -> tuple[int, dict[str, np.ndarray], np.ndarray]:
-        seq_length, chunk = key
+    def __getitem__(self, key: tuple) -> tuple:
+        *rest, chunk = key
         self.encoder = self.encoder or make_text_encoder(self.tokenizer)
+        documents = [split_paragraphs(text) for *_, text in chunk]
         if not self.kind.has_pairs:
-            paragraphs = [split_paragraphs(text) for *_, text in chunk]
-            ids = encode_documents([p for p in paragraphs if p], self.kind, self.tokenizer, self.encoder)
-            return seq_length, *cut_blocks(ids, seq_length, self.kind, self.tokenizer, keep_rest=True)
-        documents = []
-        for _, index, text in chunk:
-            source = self.sources[index]
-            documents.append(split_sentences(split_paragraphs(text), source.language, source.sentence_splitter))
+            ids = encode_documents([d for d in documents if d], self.kind, self.tokenizer, self.encoder)
+            return *rest, *cut_blocks(ids, rest[0], self.kind, self.tokenizer, keep_rest=True)
+        sources = [self.sources[index] for _, index, _ in chunk]
+        documents = [
+            split_sentences(paragraphs, source.language, source.sentence_splitter)
+            for paragraphs, source in zip(documents, sources, strict=True)
+        ]
         generators = [make_document_random(self.seed, "stream", number) for number, _, _ in chunk]
-        return seq_length, *make_instances(documents, generators, seq_length, self.tokenizer, self.encoder)
+        return *rest, *make_instances(documents, generators, rest[0], self.tokenizer, self.encoder)
 
 
 def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict]:
     """One dictionary of arrays for each instance, from columns joined end to end."""
     ends = lengths.cumsum()
-    names = [name for name in columns if name != "sentence_order_label"]
-    rows = [{name: columns[name][start:end] for name in names} for start, end in zip(ends - lengths, ends, strict=True)]
-    if "sentence_order_label" in columns:
-        for row, label in zip(rows, columns["sentence_order_label"].tolist(), strict=True):
-            row["sentence_order_label"] = label
-    return rows
+    parts = {
+        name: values.tolist() if name == "sentence_order_label" else np.split(values, ends)[:-1]
+        for name, values in columns.items()
+    }
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
+@dataclass(eq=False)
 class TrainingDataset(IterableDataset):
     """Endless instances, see data.make_training_dataset. The trainer's own loader, batches.StreamedBatches, takes its
     parts instead: there, one process reads for all workers, and continues where an earlier one has ended."""
 
-    def __init__(
-        self,
-        sources: list[Source],
-        tokenizer,
-        max_sequence_length: int,
-        seed: int,
-        shuffle_buffer: int,
-        kind: InstanceKind = PAIRS,
-    ):
-        self.sources, self.tokenizer, self.max_sequence_length = sources, tokenizer, max_sequence_length
-        self.seed, self.shuffle_buffer, self.kind = seed, shuffle_buffer, kind
+    sources: list[Source]
+    tokenizer: object
+    max_sequence_length: int
+    seed: int
+    shuffle_buffer: int
+    kind: InstanceKind
 
     def count_records(self) -> dict[str, dict[str, int]]:
         """How many documents and broken records of each source this process has read."""
@@ -667,7 +527,7 @@ class TrainingDataset(IterableDataset):
         tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed, self.kind)
         generator = np.random.default_rng([self.seed, number])
         pool: list[dict] = []
-        for _, chunk in itertools.islice(DocumentStream(self.sources, self.seed), number, None, count):
+        for _, chunk in itertools.islice(stream_documents(self.sources, self.seed), number, None, count):
             for instance in list_instances(*tokenize[self.max_sequence_length, chunk][1:]):
                 pool.append(instance)
                 if len(pool) > self.shuffle_buffer:

@@ -1,24 +1,19 @@
 """Documents to instances, by several processes: for tokenize_wikitext103.py, and for trainers that are given text."""
 
 import contextlib
-import ctypes
-import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import signal
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from arguments import DataArguments, ModelArguments, TokenizeArguments
-from support.console import UserError, first_line
-from support.files import locked, unfinished_folder
+from arguments import DataArguments, TokenizeArguments
+from support.console import UserError, first_line, show_progress
+from support.files import locked, make_folder, unfinished_folder
 from support.hub import hub
 from text.documents import (
     WIKITEXT_TITLE,
@@ -34,17 +29,17 @@ from text.documents import (
 )
 from text.instances import KINDS, InstanceKind
 from text.stored import describe_corpus, make_table, make_tables, write_dataset
-from text.tokenizers import load_tokenizer, tokenizer_fingerprint
-from text.workers import hold_signals
+from text.tokenizers import tokenizer_fingerprint
+from text.workers import prepare_in_workers
 
 CHUNK_CHARACTERS = 500_000  # of text per task: about half a second
 
 
 def make_dataset(
-    source: str, splits: dict[str, list[list[str]]], tokenizer, tokenizer_path: str | Path, folder: Path, args
+    source: str, splits: dict[str, list[list[str]]], tokenizer, folder: Path, args: TokenizeArguments
 ) -> dict:
     """Tokenize the splits into a folder; the contents of its corpus.json."""
-    tables = tokenize_splits(splits, tokenizer_path, args)
+    tables = tokenize_splits(splits, tokenizer, args)
     for name, table in tables.items():
         if not table.num_rows:
             raise UserError(f"too little text for a {name} split: give more text or another --validation_fraction")
@@ -69,89 +64,65 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
         cut = min(max(round(len(units) * (1 - fraction)), 1), len(units) - 1)
         print(f"one document: its last {len(units) - cut} of {len(units)} {kind} become the validation split")
         return {"train": [units[:cut]], "validation": [units[cut:]]}
-    sizes = [sum(map(len, document)) for document in documents]
+    sizes = [count_characters(document) for document in documents]
     shuffled = random.Random(args.seed).sample(range(len(documents)), len(documents))
     fitting = [index for index in shuffled if sizes[index] <= fraction * sum(sizes)]
     if not fitting:
         fitting = [min(shuffled, key=sizes.__getitem__)]
     held_out = set(fitting[: min(max(1, round(fraction * len(documents))), len(documents) - 1)])
-    splits = {"train": [], "validation": []}
-    for index, document in enumerate(documents):
-        splits["validation" if index in held_out else "train"].append(document)
-    return splits
+    train = [document for index, document in enumerate(documents) if index not in held_out]
+    return {"train": train, "validation": [documents[index] for index in sorted(held_out)]}
 
 
-@functools.cache
-def load_worker_tokenizer(path: str | Path, kind: InstanceKind):
-    tokenizer = load_tokenizer(path, kind)
-    return tokenizer, make_text_encoder(tokenizer)
+class ChunkEncoder:
+    """For workers: (split, [(index, paragraphs of that document)]) -> columns of pairs, joined end to end, and their
+    lengths; or for full blocks, which reach over the end of a chunk, ids end to end."""
+
+    def __init__(self, tokenizer, args: TokenizeArguments):
+        self.tokenizer, self.args, self.kind = tokenizer, args, KINDS[args.objective]
+        self.encoder = make_text_encoder(tokenizer)
+
+    def __getitem__(self, key: tuple[str, list[tuple[int, list[str]]]]):
+        (split, chunk), args = key, self.args
+        if not self.kind.has_pairs:
+            return encode_documents([paragraphs for _, paragraphs in chunk], self.kind, self.tokenizer, self.encoder)
+        documents = [split_sentences(paragraphs, args.language, args.sentence_splitter) for _, paragraphs in chunk]
+        generators = [make_document_random(args.seed, split, index) for index, _ in chunk]
+        return make_instances(documents, generators, args.seq_length, self.tokenizer, self.encoder)
 
 
-def tokenize_chunk(
-    chunk: list[tuple[int, list[str]]], *, split: str, tokenizer_path: str | Path, args: TokenizeArguments
-):
-    """Of some documents, given as (index, paragraphs): an Arrow table of their pairs, or for full blocks, which reach
-    over the end of a chunk, their ids end to end."""
-    kind = KINDS[args.objective]
-    tokenizer = load_worker_tokenizer(tokenizer_path, kind)
-    if not kind.has_pairs:
-        return encode_documents([paragraphs for _, paragraphs in chunk], kind, *tokenizer)
-    documents = [split_sentences(paragraphs, args.language, args.sentence_splitter) for _, paragraphs in chunk]
-    generators = [make_document_random(args.seed, split, index) for index, _ in chunk]
-    return make_table(*make_instances(documents, generators, args.seq_length, *tokenizer))
-
-
-def start_worker():
-    # the tokenizer's threads do not survive a fork; and num_proc is what the user wants to spend
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive a killed parent
-
-
-def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer_path: str | Path, args: TokenizeArguments) -> dict:
+def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args: TokenizeArguments) -> dict:
     """{split: Arrow table of its instances}, in the order of the documents whatever the number of processes."""
     import pyarrow
-    from tqdm import tqdm
 
-    chunks = {name: list(make_chunks(documents)) for name, documents in splits.items()}
-    sizes = {name: [sum(len(p) for _, document in c for p in document) for c in chunks[name]] for name in chunks}
-    # before the fork: once for all processes
     kind = KINDS[args.objective]
-    tokenizer, _ = load_worker_tokenizer(tokenizer_path, kind)
-    executor = None
-    if args.num_proc > 1:
-        executor = ProcessPoolExecutor(args.num_proc, multiprocessing.get_context("fork"), initializer=start_worker)
-    tables = {}
-    total = sum(map(sum, sizes.values()))
+    chunks = [(name, chunk) for name, documents in splits.items() for chunk in make_chunks(documents)]
+    total = sum(count_characters(document) for documents in splits.values() for document in documents)
+    parts = {name: [] for name in splits}
+    num_workers = args.num_proc if args.num_proc > 1 else 0
+    # both may be sent to the workers too, which end with this process
+    held = (signal.SIGINT, signal.SIGTERM)
+    results = prepare_in_workers(ChunkEncoder(tokenizer, args), chunks, num_workers, held)
     try:
-        interval = 0.2 if sys.stderr.isatty() else 10  # seconds; few lines in a log file
-        with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", mininterval=interval) as progress:
-            for name in splits:
-                work = functools.partial(tokenize_chunk, split=name, tokenizer_path=tokenizer_path, args=args)
-                with hold_signals(signal.SIGINT, signal.SIGTERM):  # processes start here
-                    results = executor.map(work, chunks[name]) if executor else map(work, chunks[name])
-                parts = []
-                for size, table in zip(sizes[name], results, strict=True):
-                    parts.append(table)
-                    progress.update(size)
-                if kind.has_pairs:
-                    tables[name] = pyarrow.concat_tables(parts)
-                else:
-                    blocks = cut_blocks(np.concatenate(parts), args.seq_length, kind, tokenizer)
-                    tables[name] = pyarrow.concat_tables(make_tables(*blocks))
-    except BrokenProcessPool:
+        with show_progress("tokenizing", total) as progress:
+            for (name, chunk), part in zip(chunks, results, strict=True):
+                parts[name].append(part)
+                progress.update(sum(count_characters(document) for _, document in chunk))
+    except RuntimeError as e:
+        if "DataLoader worker" not in str(e):
+            raise
         raise UserError("a tokenizing process was killed, probably out of memory: lower --num_proc") from None
-    finally:
-        if executor:
-            executor.shutdown(cancel_futures=True)
-    return tables
+    if kind.has_pairs:
+        return {name: pyarrow.concat_tables(make_table(*part) for part in parts[name]) for name in splits}
+    blocks = {name: cut_blocks(np.concatenate(parts[name]), args.seq_length, kind, tokenizer) for name in splits}
+    return {name: pyarrow.concat_tables(make_tables(*blocks[name])) for name in splits}
 
 
-def make_chunks(documents: list[list[str]]):
+def make_chunks(documents: list[list[str]]) -> Iterator[list[tuple[int, list[str]]]]:
     chunk, size = [], 0
     for index, document in enumerate(documents):
         chunk.append((index, document))
-        size += sum(map(len, document))
+        size += count_characters(document)
         if size >= CHUNK_CHARACTERS:
             yield chunk
             chunk, size = [], 0
@@ -159,8 +130,12 @@ def make_chunks(documents: list[list[str]]):
         yield chunk
 
 
+def count_characters(document: list[str]) -> int:
+    return sum(map(len, document))
+
+
 def tokenize_for_trainer(
-    source: str, splits: dict, tokenizer, kind: InstanceKind, model_args: ModelArguments, args: DataArguments
+    source: str, splits: dict, tokenizer, kind: InstanceKind, seed: int, args: DataArguments
 ) -> Path:
     """Folder of the dataset made of these documents, in the cache: made at the first start, found there later on, by
     other trainers too. The same text and flags give the same rows on every peer.
@@ -178,10 +153,10 @@ def tokenize_for_trainer(
         seq_length=args.max_sequence_length,
         language=args.language,
         sentence_splitter=args.sentence_splitter,
-        seed=model_args.seed,
+        seed=seed,
         num_proc=min(8, os.cpu_count() or 1),
     )
-    facts = [kind.name, options.seq_length, options.seed, options.language, options.sentence_splitter]
+    facts = [kind.name, options.seq_length, seed, args.language, args.sentence_splitter]
     digest = hashlib.sha256(json.dumps([*facts, tokenizer_fingerprint(tokenizer)]).encode())
     for name, documents in splits.items():
         digest.update(f"{name} {len(documents)}".encode())
@@ -189,51 +164,49 @@ def tokenize_for_trainer(
             digest.update("\n".join([*document, ""]).encode("utf-8", "replace") + b"\0")
     cache_dir = Path(args.dataset_cache_dir)
     folder = cache_dir / f"text-{digest.hexdigest()[:16]}"
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(
-            f"--dataset_cache_dir {cache_dir} cannot be written ({e.strerror}): choose another folder"
-        ) from e
+    make_folder("--dataset_cache_dir", cache_dir)
     with locked(folder.with_suffix(".lock")):
         if not folder.exists():
             if "validation" not in splits:
                 splits = split_documents(splits["train"], options)
             with unfinished_folder(folder) as unfinished:
-                make_dataset(source, splits, tokenizer, model_args.tokenizer_path, unfinished, options)
+                make_dataset(source, splits, tokenizer, unfinished, options)
                 unfinished.rename(folder)
     return folder
 
 
-def load_hub_splits(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]]:
-    """(name, documents of the train split, and of the validation split if there is one) of --dataset_name: a record is
-    a document, but text in WikiText format is split into its articles."""
-    name = [args.dataset_name, *([args.dataset_config_name] if args.dataset_config_name else [])]
-    is_folder = Path(args.dataset_name).is_dir()
-    with contextlib.nullcontext() if is_folder else hub(f"the dataset {args.dataset_name}", "--train_file"):
+def load_hub_splits(
+    name: list[str], text_column: str, cache_dir: str | Path | None, alternative: str
+) -> tuple[str, dict[str, list[list[str]]]]:
+    """(name, documents of the train split, and of the validation split if there is one): a record is a document, but
+    text in WikiText format is split into its articles.
+
+    :param name: of a dataset on the Hub or in a folder, and of its configuration if one is to be named
+    :param alternative: flags that need no connection
+    """
+    flag, is_folder = f"--dataset_name {name[0]}", Path(name[0]).is_dir()
+    with contextlib.nullcontext() if is_folder else hub(f"the dataset {name[0]}", alternative):
         import datasets  # now: it looks once whether there is a connection
 
         try:
-            found = datasets.load_dataset(*name, cache_dir=str(Path(args.dataset_cache_dir) / "hub"))
+            found = datasets.load_dataset(*name, cache_dir=cache_dir)
         except (OSError, ValueError) as e:
             if not is_folder:
                 raise
-            raise UserError(f"--dataset_name {args.dataset_name} holds no dataset ({first_line(e)})") from e
+            raise UserError(f"{flag} holds no dataset ({first_line(e)})") from e
+    if "train" not in found:
+        raise UserError(f"{flag} has no split train, but {', '.join(found)}: use another one")
     splits = {}
     for split in [name for name in ("train", "validation") if name in found]:
-        if args.text_column not in found[split].column_names:
+        if text_column not in found[split].column_names:
             columns = ", ".join(found[split].column_names)
-            raise UserError(f"--dataset_name {args.dataset_name} has the columns {columns}: give one in --text_column")
-        texts = [text or "" for text in found[split][args.text_column]]
+            raise UserError(f"{flag} has the columns {columns}: give one in --text_column")
+        texts = [text or "" for text in found[split][text_column]]
         if any(not isinstance(text, str) for text in texts):
-            raise UserError(f"--dataset_name {args.dataset_name}: {args.text_column} is not text: give --text_column")
+            raise UserError(f"{flag}: {text_column} is not text: give --text_column")
         first = next((text for text in texts if text.strip()), "")
         if WIKITEXT_TITLE.match(first.strip("\n")):
             splits[split] = split_articles(texts)
         else:
             splits[split] = [paragraphs for text in texts if (paragraphs := split_paragraphs(text))]
-    if "train" not in splits:
-        raise UserError(
-            f"--dataset_name {args.dataset_name} has no split train, but {', '.join(found)}: use another one"
-        )
     return "/".join(name), splits

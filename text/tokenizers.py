@@ -27,9 +27,17 @@ logger = logging.getLogger("tokenizers")
 PROBE = "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
 
 
-def load_tokenizer(path: str | Path, kind: InstanceKind = PAIRS):
+def load_tokenizer(
+    path: str | Path,
+    kind: InstanceKind = PAIRS,
+    cache_dir: str | None = None,
+    alternative: str = "a folder that exists",
+):
     """The tokenizer in a folder, or of that name on the Hub, with the special tokens that such instances need, or one
-    line that names the cure."""
+    line that names the cure.
+
+    :param alternative: to the Hub, where that cannot be reached
+    """
     from transformers import AutoTokenizer
 
     is_folder = Path(path).is_dir()
@@ -37,8 +45,8 @@ def load_tokenizer(path: str | Path, kind: InstanceKind = PAIRS):
     if not is_folder and (is_default or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path))):
         raise UserError(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
     try:
-        with contextlib.nullcontext() if is_folder else hub(f"the tokenizer {path}", "a folder that exists"):
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=is_folder)
+        with contextlib.nullcontext() if is_folder else hub(f"the tokenizer {path}", alternative):
+            tokenizer = AutoTokenizer.from_pretrained(path, cache_dir=cache_dir, local_files_only=is_folder)
     except (OSError, ValueError, KeyError) as e:
         raise UserError(
             f"{path} holds no readable tokenizer ({first_line(e)}): make one with python tokenize_wikitext103.py"

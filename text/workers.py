@@ -37,15 +37,22 @@ def keep_arrays(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return batch
 
 
-def leave_process_group(_: int) -> None:
-    """What a worker does first: torchrun sends SIGTERM to a trainer's whole process group, and torch takes a worker
-    that dies for an error."""
+def start_worker(_: int) -> None:
+    # torchrun sends SIGTERM to a trainer's whole process group, and torch takes a worker that dies for an error
     os.setpgrp()
+    # a tokenizer's threads do not survive a fork; and the number of processes is what the user wants to spend
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
-    """prepared[key] for each of the keys, from num_workers processes, or from this one. Workers never see Ctrl-C: the
-    trainer still needs batches, or a quiet end of the workers, while it shuts down."""
+def prepare_in_workers(prepared, keys, num_workers: int, held: tuple[int, ...] = (signal.SIGINT,)) -> Iterator:
+    """prepared[key] for each of the keys, in their order, from num_workers processes, or from this one. Workers never
+    see Ctrl-C: the trainer still needs batches, or a quiet end of the workers, while it shuts down.
+
+    :param held: signals that workers never see. Without SIGTERM: by it Python ends those that are left at exit
+    :raises RuntimeError: a worker was killed
+    """
+    if not num_workers:
+        return map(prepared.__getitem__, keys)
     from torch.utils.data import DataLoader
 
     loader = DataLoader(
@@ -54,9 +61,8 @@ def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
         batch_size=None,  # a key stands for a whole batch
         collate_fn=keep_arrays,
         num_workers=num_workers,
-        multiprocessing_context="fork" if num_workers else None,
-        worker_init_fn=leave_process_group,
+        multiprocessing_context="fork",
+        worker_init_fn=start_worker,
     )
-    # not SIGTERM: by it Python ends workers that are left at exit, and then waits for them
-    with hold_signals(signal.SIGINT):
+    with hold_signals(*held):
         return iter(loader)

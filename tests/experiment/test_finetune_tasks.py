@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import datasets
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from finetune_data import BOW, QUERY, RECORDS, write_lines
@@ -27,8 +28,9 @@ from experiment.tasks import (
     make_examples,
     predict_majority,
 )
-from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained, order_batches
+from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained
 from support.console import UserError
+from text.batches import group_by_length
 
 CPU = torch.device("cpu")
 
@@ -352,7 +354,7 @@ def test_labels_of_a_task_file(tmp_path):
         ({"label": "subject", "labels": ["x", "y"]}, ["without subject", "body, topic"]),
         ({"labels": [3, 4]}, ["a.jsonl, line 1", "3, 4"]),
         ({"text": "title"}, ["a.jsonl, line 1", "has no title", "found are body, topic"]),
-        ({"train": "broken.jsonl"}, ["broken.jsonl, line 2", "cannot be read"]),
+        ({"train": "broken.jsonl"}, ["broken.jsonl, line 2", "is not JSON"]),
         ({"train": "list.jsonl"}, ["list.jsonl"]),
         ({"train": "empty.csv"}, ["empty.csv", "no record"]),
         ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
@@ -424,15 +426,18 @@ def test_what_was_cut_away_cannot_be_chosen_and_gives_no_gradient():
 
 
 def test_batches_hold_every_row_once_and_rows_of_similar_length():
-    lengths = torch.randint(5, 500, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
-    rows = [Row([{"input_ids": [0] * length}], [], [0]) for length in lengths]
-    batches = order_batches(rows, 16, torch.Generator().manual_seed(0))
+    lengths = np.random.default_rng(1).integers(5, 500, 1000)
+
+    def order(seed: int) -> list[list[int]]:
+        batches = group_by_length(-(-lengths // 8), 16, np.random.default_rng(seed), keep_rest=True)
+        return [batch.tolist() for batch in batches]
+
+    batches = order(0)
     assert sorted(row for batch in batches for row in batch) == list(range(1000))
     assert all(len(batch) <= 16 for batch in batches) and len(batches) == 63
     padding = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches) / sum(lengths) - 1
     assert padding < 0.05  # at random: 0.8
-    assert batches == order_batches(rows, 16, torch.Generator().manual_seed(0))
-    assert batches != order_batches(rows, 16, torch.Generator().manual_seed(1))
+    assert batches == order(0) != order(1)
     # the short ones do not come first
     first = [lengths[row] for batch in batches[:31] for row in batch]
     assert 0.75 < sum(first) / len(first) / (sum(lengths) / 1000) < 1.25

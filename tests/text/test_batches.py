@@ -13,13 +13,12 @@ from arguments import DataArguments
 from experiment import data
 from support.console import UserError
 from text.batches import (
-    LengthGroupedOrder,
     check_data_arguments,
     cut_rows,
     data_seed,
+    group_by_length,
     sequence_length_at,
 )
-from text.collators import join_lists
 from text.instances import BLOCKS, PAIRS, TEXT
 
 
@@ -48,8 +47,8 @@ def test_padding_stays_below_a_tenth(dataset, tokenizer, batch_size):
 
 def test_each_pass_has_every_row_once_in_a_new_order():
     lengths = np.random.default_rng(0).integers(8, 65, 1000)
-    order = iter(LengthGroupedOrder(lengths, 8, seed=3))
-    passes = [[next(order)[0] for _ in range(125)] for _ in range(3)]
+    generator = np.random.default_rng(3)
+    passes = [group_by_length(lengths, 8, generator) for _ in range(3)]
     for rows in passes:
         assert sorted(np.concatenate(rows)) == list(range(1000))
     assert len({tuple(np.concatenate(rows)) for rows in passes}) == 3
@@ -198,7 +197,7 @@ def test_sequence_length_grows_with_the_epoch():
 @pytest.mark.parametrize("limit", [8, 9, 21, 64, 127, 128])
 def test_cut_instances_keep_their_form(limit):
     rows = make_rows(300, 200)
-    flat = {name: join_lists([row[name] for row in rows], False) for name in PAIRS.columns[:3]}
+    flat = {name: np.concatenate([row[name] for row in rows]) for name in PAIRS.columns[:3]}
     flat["sentence_order_label"] = np.array([row["sentence_order_label"] for row in rows])
     cut, lengths = cut_rows(flat, np.array([len(row["input_ids"]) for row in rows]), limit)
     assert (cut["sentence_order_label"] == flat["sentence_order_label"]).all()

@@ -155,7 +155,7 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tm
     (tmp_path / "data.tar").write_bytes((hosted / first).read_bytes())
     server.cuts["/data.tar"] = [(hosted / first).stat().st_size - 1000]
     server.answers["/data.tar"] = [200, 404]
-    with pytest.raises(fetch.FetchError, match="404"):
+    with pytest.raises(UserError, match="404"):
         fetch.fetch(f"{server.url}/data.tar", None, cache)
     (tmp_path / "data.tar").write_bytes((hosted / second).read_bytes())
     server.answers, server.version = {}, "2"
@@ -170,14 +170,14 @@ def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, hosted,
     assert len(server.requests) == 3 and "answers 500" in caplog.text
     server.answers["/plain.tar"] = [503]
     start = time.monotonic()
-    with pytest.raises(fetch.FetchError, match="answers 503 .*gave up"):
+    with pytest.raises(UserError, match="answers 503 .*gave up"):
         fetch.fetch(f"{server.url}/plain.tar", None, cache, patience=2)
     assert time.monotonic() - start < 5
 
 
 def test_without_a_length_the_archive_itself_tells_that_it_is_cut(server, hosted, cache):
     server.has_length, server.cuts["/tiny.tar.gz"] = False, [20_000]
-    with pytest.raises(fetch.FetchError, match="damaged"):
+    with pytest.raises(UserError, match="damaged"):
         fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache)
     assert left_in(cache) == []
     assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache).is_dir()
@@ -206,7 +206,7 @@ def test_what_is_no_archive_is_one_line_and_leaves_nothing(server, tmp_path, cac
 def test_nobody_listens(cache):
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    with pytest.raises(fetch.FetchError, match="(?i)connection refused; gave up"):
+    with pytest.raises(UserError, match="(?i)connection refused; gave up"):
         fetch.fetch(f"http://127.0.0.1:{port}/tiny.tar.gz", None, cache, patience=0.5)
 
 

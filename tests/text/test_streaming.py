@@ -22,11 +22,11 @@ import run_trainer
 from arguments import DataArguments
 from experiment import data
 from support.console import UserError
-from text import streams
+from text import http, streams
 from text.batches import StreamedBatches
 from text.documents import split_sentences
 from text.instances import BLOCKS, PAIRS, TEXT
-from text.streams import Broken, DocumentStream, Position, Source, read_sources
+from text.streams import Broken, Position, Source, read_sources, stream_documents
 from text.tokenizers import load_tokenizer
 
 GO_ON = threading.Event()  # never set
@@ -47,7 +47,7 @@ def read_pass(source: Source, position: Position = Position(), seed: int = 1) ->
     return [text for text, _ in source.read_pass(seed, position, GO_ON) if not isinstance(text, Broken)]
 
 
-def take_documents(stream: DocumentStream, count: int) -> list[tuple[int, str]]:
+def take_documents(stream, count: int) -> list[tuple[int, str]]:
     """(number of the source, text) of the first documents."""
     documents = (document[1:] for _, chunk in stream for document in chunk)
     return list(itertools.islice(documents, count))
@@ -172,7 +172,7 @@ def test_broken_records_are_logged_at_powers_of_ten(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_a_cut_connection_is_gone_on_with(name, has_ranges, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "PART_BYTES", 10_000)
-    monkeypatch.setattr(streams, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(http, "FIRST_DELAY", 0.05)
     size = write_format(tmp_path, name).stat().st_size
     with FileServer(tmp_path) as server:
         server.has_ranges = has_ranges
@@ -209,7 +209,7 @@ def test_the_others_go_on_without_a_source_that_stalls(tmp_path, monkeypatch, ca
     near = write_jsonl(tmp_path / "near.jsonl", ["Near."] * 100)
     with FileServer(tmp_path) as server, caplog.at_level(logging.WARNING, "streams"):
         server.cuts["/far.jsonl"], server.is_stalling = [500_000], True
-        stream = DocumentStream([Source(path=f"{server.url}/far.jsonl"), Source(path=str(near))], seed=1)
+        stream = stream_documents([Source(path=f"{server.url}/far.jsonl"), Source(path=str(near))], seed=1)
         documents = take_documents(stream, 20_000)
     counts = Counter(index for index, _ in documents)
     # 500,000 bytes of it, but for what is in the buffers
@@ -233,7 +233,7 @@ def mixture(tmp_path) -> list[Source]:
 
 
 def test_mixture_has_the_weights_and_repeats_what_ends(mixture):
-    documents = take_documents(DocumentStream(mixture, seed=1), 8000)
+    documents = take_documents(stream_documents(mixture, seed=1), 8000)
     shares = np.bincount([index for index, _ in documents]) / 8000
     # four standard deviations of a choice
     assert np.abs(shares - np.array([1, 2, 5]) / 8).max() < 4 * 0.5 / 8000**0.5
@@ -244,12 +244,12 @@ def test_mixture_has_the_weights_and_repeats_what_ends(mixture):
 
 
 def test_mixture_reproduces_from_the_seed_and_goes_on_from_each_state(mixture):
-    chunks = list(itertools.islice(DocumentStream(mixture, seed=1), 20))
-    assert chunks == list(itertools.islice(DocumentStream(mixture, seed=1), 20))
-    assert chunks[0] != next(iter(DocumentStream(mixture, seed=2)))
+    chunks = list(itertools.islice(stream_documents(mixture, seed=1), 20))
+    assert chunks == list(itertools.islice(stream_documents(mixture, seed=1), 20))
+    assert chunks[0] != next(iter(stream_documents(mixture, seed=2)))
     for number in (1, 13):
         state = json.loads(json.dumps(chunks[number][0]))
-        resumed = itertools.islice(DocumentStream(mixture, seed=1, state=state), 20 - number)
+        resumed = itertools.islice(stream_documents(mixture, seed=1, state=state), 20 - number)
         assert [chunk for _, chunk in resumed] == [chunk for _, chunk in chunks[number:]]
 
 

@@ -1,0 +1,154 @@
+"""Files on web servers, read from any place on; a connection that is cut, refused or silent is tried again.
+
+python -c "from text.http import HttpFile; print(HttpFile('https://example.org').read(100))"
+"""
+
+import http.client
+import io
+import logging
+import re
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+logger = logging.getLogger("http")
+
+STALL_SECONDS = 30.0  # without a byte in one connection
+FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds between two tries
+TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
+
+
+class HttpError(Exception):
+    """The file cannot be had; the text says why."""
+
+
+class ChangedError(HttpError):
+    """The file at this address is another one than before."""
+
+
+def is_url(source: str) -> bool:
+    return source.startswith(("http://", "https://"))
+
+
+class HttpFile(io.RawIOBase):
+    """A file on a web server. What is read comes as it arrives: a stall keeps nothing back.
+
+    :param patience: seconds without a byte, over all tries, before a read gives up
+    :param stop: ends the wait between two tries
+    :param facts: the attribute of this name of an earlier HttpFile: the file has to be that one still
+    :ivar facts: size (None: not told) and, where they were told, etag and last_modified; empty before the first answer
+    """
+
+    def __init__(
+        self, url: str, patience: float, stop: threading.Event | None = None, facts: dict[str, int | str] | None = None
+    ):
+        self.url, self.patience, self.stop, self.facts = url, patience, stop or threading.Event(), facts or {}
+        self.response, self.arrived = None, 0  # arrived: the response's place in the file
+        self.position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    seekable = readable
+
+    def tell(self) -> int:
+        return self.position
+
+    def find_size(self) -> int | None:
+        """In bytes; None where the server does not say."""
+        if not self.facts:
+            self.retry(lambda: b" ")
+        return self.facts["size"]
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END and self.find_size() is None:
+            raise io.UnsupportedOperation(f"{self.url}: its server does not report its size")
+        self.position = offset + {io.SEEK_CUR: self.position, io.SEEK_END: self.facts.get("size")}.get(whence, 0)
+        return self.position
+
+    def readinto(self, buffer) -> int:
+        if self.facts and self.facts["size"] is not None and self.position >= self.facts["size"]:
+            return 0
+        if self.arrived != self.position:
+            self.disconnect()
+        piece = self.retry(lambda: self.response.read1(len(buffer)))
+        buffer[: len(piece)] = piece
+        self.position += len(piece)
+        self.arrived = self.position
+        return len(piece)
+
+    def close(self) -> None:
+        self.disconnect()
+        super().close()
+
+    def connect(self) -> None:
+        request = urllib.request.Request(self.url, headers={"User-Agent": "collaborative-training"})
+        if self.position:
+            request.add_header("Range", f"bytes={self.position}-")
+            etag = self.facts.get("etag")
+            # a weak one means "much the same", which is not enough to continue a file
+            is_strong = etag and not etag.startswith("W/")
+            if validator := etag if is_strong else self.facts.get("last_modified"):
+                request.add_header("If-Range", validator)
+        self.response = urllib.request.urlopen(request, timeout=STALL_SECONDS)
+        headers = self.response.headers
+        told = {"etag": headers["ETag"], "last_modified": headers["Last-Modified"]}
+        if self.response.status == http.client.PARTIAL_CONTENT:
+            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers["Content-Range"] or "")
+            if not match or int(match[1]) != self.position:
+                raise ChangedError("its server answers with a range that was not asked for")
+            told["size"], self.arrived = None if match[2] == "*" else int(match[2]), self.position
+        else:  # from the beginning: at first, from a server that knows no ranges, or because the file has changed
+            told["size"], self.arrived = int(headers["Content-Length"]) if headers["Content-Length"] else None, 0
+        # a server need not repeat all that it has said
+        told = {name: value for name, value in told.items() if value is not None}
+        if any(self.facts.get(name) not in (None, value) for name, value in told.items()):
+            raise ChangedError("has changed in the meantime")
+        self.facts = {"size": None, **self.facts, **told}
+        while self.arrived < self.position:
+            piece = self.response.read(min(self.position - self.arrived, 2**20))
+            if not piece:
+                raise ConnectionError("the connection was cut")
+            self.arrived += len(piece)
+
+    def disconnect(self) -> None:
+        if self.response:
+            self.response.close()
+        self.response = None
+
+    def retry(self, read: Callable[[], bytes]) -> bytes:
+        """The result of `read` over a connection; nothing only at the end of the file.
+
+        :raises HttpError: also a ChangedError
+        """
+        delay, start = FIRST_DELAY, time.monotonic()
+        while True:
+            try:
+                if self.response is None:
+                    self.connect()
+                piece = read()
+                if piece or self.facts["size"] in (None, self.position):
+                    return piece
+                reason = f"the connection was cut after {self.position:,} of {self.facts['size']:,} bytes"
+            except urllib.error.HTTPError as e:
+                if e.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+                    raise ChangedError("is shorter than it was before") from e
+                reason = f"answers {e.code} {e.reason}"
+                if e.code < 500 and e.code not in TEMPORARY_ANSWERS:
+                    raise HttpError(f"{reason}: check the address") from e
+            except (OSError, http.client.HTTPException, ValueError) as e:
+                why = getattr(e, "reason", e)
+                reason = str(getattr(why, "strerror", None) or why or type(why).__name__)
+                if isinstance(e, (ValueError, http.client.InvalidURL)):
+                    raise HttpError(f"{reason}: check the address") from e
+                if isinstance(why, ssl.SSLCertVerificationError):
+                    raise HttpError(f"{reason}: its certificate is not to be trusted, or this machine's clock") from e
+            self.disconnect()
+            if time.monotonic() + delay - start > self.patience or self.stop.is_set():
+                raise HttpError(f"{reason}; gave up")
+            logger.warning(f"{self.url}: {reason}; trying again in {delay:g} s")
+            self.stop.wait(delay)
+            delay = min(2 * delay, LONGEST_DELAY)
