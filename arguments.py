@@ -3,35 +3,29 @@
 Names and defaults are those of hivemind's ALBERT example, or of RuLeanALBERT for what only it has; the defaults are the
 real experiment, small runs come from flags. "ALL PEERS" in a help text means that every trainer of a run must use the
 same value: these values make up the run's contract, which is published on the DHT and compared when a peer joins.
+"ALL TRAINERS": they should, but nothing compares it.
 An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data, and flags
 that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad_acc_steps count batches.
 """
 
 import ipaddress
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, NoReturn
-from urllib.parse import urlsplit
 
 from support.console import UserError
+from support.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
+SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
 
-LOGGING_DIR_HELP = (
-    "Folder for log files and the dashboard's data; messages are printed as well. The environment's TRACKIO_DIR and "
-    "WANDB_DIR take precedence. Default: no log file, and the dashboard's own folder."
-)
-
-SENTENCE_SPLITTER_HELP = (
-    "How text is split into sentences: punkt, which has a model for each of many languages, or razdel, which is better "
-    "at Russian. Default: razdel for Russian, else punkt."
-)
+LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
+SENTENCE_SPLITTER_HELP = "What splits text into sentences: punkt, or razdel, the default for Russian."
 
 
 def flag(default: Any, help: str, aliases: Sequence[str] = ()) -> Any:
@@ -55,30 +49,44 @@ def check_at_least(minimum: int, args: Any, *names: str) -> None:
             raise UserError(f"--{name} must be at least {minimum}")
 
 
+def check_positive(args: Any, *names: str) -> None:
+    """:raises UserError: one of these flags is given and not greater than 0"""
+    for name in names:
+        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
+            raise UserError(f"--{name} must be greater than 0")
+
+
+def check_exclusive(args: Any, one: str, other: str) -> None:
+    """:raises UserError: both of these flags are given"""
+    if getattr(args, one) and getattr(args, other):
+        raise UserError(f"--{one} and --{other} are mutually exclusive: give one of them")
+
+
+def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
+    """:raises UserError: the first of these flags is given, and the second, which takes this value, is not"""
+    if getattr(args, name) not in (None, False) and not getattr(args, needed):
+        raise UserError(f"--{name} needs --{needed}{value}: add it")
+
+
 @dataclass
 class SwarmArguments:
     """How a peer finds the others and is found by them. Read by every role."""
 
     experiment_prefix: str = flag(
-        MISSING,
-        "Unique name of the run, prefix of its keys on the DHT; it may not contain a dot. ALL PEERS.",
-        aliases=["--run_id"],
+        MISSING, "Unique name of the run: prefix of its DHT keys, without a dot. ALL PEERS.", aliases=["--run_id"]
     )
     initial_peers: list[str] = flag(
         [],
-        "One or more peers through which to join the run: multiaddrs as the monitor prints them, e.g. "
-        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer that was started with --status_port. Default: "
-        "none, which starts a new swarm.",
+        "Peers through which to join the run: multiaddrs as the monitor prints them, e.g. "
+        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer with --status_port. Default: none, a new swarm.",
     )
     use_ipfs: bool = flag(
-        False,
-        "Find the initial peers through the public IPFS network: /p2p/XXXX is then a sufficient address. Use it when "
-        "no peer has a stable address.",
+        False, "Find the initial peers through the public IPFS network, by their ids alone: /p2p/XXXX."
     )
     host_maddrs: list[str] = flag(
         ["/ip4/0.0.0.0/tcp/0"],
-        "Multiaddrs to listen on, /ip6/::/tcp/0 among them for IPv6; port 0 lets the system choose. Give a port that "
-        "your router forwards. host:port is accepted too, with '[::]:*' for all addresses and any port.",
+        "Multiaddrs to listen on, best with a port that your router forwards (0: any); /ip6/::/tcp/0 among them for "
+        "IPv6. host:port is accepted too, with '[::]:*' for all addresses and any port.",
         aliases=["--dht_listen_on"],
     )
     announce_maddrs: list[str] = flag(
@@ -86,43 +94,32 @@ class SwarmArguments:
     )
     use_google_dns: bool = flag(
         False,
-        "Ask an echo service (--public_ip_url) for this machine's public address and announce it, with the ports of "
-        "--host_maddrs, for a machine that does not know its own, as in a cloud. Despite the name, Google is not "
-        "asked.",
+        "Ask --public_ip_url (Google is not asked) for this machine's public address and announce it, with the ports "
+        "of --host_maddrs, for a machine that does not know its own, as in a cloud.",
     )
     public_ip_url: str = flag(
-        "https://api.ipify.org",
-        "With --use_google_dns: URL of a page that contains nothing but the visitor's IP address.",
+        "https://api.ipify.org", "With --use_google_dns: page that holds nothing but the visitor's IP address."
     )
     authorize: bool = flag(False, "Kept for old commands: membership is not implemented yet, only False is accepted.")
     client_mode: bool = flag(
-        False,
-        "Accept no incoming connection: for trainers behind a firewall. A trainer that others cannot reach chooses it "
-        "automatically. At least one trainer of the run must accept connections.",
+        False, "Accept no incoming connection (one trainer must); automatic where others cannot reach this trainer."
     )
     use_relay: bool = flag(True, "Reach, and be reached by, peers behind routers through a third peer.")
     use_auto_relay: bool = flag(
-        False,
-        "When others cannot reach this peer, be reached through its --initial_peers even where client mode would do; "
-        "all traffic then passes through them.",
+        False, "When others cannot reach this peer, have --initial_peers relay all its traffic rather than be a client."
     )
     identity_path: str | None = flag(
-        None,
-        "File with this peer's private key, created if it does not exist. Keeps the peer id, and thus the address "
-        "that others have noted, across restarts.",
+        None, "File with this peer's private key, made if missing: keeps its id, and so its address, across restarts."
     )
     status_port: int | None = flag(
-        None,
-        "Serve a small read-only page on this TCP port (0: any): addresses, epoch, loss and peers as JSON. Others may "
-        "then join with --initial_peers HOST:PORT.",
+        None, "Serve addresses, epoch, loss and peers as JSON on this TCP port (0: any); others may join by host:port."
     )
 
     def __post_init__(self):
         self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
         if self.status_port is not None and not 0 <= self.status_port < 2**16:
             raise UserError(f"--status_port {self.status_port} is not a TCP port: choose one from 1024 to 65535, or 0")
-        if self.use_google_dns and self.announce_maddrs:
-            raise UserError("--use_google_dns and --announce_maddrs are mutually exclusive: give one of them")
+        check_exclusive(self, "use_google_dns", "announce_maddrs")
         if self.use_auto_relay and not self.use_relay:
             raise UserError("--use_auto_relay and --no_use_relay are mutually exclusive: give one of them")
         if not self.experiment_prefix:
@@ -147,9 +144,7 @@ class ModelArguments:
         aliases=["--model_config_path", "--config_name"],
     )
     model_name_or_path: str | None = flag(
-        None,
-        "A pretrained model to continue training instead: its folder, or its name on the Hugging Face Hub. Heads that "
-        "it lacks start from random weights. ALL PEERS.",
+        None, "A pretrained model to train on instead: folder or Hub name; missing heads start at random. ALL PEERS."
     )
     objective: OBJECTIVES | None = flag(
         None,
@@ -159,8 +154,8 @@ class ModelArguments:
     )
     attn_implementation: str | None = flag(
         None,
-        "How attention is computed: eager, sdpa, flash_attention_2, or any other that transformers knows. Default: "
-        "the fastest that the model has without additional packages. May differ between peers.",
+        "How attention is computed: eager, sdpa, flash_attention_2 or any other that transformers knows; may differ "
+        "between peers. Default: the fastest that the model has without additional packages.",
     )
     tokenizer_path: str | None = flag(
         None,
@@ -172,8 +167,7 @@ class ModelArguments:
     seed: int = flag(42, "Seed of the initial weights. ALL PEERS. (The data order comes from the peer id.)")
 
     def __post_init__(self):
-        if self.model_name_or_path and self.config_path:
-            raise UserError("--model_name_or_path and --config_path are mutually exclusive: give one of them")
+        check_exclusive(self, "model_name_or_path", "config_path")
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
@@ -185,9 +179,8 @@ class OptimizerArguments:
 
     optim: Literal["lamb", "lamb_8bit", "adamw"] = flag(
         "lamb",
-        "LAMB (arxiv.org/abs/1904.00962) suits the real run's large batches, AdamW small ones. lamb_8bit keeps its "
-        "moments in 2 bytes per parameter instead of 8: choose it where memory, disk space or bandwidth for "
-        "downloading the state is scarce; its step takes twice as long. ALL PEERS.",
+        "LAMB (arxiv.org/abs/1904.00962) suits large batches, AdamW small ones. lamb_8bit keeps its moments in 2 "
+        "bytes per parameter instead of 8, to save memory and bandwidth; its step takes twice as long. ALL PEERS.",
     )
     min_8bit_size: int = flag(
         2**16, "lamb_8bit only: tensors with fewer elements keep 32-bit moments. Lower it for small models. ALL PEERS."
@@ -198,9 +191,7 @@ class OptimizerArguments:
     )
     total_steps: int = flag(125_000, "Epoch at which the linear decay reaches min_learning_rate. ALL PEERS.")
     min_learning_rate: float = flag(
-        0.0,
-        "Learning rate at which the decay ends, and which stays constant from total_steps on. Raise it if the run may "
-        "continue beyond that (--max_steps). ALL PEERS.",
+        0.0, "Learning rate at which the decay ends and stays: raise it for runs that go beyond total_steps. ALL PEERS."
     )
     adam_beta1: float = flag(0.9, "Decay of the first moment, per epoch. ALL PEERS.")
     adam_beta2: float = flag(0.999, "Decay of the second moment, per epoch. ALL PEERS.")
@@ -214,8 +205,7 @@ class OptimizerArguments:
             raise UserError(
                 f"--warmup_steps {self.warmup_steps} must lie between 0 and --total_steps {self.total_steps}"
             )
-        if self.learning_rate <= 0 or self.max_grad_norm <= 0:
-            raise UserError("--learning_rate and --max_grad_norm must be greater than 0")
+        check_positive(self, "learning_rate", "max_grad_norm")
         if not 0 <= self.min_learning_rate <= self.learning_rate:
             raise UserError(
                 f"--min_learning_rate {self.min_learning_rate:g} must lie between 0 and --learning_rate "
@@ -230,9 +220,7 @@ class AveragingArguments:
 
     target_batch_size: int = flag(4096, "Samples that the whole swarm gathers before each optimizer step. ALL PEERS.")
     batch_size_lead: int = flag(
-        0,
-        "Start looking for a group this many samples before target_batch_size is reached; raise it when rounds start "
-        "late.",
+        0, "Look for a group this many samples before target_batch_size is reached; raise it when rounds start late."
     )
     matchmaking_time: float | None = flag(
         None,
@@ -251,26 +239,20 @@ class AveragingArguments:
         "group's lines need for the model, or what the last rounds took, at least 30 s, and matchmaking_time.",
     )
     next_chunk_timeout: float | None = flag(
-        None,
-        "Seconds without a piece of data after which a peer that still answers is excluded from the current round. "
-        "Default: half of what a round takes, at least 10 s.",
+        None, "Seconds without data until a peer is excluded from a round. Default: half a round's time, at least 10 s."
     )
     target_group_size: int = flag(256, "Peers in an averaging group, at most; a full group starts at once. ALL PEERS.")
     bandwidth: float | None = flag(
         None,
-        "This peer's upload bandwidth in Mbit/s. It limits what this peer sends: give less than your line has to keep "
-        "some of it for yourself. A slower peer averages a smaller share for the others. Default: measured against "
-        "--initial_peers in a few seconds, then adjusted continuously: pings must not queue behind data.",
+        "This peer's upload bandwidth in Mbit/s, which limits what it sends and its share of the averaging: give less "
+        "than your line has to keep some for yourself. Default: measured, then adjusted continuously.",
     )
     min_vector_size: int = flag(
-        0,
-        "Minimum number of elements that one peer averages; where there are too few, the slowest peers of a group "
-        "average none. Raise it in large groups, where each peer would send many small messages. ALL PEERS.",
+        0, "Elements that one peer averages at least: raise it in large groups, against many small messages. ALL PEERS."
     )
     compression: Literal["none", "float16", "8bit"] = flag(
         "float16",
-        "Compression of gradients on the wire; 8bit halves the bytes of float16, with an error of 1.6e-2 in tensors "
-        "of more than 65,536 elements. ALL PEERS.",
+        "Compression of gradients on the wire; 8bit: half the bytes of float16, errors of up to 1.6e-2. ALL PEERS.",
         aliases=["--grad_compression"],
     )
     state_compression: Literal["none", "float16"] = flag(
@@ -278,20 +260,19 @@ class AveragingArguments:
     )
     load_state_compression: Literal["none", "float16", "8bit"] = flag(
         "8bit",
-        "Compression of the state that is sent to a peer that joins or has missed a round. float16: parameters in 16 "
-        "bits; 8bit: moments in 8 bits as well, which changed no measured loss by more than 0.01 percent; none: "
-        "uncompressed, 3 times the bytes. ALL PEERS.",
+        "Compression of the state for a peer that joins or has missed a round. float16: of parameters; 8bit: of "
+        "moments too, which changed no loss by more than 0.01 percent; none: 3 times the bytes. ALL PEERS.",
     )
     average_state_every: int = flag(
         10,
-        "Average parameters every N epochs, in the background: this brings peers that have diverged in failed rounds "
-        "together again. It costs as many bytes as two rounds of gradients in 16 bits. ALL PEERS.",
+        "Average parameters every N epochs, in the background, so that peers come together again that failed rounds "
+        "have parted; costs as many bytes as two rounds of gradients in 16 bits. ALL PEERS.",
     )
     delay_optimizer_step: bool = flag(False, "Step in the background. For large models with long steps. ALL PEERS.")
     delay_grad_averaging: bool = flag(
         False,
         "Average gradients in the background; needs --delay_optimizer_step. For large models with long rounds: "
-        "gradients are then one epoch old and small models stop learning. ALL PEERS.",
+        "gradients are then one epoch old, with which small models stop learning. ALL PEERS.",
     )
     min_refresh_period: float = flag(0.5, "Minimum seconds between two checks of the swarm's progress.")
     max_refresh_period: float = flag(30, "Maximum seconds between two checks of the swarm's progress.")
@@ -299,9 +280,7 @@ class AveragingArguments:
     expected_drift_peers: float = flag(3, "Peers expected to join within one epoch.")
     expected_drift_rate: float = flag(0.2, "Share of the swarm expected to join or leave within one epoch.")
     performance_ema_alpha: float = flag(0.1, "Weight of the newest step in the moving average of samples per second.")
-    metadata_expiration: float = flag(
-        120, "Seconds for which this peer's reports of progress and its contract stay on the DHT."
-    )
+    metadata_expiration: float = flag(120, "Seconds for which this peer's progress and contract stay on the DHT.")
 
     def __post_init__(self):
         check_at_least(1, self, "target_batch_size", "average_state_every")
@@ -321,8 +300,7 @@ class AveragingArguments:
             )
         if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
             raise UserError("--bandwidth must be greater than 0 Mbit/s (and less than a million)")
-        if self.delay_grad_averaging and not self.delay_optimizer_step:
-            raise UserError("--delay_grad_averaging needs --delay_optimizer_step: add it")
+        check_needs(self, "delay_grad_averaging", "delay_optimizer_step")
 
 
 @dataclass
@@ -331,129 +309,112 @@ class DataArguments:
 
     dataset_path: str = flag(
         "data/albert_tokenized_wikitext",
-        "The tokenized dataset: a folder as tokenize_wikitext103.py writes it, an archive of it (.tar, .tar.gz), an "
-        "index of shards (.json), or the http(s) URL of one of these files.",
+        "The tokenized dataset: a folder of tokenize_wikitext103.py's, an archive of it (.tar, .tar.gz), an index of "
+        "shards (.json), or the http(s) URL of such a file.",
     )
     dataset_sha256: str | None = flag(
-        None,
-        "sha256 of that archive or index, as tokenize_wikitext103.py --archive prints it: any other file is rejected. "
-        "With a URL, give it whenever you know it.",
+        None, "sha256 of that archive or index, as tokenize_wikitext103.py --archive prints it: any other is rejected."
     )
     dataset_cache_dir: str = flag(
         "data/cache",
-        "Folder for downloaded and unpacked data, which later starts reuse and several trainers may share. When the "
-        "disk is full, the shards that were read longest ago are removed.",
+        "Folder for downloaded and unpacked data, which several trainers may share; when the disk is full, the shards "
+        "that were read longest ago go.",
     )
     dataset_name: str | None = flag(
-        None,
-        "Text to train on, instead of --dataset_path: a dataset of the Hugging Face Hub, or its folder. The trainer "
-        "tokenizes it at its first start, into --dataset_cache_dir.",
+        None, "Text to train on instead, tokenized at the first start: a dataset of the Hub, or its folder."
     )
     dataset_config_name: str | None = flag(None, "With --dataset_name: its configuration, if it has several.")
     train_file: str | None = flag(
         None,
-        "Like --dataset_name, but a file of your own: plain text, .jsonl, .csv or .tsv (field --text_column), also "
-        ".gz or .xz. tokenize_wikitext103.py takes several files, and has more settings.",
+        "Like --dataset_name, but a file: plain text, .jsonl, .csv or .tsv (field --text_column), also .gz or .xz.",
     )
     validation_file: str | None = flag(
-        None,
-        "With --train_file or --dataset_name: text for --do_eval. Default: the dataset's validation split, or a "
-        "twentieth of the documents, held out.",
+        None, "With --train_file or --dataset_name: text for --do_eval; default: its validation split, or 5 percent."
     )
     text_column: str = flag("text", "With --dataset_name, .jsonl, .csv and .tsv: the field that holds the text.")
     streaming: bool = flag(
         False,
-        "Train on an endless stream of text that is read, tokenized and shuffled on the fly, instead of a dataset "
-        "that was tokenized beforehand. Needs --sources and the swarm's tokenizer in --tokenizer_path; --dataset_path "
-        "is then used by --do_eval only.",
+        "Train on an endless stream of text that is read, tokenized and shuffled on the fly. Needs --sources and the "
+        "swarm's tokenizer in --tokenizer_path; --dataset_path is then used by --do_eval only.",
     )
     sources: str = flag(
-        "configs/sources.json",
-        "With --streaming: JSON list of what to read and in which proportion: Hub datasets, JSON lines, text, parquet, "
-        "local or http(s). docs/data.md explains each field. All trainers should use the same.",
+        "configs/sources.json", "With --streaming: what to read, in which proportion (see docs/data.md). ALL TRAINERS."
     )
     language: str = flag(
-        "english",
-        "With --dataset_name or --train_file: language of the text, for splitting it into sentences. With --streaming "
-        "each source names its own.",
+        "english", "With --dataset_name or --train_file: language of the text, for splitting it into sentences."
     )
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag(
         "auto", f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."
     )
     shuffle_buffer: int = flag(
-        8192,
-        "With --streaming: number of instances that are shuffled together, twice; each takes about 3 kB at 512 "
-        "tokens. Raise it if neighbours in the sources are very similar.",
+        8192, "With --streaming: instances that are shuffled together, twice; each takes about 3 kB at 512 tokens."
     )
     mlm_probability: float = flag(
-        0.15,
-        "Share of the tokens to be predicted: 80 percent of them become [MASK], 10 percent another token. All "
-        "trainers should use the same.",
+        0.15, "Share of tokens to predict, 80 percent of them as [MASK], 10 percent as another token. ALL TRAINERS."
     )
     whole_word_mask: bool = flag(
-        True,
-        "Mask whole words rather than single pieces. Turn it off for tokenizers that do not mark words, and for text "
-        "without spaces. All trainers should use the same.",
+        True, "Mask whole words; not where the tokenizer does not mark them, nor text without spaces. ALL TRAINERS."
     )
     max_sequence_length: int | None = flag(
         None,
-        "Maximum number of tokens of an instance; longer ones are truncated, at the end of both segments. Default: as "
-        "in the dataset; 512 with --streaming, --train_file or --dataset_name. All trainers should use the same.",
+        "Maximum number of tokens of an instance; longer ones are truncated. Default: as in the dataset; 512 with "
+        "--streaming, --train_file or --dataset_name. ALL TRAINERS.",
         aliases=["--block_size", "--max_seq_length"],
     )
     initial_sequence_length: int | None = flag(
-        None,
-        "Maximum number of tokens of an instance at epoch 0; grows to max_sequence_length. Short instances train "
-        "faster and need less memory. Default: no growth. All trainers should use the same.",
+        None, "Like max_sequence_length, at epoch 0, to grow from: short instances train faster. ALL TRAINERS."
     )
     sequence_length_warmup_steps: int = flag(
-        0,
-        "With --initial_sequence_length: epochs of the swarm over which it grows linearly to max_sequence_length, in "
-        "steps of pad_to_multiple_of. All trainers should use the same.",
+        0, "With --initial_sequence_length: epochs over which it grows, in steps of pad_to_multiple_of. ALL TRAINERS."
     )
     pad_to_multiple_of: int | None = flag(
-        None,
-        "Pad batches to multiples of this length, for tensor cores. Default: 8, or 1 where no instance has 128 "
-        "tokens. All trainers should use the same if sequences grow.",
+        None, "Pad batches to multiples of this. Default: 8, or 1 where no instance has 128 tokens. ALL TRAINERS."
     )
 
     def __post_init__(self):
         if self.dataset_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", self.dataset_sha256):
             raise UserError(f"--dataset_sha256 {self.dataset_sha256} is not a SHA-256, which has 64 hexadecimal digits")
-        texts = [self.dataset_name, self.train_file]
-        if all(texts):
-            raise UserError("--dataset_name and --train_file are mutually exclusive: give one of them")
-        if self.streaming and any(texts):
+        check_exclusive(self, "dataset_name", "train_file")
+        text = self.dataset_name or self.train_file
+        if self.streaming and text:
             raise UserError("--streaming reads --sources: omit --dataset_name and --train_file")
-        if self.validation_file and not any(texts):
+        if self.validation_file and not text:
             raise UserError("--validation_file needs --train_file or --dataset_name: add one of them")
-        if self.dataset_config_name and not self.dataset_name:
-            raise UserError("--dataset_config_name needs --dataset_name: add it")
+        check_needs(self, "dataset_config_name", "dataset_name")
         if not 0 < self.mlm_probability < 1:
             raise UserError("--mlm_probability must lie between 0 and 1")
         check_at_least(1, self, "pad_to_multiple_of", "shuffle_buffer")
         # zero is off, as in other scripts
-        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or any(texts) else None)
+        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or text else None)
         self.initial_sequence_length = self.initial_sequence_length or None
-        for name in ("max_sequence_length", "initial_sequence_length"):
-            if getattr(self, name) is not None and getattr(self, name) < 8:
-                raise UserError(f"--{name} must be at least 8: a pair of sentences and three special tokens")
-        if self.initial_sequence_length is None:
-            if self.sequence_length_warmup_steps:
-                raise UserError("--sequence_length_warmup_steps needs --initial_sequence_length: add it")
-        elif self.max_sequence_length is None or self.sequence_length_warmup_steps < 1:
-            raise UserError(
-                "--initial_sequence_length needs --max_sequence_length and --sequence_length_warmup_steps: add them"
-            )
-        elif self.initial_sequence_length > self.max_sequence_length:
-            raise UserError(
-                f"--initial_sequence_length {self.initial_sequence_length} must not be greater than "
-                f"--max_sequence_length {self.max_sequence_length}"
-            )
+        check_at_least(SHORTEST_INSTANCE, self, "max_sequence_length", "initial_sequence_length")
+        check_at_least(0, self, "sequence_length_warmup_steps")
+        check_needs(self, "sequence_length_warmup_steps", "initial_sequence_length")
+        if self.initial_sequence_length:
+            if not self.max_sequence_length or not self.sequence_length_warmup_steps:
+                raise UserError(
+                    "--initial_sequence_length needs --max_sequence_length and --sequence_length_warmup_steps: add them"
+                )
+            if self.initial_sequence_length > self.max_sequence_length:
+                raise UserError(
+                    f"--initial_sequence_length {self.initial_sequence_length} must not be greater than "
+                    f"--max_sequence_length {self.max_sequence_length}"
+                )
 
 
 @dataclass
-class TrainerArguments:
+class PrecisionArguments:
+    """In which precision a model computes, here or in fine-tuning."""
+
+    fp16: bool = flag(False, "Mixed precision with float16 and loss scaling; needs a CUDA GPU.")
+    bf16: bool = flag(False, "Mixed precision with bfloat16; needs a GPU or CPU that supports it.")
+
+    def __post_init__(self):
+        check_exclusive(self, "fp16", "bf16")
+
+
+@dataclass
+class TrainerArguments(PrecisionArguments):
     """One trainer's own work. Read by run_trainer.py."""
 
     preflight: bool = flag(
@@ -461,59 +422,42 @@ class TrainerArguments:
     )
     per_device_train_batch_size: str = flag(
         "4",
-        "Samples per forward pass of each device. Use as many as fit into memory; auto: find out at the start what "
-        "the first device can do, and choose gradient_accumulation_steps too, overriding that flag.",
+        "Samples per forward pass of each device, as many as fit into memory; auto: find out at the start what the "
+        "first device can do, and choose gradient_accumulation_steps too.",
     )
     gradient_accumulation_steps: int = flag(
-        2,
-        "Batches per step of this peer (this one flag counts batches, not epochs). A step should take 0.5 to 10 "
-        "seconds: after each, this peer may report its progress to the swarm.",
+        2, "Batches (not epochs) per step of this peer, which should take 0.5 to 10 s: it may report after each."
     )
     device: str = flag(
         "auto",
         "What to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, untested) or xla "
-        "(a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu. May differ between peers.",
+        "(a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu.",
     )
     num_devices: int | None = flag(
-        None,
-        "Number of this machine's devices to use, each in its own process; together they are one peer. Default: all "
-        "visible GPUs, or one CPU. Under torchrun, its number of processes.",
+        None, "How many devices of this machine make up this peer, each with a process. Default: all GPUs, or one CPU."
     )
-    fp16: bool = flag(False, "Mixed precision with float16 and loss scaling; needs a CUDA GPU.")
-    bf16: bool = flag(False, "Mixed precision with bfloat16; needs a GPU or CPU that supports it.")
     tf32: bool = flag(
-        False,
-        "Let NVIDIA GPUs from 2020 on multiply float32 numbers with 10 bits of mantissa, several times as fast. "
-        "Useful without --bf16 and --fp16; may differ between peers.",
+        False, "Let NVIDIA GPUs from 2020 on multiply float32 with 10 bits of mantissa, several times as fast."
     )
     torch_compile: bool = flag(
-        False,
-        "Compile the model's forward and backward passes: a slower start (up to minutes), faster steps. May differ "
-        "between peers; needs a C++ compiler, and on GPUs triton.",
+        False, "Compile the model: a start slower by minutes, faster steps. Needs a C++ compiler, on GPUs also triton."
     )
     gradient_checkpointing: bool = flag(
         False,
-        "Keep fewer activations for the backward pass and recompute the others: longer sequences and larger batches "
-        "fit, each step takes somewhat longer. May differ between peers; only for models that support it.",
+        "Recompute activations in the backward pass instead of keeping them: longer sequences and larger batches fit, "
+        "steps take somewhat longer. Only for models that support it.",
         aliases=["--gradient_checkpoints"],
     )
     dataloader_num_workers: int = flag(4, "Processes that prepare batches; 0: the training process does it itself.")
-    max_steps: int | None = flag(
-        None, "Stop at this epoch of the swarm; default: at total_steps, where the learning rate is lowest."
-    )
+    max_steps: int | None = flag(None, "Stop at this epoch of the swarm; default: at total_steps.")
     num_train_epochs: float | None = flag(
-        None,
-        "Leave the swarm after N passes over this trainer's own data (as in other scripts, these are not epochs of "
-        "the swarm), unless --max_steps comes first; the count continues after a restart from a checkpoint. What it "
-        "has computed for the current epoch is lost, as at any end. Default: no such limit.",
+        None, "Leave the swarm after N passes over this trainer's own data (not its epochs), restarts included."
     )
     logging_steps: int = flag(1, "Log every N epochs. The progress bar of a terminal shows all of them.")
     logging_first_step: bool = flag(False, "Log this trainer's first epoch too, when --logging_steps is larger.")
     logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
     wandb_project: str | None = flag(
-        None,
-        "Report this trainer's own curves to this project on Weights & Biases; default: the environment's "
-        "WANDB_PROJECT, or none. WANDB_MODE=offline records for a later upload.",
+        None, "Report this trainer's own curves to this project on Weights & Biases. Default: WANDB_PROJECT, or none."
     )
     output_dir: str = flag(
         "outputs/trainer",
@@ -521,9 +465,7 @@ class TrainerArguments:
         "trainer needs its own. Running the same command again resumes from it.",
     )
     overwrite_output_dir: bool = flag(
-        False,
-        "Kept for commands of older guides: an existing output_dir is always permitted, and a run in it is resumed "
-        "even with this flag.",
+        False, "Kept for commands of older guides: a run in output_dir is resumed even with this flag."
     )
     resume_from_checkpoint: str | None = flag(
         None,
@@ -532,38 +474,28 @@ class TrainerArguments:
     )
     save_steps: int = flag(500, "Save a checkpoint every N epochs (and at a normal end).")
     save_total_limit: int = flag(
-        2, "Keep N checkpoints; each is three times as large as the weights, with lamb_8bit half of that."
+        2, "Keep N checkpoints, each three times as large as the weights (with lamb_8bit half of that)."
     )
     do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before training and after it.")
     eval_steps: int | None = flag(
         None,
-        "With --do_eval: also measure every N epochs, and at the last one, and report it to the monitor; one trainer "
-        "of a swarm is enough. It does not train meanwhile, and the others do not wait for it: when an epoch ends "
-        "before it is done, they step without it and it takes over their state. Choose --max_eval_samples so that "
-        "this is rare.",
+        "With --do_eval: also measure every N epochs, and report it to the monitor; one trainer of a swarm is enough. "
+        "The others do not wait for it: choose --max_eval_samples so that it rarely takes longer than an epoch.",
     )
     per_device_eval_batch_size: int = flag(32, "Samples per forward pass in evaluation.")
     max_eval_samples: int | None = flag(None, "Maximum number of validation samples; default: the whole split.")
     statistics_expiration: float = flag(600, "Seconds for which this peer's published metrics stay on the DHT.")
     backup_every_epochs: int = flag(
-        10,
-        "Back up the training state every N epochs, in memory or to state_path, to restore it should parameters turn "
-        "non-finite.",
-        aliases=["--backup_every_steps"],
+        10, "Back up the state every N epochs, should parameters turn non-finite.", aliases=["--backup_every_steps"]
     )
     state_path: str | None = flag(
-        None,
-        "File for that backup, loaded at the start if it is newer than all checkpoints. Give one to lose fewer epochs "
-        "than save_steps in a crash, if the disk writes it in seconds.",
+        None, "File for that backup, resumed from if it is newer than all checkpoints: a crash then costs fewer epochs."
     )
 
     def __post_init__(self):
-        if self.fp16 and self.bf16:
-            raise UserError("--fp16 and --bf16 are mutually exclusive: give one of them")
-        if self.eval_steps is not None and not self.do_eval:
-            raise UserError("--eval_steps needs --do_eval: add it")
-        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
-            raise UserError("--num_train_epochs must be greater than 0")
+        super().__post_init__()
+        check_needs(self, "eval_steps", "do_eval")
+        check_positive(self, "num_train_epochs")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
             raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
         if self.per_device_train_batch_size != "auto":
@@ -596,8 +528,7 @@ class ReportArguments:
     )
 
     def __post_init__(self):
-        if self.refresh_period <= 0:
-            raise UserError("--refresh_period must be greater than 0")
+        check_positive(self, "refresh_period")
         if self.report_to == "wandb" and not self.wandb_project:
             raise UserError("--report_to wandb needs --wandb_project NAME")
         if self.wandb_project:
@@ -609,22 +540,17 @@ class MonitorArguments(ReportArguments):
     """The monitor's own work. Read by run_training_monitor.py."""
 
     watch: bool = flag(
-        False,
-        "Instead of monitoring, show the swarm of --initial_peers live in this terminal. Joins as a reader only, and "
-        "writes nothing.",
+        False, "Instead of monitoring, show the swarm of --initial_peers live in this terminal, as a reader only."
     )
     plot: str | None = flag(
-        None,
-        "Instead of monitoring, plot the loss over epochs, samples and hours to this PNG file, from what a monitor "
-        "has written to --output_dir.",
+        None, "Instead of monitoring, draw the loss that a monitor has written to --output_dir to this PNG file."
     )
 
     def __post_init__(self):
         super().__post_init__()
         if self.plot == "":
             raise UserError("--plot needs the name of a file, e.g. --plot loss.png")
-        if self.watch and self.plot:
-            raise UserError("--watch and --plot are mutually exclusive: give one of them")
+        check_exclusive(self, "watch", "plot")
 
 
 @dataclass
@@ -641,8 +567,7 @@ class AuxPeerArguments(ReportArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.assist_refresh <= 0:
-            raise UserError("--assist_refresh must be greater than 0")
+        check_positive(self, "assist_refresh")
 
 
 @dataclass
@@ -654,61 +579,46 @@ class ArchiveArguments:
     )
     save_checkpoint_step_interval: int = flag(
         5,
-        "With --store_checkpoints: save a state every N epochs; raise it if an epoch takes seconds, as each download "
-        "costs a trainer the upload of the whole state.",
+        "With --store_checkpoints: save a state every N epochs; each costs a trainer the upload of the whole state.",
         aliases=["--save_checkpoint_epoch_interval"],
     )
     save_total_limit: int = flag(
-        2,
-        "With --store_checkpoints: keep the N newest checkpoints; each is three times as large as the weights, with "
-        "lamb_8bit half of that.",
+        2, "With --store_checkpoints: keep the N newest, each three times as large as the weights (lamb_8bit: half)."
     )
     keep_one_in: int = flag(
-        0,
-        "With --store_checkpoints: besides the newest ones, keep one in every N checkpoints forever, e.g. 100; 0: "
-        "none. Raise it if the disk is small.",
+        0, "With --store_checkpoints: besides, keep one in every N checkpoints forever, e.g. 100; 0: none."
     )
     local_path: str | None = flag(
-        None,
-        "With --store_checkpoints: folder for the checkpoints, used by this peer only; default: output_dir.",
-        aliases=["--repo_path"],
+        None, "With --store_checkpoints: their folder, this peer's alone; default: output_dir.", aliases=["--repo_path"]
     )
     repo_url: str | None = flag(
         None,
-        "With --store_checkpoints: upload the newest checkpoint to this model repository of the Hugging Face Hub: "
-        "ORG/NAME, its URL, or NAME in the organization HF_ORGANIZATION_NAME. Created as a public one if it does not "
-        "exist. The token comes from HF_TOKEN or HF_USER_ACCESS_TOKEN, or from `hf auth login`.",
+        "With --store_checkpoints: upload the newest one to this model repository of the Hugging Face Hub: ORG/NAME, "
+        "its URL, or NAME in HF_ORGANIZATION_NAME; made, a public one, if it does not exist. The token comes from "
+        "HF_TOKEN or HF_USER_ACCESS_TOKEN, or from `hf auth login`.",
     )
     upload_interval: float | None = flag(
-        None,
-        "With --repo_url: seconds between two uploads; default: 43200, twice a day. What the Hub keeps of each upload "
-        "counts towards the quota: lower it only for short runs.",
+        None, "With --repo_url: seconds between uploads, which all count towards the quota; default: 43200, half a day."
     )
 
     def __post_init__(self):
         check_at_least(1, self, "save_checkpoint_step_interval", "save_total_limit")
         check_at_least(0, self, "keep_one_in")
-        for flag in ("local_path", "repo_url"):
-            if getattr(self, flag) is not None and not self.store_checkpoints:
-                raise UserError(f"--{flag} needs --store_checkpoints: add it")
-        if self.upload_interval is not None and self.repo_url is None:
-            raise UserError("--upload_interval needs --repo_url ORG/NAME: add it")
+        check_needs(self, "local_path", "store_checkpoints")
+        check_needs(self, "repo_url", "store_checkpoints")
+        check_needs(self, "upload_interval", "repo_url", " ORG/NAME")
+        check_positive(self, "upload_interval")
         if self.repo_url is not None:
             self.repo_url = make_repo_id(self.repo_url)
-            self.upload_interval = 43_200.0 if self.upload_interval is None else self.upload_interval
-            if self.upload_interval <= 0:
-                raise UserError("--upload_interval must be greater than 0")
+            self.upload_interval = self.upload_interval or 43_200.0
 
 
 @dataclass
-class FinetuneArguments:
+class FinetuneArguments(PrecisionArguments):
     """Tuning a trained model for a task. Read by finetune_mlm.py; names and defaults are RuLeanALBERT's."""
 
     task: str | None = flag(
-        None,
-        "Task of RussianSuperGLUE (rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; lidirus has "
-        "predict_on_lidirus.py), or rucola.",
-        aliases=["-t"],
+        None, "Of RussianSuperGLUE: rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; or rucola.", aliases=["-t"]
     )
     task_file: str | None = flag(
         None,
@@ -717,18 +627,14 @@ class FinetuneArguments:
         "fields.",
     )
     checkpoint: str | None = flag(
-        None,
-        "The model: a folder that a trainer, monitor or auxiliary peer has saved, or a state.pth with config.json and "
-        "tokenizer/ beside it.",
-        aliases=["-c"],
+        None, "Folder of a trained model, or a state.pth with config.json and tokenizer/ beside it.", aliases=["-c"]
     )
     model_name: str | None = flag(
         None, "Another model instead: ruroberta-large, any id on the Hugging Face Hub, or a folder.", aliases=["-m"]
     )
     data_dir: str = flag(
         ".",
-        "Folder with the benchmark's files: TERRa/train.jsonl, RuCoLA/in_domain_train.csv, ... Missing files are "
-        "loaded from the Hub, except for RuCoLA.",
+        "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, but RuCoLA, come from the Hub.",
         aliases=["-d"],
     )
     output_dir: str | None = flag(
@@ -737,28 +643,22 @@ class FinetuneArguments:
     num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
     num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
     batch_size: int = flag(32, "Samples per forward pass. Use as many as fit into memory.")
-    grad_acc_steps: int = flag(
-        1, "Batches, not epochs, per optimizer step; batch_size x grad_acc_steps samples are one."
-    )
+    grad_acc_steps: int = flag(1, "Batches, not epochs, per optimizer step.")
     learning_rate: float = flag(1e-5, "Peak learning rate; raise it for models much smaller than BERT.")
     warmup_ratio: float = flag(0.1, "Share of the steps in which the learning rate rises.")
     weight_decay: float = flag(0.01, "AdamW's, on all weights except biases and norms.")
     max_grad_norm: float = flag(1.0, "Clip the gradient's norm to this.")
     dropout: float = flag(0.1, "Wherever the model has dropout; in LeanALBERT before the head.")
     max_length: int = flag(512, "Maximum number of tokens of a text or pair; longer ones are truncated.")
-    fp16: bool = flag(False, "Mixed precision with float16 and loss scaling; needs a CUDA GPU.")
-    bf16: bool = flag(False, "Mixed precision with bfloat16; needs a GPU or CPU that supports it.")
 
     def __post_init__(self):
+        super().__post_init__()
         if (self.task is None) == (self.task_file is None):
             raise UserError("give either --task or --task_file")
         if (self.checkpoint is None) == (self.model_name is None):
             raise UserError("give either --checkpoint FOLDER or --model-name NAME")
-        if self.fp16 and self.bf16:
-            raise UserError("--fp16 and --bf16 are mutually exclusive: give one of them")
         check_at_least(1, self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps")
-        if self.max_length < 8:
-            raise UserError("--max_length must be at least 8: two texts and three special tokens")
+        check_at_least(SHORTEST_INSTANCE, self, "max_length")
         for name in ("warmup_ratio", "dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 0 and less than 1")
@@ -770,10 +670,7 @@ class PredictArguments:
 
     model: str = flag(MISSING, "The --output_dir of a run of finetune_mlm.py on TERRa.", aliases=["-m"])
     arch: str = flag(
-        "lean_albert",
-        "lean_albert: the tokenizer that the run has saved with its model, of whatever kind; otherwise the id or "
-        "folder of another copy of it.",
-        aliases=["-a"],
+        "lean_albert", "The tokenizer: lean_albert: as saved with the model; otherwise an id or folder.", aliases=["-a"]
     )
     data_dir: str = flag(
         ".", "Folder that contains LiDiRus/LiDiRus.jsonl; if it is missing, it is loaded from the Hub.", aliases=["-d"]
@@ -783,7 +680,7 @@ class PredictArguments:
 
     def __post_init__(self):
         check_at_least(1, self, "batch_size")
-        check_at_least(8, self, "max_length")
+        check_at_least(SHORTEST_INSTANCE, self, "max_length")
 
 
 @dataclass
@@ -792,23 +689,22 @@ class TokenizeArguments:
 
     objective: OBJECTIVES = flag(
         "mlm_sop",
-        "What the dataset is for: mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and similar models can "
-        "use them too); mlm: full blocks of text, for BERT, RoBERTa and similar models; clm: the same without special "
-        "tokens except an end token after each document, for GPT-2, Llama and similar models.",
+        "mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and similar models can use them too); mlm: full "
+        "blocks of text, for BERT, RoBERTa and similar models; clm: the same with no special tokens but an end token "
+        "after each document, for GPT-2, Llama and similar models.",
     )
     corpus: Literal["wikitext103", "sample"] = flag(
         "wikitext103", "WikiText-103 from the Hugging Face Hub, or the sample included in this repository."
     )
     text_files: list[str] = flag(
         [],
-        "Your own text instead of a corpus: plain, .jsonl, .csv or .tsv files, also .gz or .xz. UTF-8. A document is a "
-        "JSON line, a row, or a file (an article of a file in WikiText format).",
+        "Your own text instead of a corpus: plain, .jsonl, .csv or .tsv files, also .gz or .xz, UTF-8. A document is "
+        "a JSON line, a row, or a file (an article of a file in WikiText format).",
     )
     text_column: str = flag("text", "Field of a JSON line or a row that holds the text.")
     tokenizer: str = flag("albert/albert-large-v2", "Tokenizer to use: a name on the Hugging Face Hub or a folder.")
     train_tokenizer: bool = flag(
-        False,
-        "Train a tokenizer on the text instead: ALBERT's kind (Unigram), with --objective clm GPT-2's (BPE of bytes).",
+        False, "Train a tokenizer on the text instead: Unigram as ALBERT's; for clm BPE of bytes, as GPT-2's."
     )
     vocab_size: int = flag(30_000, "With --train_tokenizer: maximum number of pieces in the vocabulary.")
     cased: bool = flag(False, "With --train_tokenizer: distinguish upper and lower case; always done for clm.")
@@ -819,7 +715,7 @@ class TokenizeArguments:
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag("auto", SENTENCE_SPLITTER_HELP)
     seq_length: int = flag(512, "Maximum number of tokens of an instance.")
     validation_fraction: float = flag(
-        0.05, "Share of documents held out for validation (WikiText-103 brings its own validation split)."
+        0.05, "Share of documents held out for validation, unless the corpus has a validation split."
     )
     seed: int = flag(42, "Seed of the split, the cuts and the swaps.")
     num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.")
@@ -827,19 +723,14 @@ class TokenizeArguments:
     dataset_path: str = flag("data/albert_tokenized_wikitext", "Folder to write the dataset to; must not exist yet.")
     tokenizer_path: str = flag("data/tokenizer", "Folder to write the tokenizer to; must not exist yet.")
     archive: str | None = flag(
-        None,
-        "File to pack dataset and tokenizer into, for hosting: NAME.tar.gz or NAME.tar. Its sha256 is printed. If "
-        "both folders exist already, they are packed as they are.",
+        None, "Pack dataset and tokenizer, also those that exist already, into this file: NAME.tar.gz or NAME.tar."
     )
     archive_shards: int = flag(
-        1,
-        "With --archive NAME.tar.gz: divide large data into N archives NAME-00000-of-0000N.tar.gz, which trainers "
-        "fetch one after the other while they train, and NAME.json, the index to give them.",
+        1, "With --archive NAME.tar.gz: divide it into N, NAME-00000-of-0000N.tar.gz, and an index, NAME.json."
     )
 
     def __post_init__(self):
-        if self.seq_length < 8:
-            raise UserError("--seq_length must be at least 8: a pair of sentences and three special tokens")
+        check_at_least(SHORTEST_INSTANCE, self, "seq_length")
         check_at_least(1, self, "num_proc")
         if not 0 < self.validation_fraction < 1:
             raise UserError("--validation_fraction must lie between 0 and 1")
@@ -876,34 +767,11 @@ def make_host_maddrs(text: str) -> list[str]:
     return [f"/{address}/tcp/{port or 0}" for address in addresses]
 
 
-def make_repo_id(text: str) -> str:
-    """`ORG/NAME` from that, from a repository's address, or from NAME of the organization in HF_ORGANIZATION_NAME."""
-    try:
-        address, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
-    except ValueError as e:
-        raise UserError(f"--repo_url {text} is not an address ({e}): give ORG/NAME, e.g. me/my-albert") from e
-    # guides for git write https://USER:TOKEN@huggingface.co/...: the token goes nowhere from here
-    if address.scheme and address.hostname not in ("huggingface.co", "hf.co", endpoint.hostname):
-        raise UserError(f"--repo_url is on {address.hostname}, which is not the Hugging Face Hub: give ORG/NAME")
-    repo_id = (address.path if address.scheme else text).strip("/").removesuffix(".git")
-    if "/" not in repo_id:
-        organization = os.environ.get("HF_ORGANIZATION_NAME")
-        if not organization:
-            raise UserError(f"--repo_url {repo_id} has no organization: give ORG/NAME, or set HF_ORGANIZATION_NAME")
-        repo_id = f"{organization}/{repo_id}"
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError:
-        raise UserError(
-            f"--repo_url {repo_id} is not the name of a repository: give ORG/NAME, e.g. me/my-albert"
-        ) from None
-    return repo_id
-
-
-#: of run_trainer.py, in the order in which its functions take them
-TRAINER_ARGS = (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments, DataArguments, TrainerArguments)
+#: of the scripts, in the order in which their functions take them
+SHARED_ARGS = (ModelArguments, OptimizerArguments, AveragingArguments)
+TRAINER_ARGS = (SwarmArguments, *SHARED_ARGS, DataArguments, TrainerArguments)
+MONITOR_ARGS = (SwarmArguments, MonitorArguments, ArchiveArguments, *SHARED_ARGS)
+AUX_PEER_ARGS = (SwarmArguments, AuxPeerArguments, ArchiveArguments, *SHARED_ARGS)
 
 
 def parse_arguments(*groups: type, description: str | None = None) -> tuple:

@@ -4,13 +4,12 @@ run_trainer.py calls it: at the start, after each step, and at the end. It must 
 the device and read once per epoch, records go to the DHT in the background.
 """
 
-import contextlib
 import json
 import logging
 import math
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -36,7 +35,7 @@ from machine.devices import all_finite, is_out_of_memory
 from machine.preflight import check_epoch_time, check_step_time, warn_of
 from machine.training import evaluate
 from support.console import UserError
-from support.files import append_line, write_file
+from support.files import append_line, read_json_lines, write_file
 from swarm.addresses import select_for_others
 from swarm.contract import publish_contract
 from swarm.joining import warn_of_local_addresses
@@ -46,18 +45,16 @@ from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import StatusServer
 from utils import (
-    RECENT_EPOCHS,
     Evaluation,
     LocalMetrics,
     RunContract,
     compute_seconds,
     describe_evaluation,
-    format_progress,
-    format_samples,
-    measure_progress,
+    format_evaluation,
     perplexity,
 )
-from viewing.dashboards import finish_dashboard, report_to_dashboard, start_trainer_dashboard
+from viewing.dashboards import Dashboard, start_trainer_dashboard
+from viewing.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
 
 logger = logging.getLogger("trainer")
 
@@ -91,6 +88,7 @@ class CollaborativeCallback:
     ):
         self.dht, self.optimizer, self.public_key, self.contract = dht, optimizer, public_key, contract
         self.swarm, _, optimizer_args, _, self.data_args, self.args = groups
+        self.prefix = self.swarm.experiment_prefix
         self.arguments = {name: value for group in groups for name, value in asdict(group).items()}
         self.model, self.tokenizer, self.dataset, self.corpus = model, tokenizer, dataset, corpus
         self.autocast, self.scaler, self.page = autocast, scaler, page
@@ -99,16 +97,17 @@ class CollaborativeCallback:
         self.batch_size = self.args.per_device_train_batch_size * self.batches_per_step
         self.next_contract_time = 0.0
         self.loss_sum: torch.Tensor | float = 0.0
-        self.mini_steps = self.skipped_steps = 0
-        self.epoch_loss = math.nan
+        self.mini_steps, self.epoch_loss = 0, math.nan
         #: what was last published
         self.metrics: dict | None = None
         self.last_epoch, self.epoch_start = 0, time.monotonic()
-        self.epochs = self.averaged_epochs = 0
+        #: what this trainer has done, earlier starts included, of which `samples_before` samples were computed in those
+        self.counters = Counter(dict.fromkeys(("epochs", "averaged_epochs", "skipped_steps", "computed_samples"), 0))
+        self.samples_before, self.train_start = 0, time.monotonic()
         self.has_contributed = False
         self.rounds_before = dict(optimizer.round_seconds), LINE.traffic
-        # samples whose gradients this process has computed, and its longest time between two steps since the last epoch
-        self.computed_samples, self.longest_step, self.last_step_end = 0, 0.0, time.monotonic()
+        # the longest time between two steps since the last epoch
+        self.longest_step, self.last_step_end = 0.0, time.monotonic()
         # in memory unless --state_path holds it
         self.backup: dict | None = None
         self.saved_epoch = 0
@@ -119,48 +118,41 @@ class CollaborativeCallback:
         #: for how long the device has waited for data in this epoch, and for how many epochs that was too long
         self.waited, self.wait_share, self.starved_epochs = 0.0, 0.0, 0
         #: wandb, when this trainer reports its own curves
-        self.dashboard = None
+        self.dashboard = Dashboard()
         self.start_loss: float | None = None
-        self.evaluation: dict | None = None
+        self.evaluation: Evaluation | None = None
         #: versions of the parameters that were evaluated
         self.evaluated: list[int] = []
         self.final_epoch = optimizer_args.total_steps if self.args.max_steps is None else self.args.max_steps
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
-        #: that this trainer is to compute, earlier starts included, where --num_train_epochs says so
+        #: of computed samples, where --num_train_epochs says so
         passes = self.args.num_train_epochs
         self.sample_limit = passes * len(dataset["train"]) if passes else math.inf
-        self.samples_before, self.train_start = 0, time.monotonic()
 
     def resume(self, path: Path | None) -> None:
-        """Go on from a training state, if there is one, with its history; otherwise begin a new history.
-
-        :raises CheckpointError: it is no whole state of this model and optimizer; nothing has changed then
-        """
+        """Go on from a training state, if there is one, with its history; otherwise begin a new history."""
         lines = []
         if path is not None:
-            state = load_state(path)
-            apply_state(state, self.model, self.optimizer, self.scaler)
+            try:
+                state = load_state(path)
+                apply_state(state, self.model, self.optimizer, self.scaler)
+            except CheckpointError as e:
+                raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
             self.saved_epoch = self.optimizer.local_epoch
-            counters = state.get("counters", {})
-            self.epochs, self.averaged_epochs = counters.get("epochs", 0), counters.get("averaged_epochs", 0)
-            self.skipped_steps = counters.get("skipped_steps", 0)
-            self.samples_before = counters.get("computed_samples", 0)
-            self.optimizer.failed_rounds = counters.get("failed_rounds", 0)
+            self.counters.update(state.get("counters", {}))
+            self.optimizer.failed_rounds = self.counters.pop("failed_rounds", 0)
+            self.samples_before = self.counters["computed_samples"]
             # what came after the checkpoint was lost, and comes again
-            lines = [line for line in read_history(self.history) if line["epoch"] <= self.optimizer.local_epoch]
+            lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
         write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
 
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
         over the swarm's state, when there is a swarm that is further than this peer."""
-        try:
-            self.resume(saved_state)
-        except CheckpointError as e:
-            raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
-        prefix, is_resumed = self.swarm.experiment_prefix, saved_state is not None
-        self.dashboard = start_trainer_dashboard(self.args, prefix, self.arguments, is_resumed)
+        self.resume(saved_state)
+        self.dashboard = start_trainer_dashboard(self.args, self.prefix, self.arguments, saved_state is not None)
         logger.info(
-            f"run {prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
+            f"run {self.prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
             f"peer {self.dht.peer_id}{' in client mode' if self.dht.client_mode else ''}"
         )
         if not self.dht.client_mode:
@@ -170,7 +162,7 @@ class CollaborativeCallback:
         if self.page:
             self.page.serve(self.dht, self.read_progress)
         if self.args.do_eval and self.measure():
-            self.start_loss = self.evaluation["loss"]
+            self.start_loss = self.evaluation.loss
             logger.info(f"unigram entropy {self.corpus['unigram_entropy']:.3f} nats")
         progress, others = self.optimizer.tracker.global_progress, len(self.optimizer.tracker.present)
         if others and progress.epoch > self.optimizer.local_epoch:
@@ -195,10 +187,11 @@ class CollaborativeCallback:
         if is_finite:
             self.loss_sum = self.loss_sum + loss * self.batches_per_step
             self.mini_steps += self.batches_per_step
-            self.computed_samples += self.batch_size
+            self.counters["computed_samples"] += self.batch_size
         else:
-            self.skipped_steps += 1
-            logger.warning(f"skipped a step with non-finite loss or gradients ({self.skipped_steps} so far)")
+            self.counters["skipped_steps"] += 1
+            count = self.counters["skipped_steps"]
+            logger.warning(f"skipped a step with non-finite loss or gradients ({count} so far)")
         self.waited += waited
         now = time.monotonic()
         self.longest_step, self.last_step_end = max(self.longest_step, now - self.last_step_end), now
@@ -210,7 +203,7 @@ class CollaborativeCallback:
         if now >= self.next_contract_time:
             expiration = self.optimizer.tracker.metadata_expiration
             self.next_contract_time = now + expiration / 3
-            publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, self.contract, expiration)
+            publish_contract(self.dht, self.prefix, self.public_key, self.contract, expiration)
         if not self.has_contributed and self.optimizer.grad_averager.local_samples_accumulated:
             self.has_contributed = True
             seconds = time.time() - psutil.Process().create_time()
@@ -220,8 +213,7 @@ class CollaborativeCallback:
         if now >= self.next_bar_time:
             self.next_bar_time = now + 0.5
             self.bar.set_description_str(self.describe_progress())
-        has_read_all = self.samples_before + self.computed_samples >= self.sample_limit
-        if has_read_all and self.optimizer.local_epoch < self.final_epoch:
+        if self.counters["computed_samples"] >= self.sample_limit and self.optimizer.local_epoch < self.final_epoch:
             passes, size = self.args.num_train_epochs, len(self.dataset["train"])
             logger.info(f"{passes:g} passes over {size:,} samples are done: ending")
             # a last time while the swarm still hears it: the data end between epochs
@@ -234,10 +226,10 @@ class CollaborativeCallback:
         if not self.parameters_are_finite():
             self.restore()
         optimizer, epoch = self.optimizer, self.optimizer.local_epoch
-        self.epochs += 1
+        self.counters["epochs"] += 1
         self.recent_seconds.append((now - self.epoch_start) / max(1, epoch - self.last_epoch))
         self.check_data_wait(now - self.epoch_start)
-        self.averaged_epochs += optimizer.averaged_with > 1
+        self.counters["averaged_epochs"] += optimizer.averaged_with > 1
         # the only place where the loop waits for the device on behalf of reports
         loss_sum = float(self.loss_sum)
         if self.mini_steps:
@@ -253,23 +245,23 @@ class CollaborativeCallback:
             "grad_norm": optimizer.opt.grad_norm,
             "learning_rate": float(optimizer.opt.param_groups[0]["lr"]),
             "total_samples": optimizer.total_samples,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.counters["skipped_steps"],
             "epoch_seconds": now - self.epoch_start,
             "client_mode": self.dht.client_mode,
             **self.measure_rounds(),
         }
-        if self.epochs == 3:
+        if self.counters["epochs"] == 3:
             # the first two begin in the middle, or wait for others who start; and short steps are harmless
             step_seconds = max(0.5, self.batch_size / max(metrics["samples_per_second"], 1e-9))
-            checks = [check_epoch_time(now - self.epoch_start, metrics["num_peers"], optimizer.matchmaking_time)]
+            checks = [check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], optimizer.matchmaking_time)]
             warn_of([check_step_time(step_seconds, self.batch_size), *checks])
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
         self.metrics = metrics
         self.publish()
-        validation = {}
-        if self.is_evaluation_due(epoch) and self.measure():
-            validation = describe_evaluation(Evaluation(**self.evaluation))
+        validation, is_last = {}, epoch >= self.final_epoch
+        if self.args.eval_steps and (self.has_passed(self.args.eval_steps) or is_last) and self.measure():
+            validation = describe_evaluation(self.evaluation)
             self.publish()
         progress = self.measure_progress()
         own = {
@@ -277,7 +269,7 @@ class CollaborativeCallback:
             "time": time.time(),
             # computed since this process started, and of these what waits for the next round: the rest of what is not
             # in total_samples is lost
-            "computed_samples": self.computed_samples,
+            "computed_samples": self.counters["computed_samples"] - self.samples_before,
             "pending_samples": optimizer.grad_averager.local_samples_accumulated + optimizer.grad_averager.kept_samples,
             "longest_step": self.longest_step,
             "compute_seconds": compute_seconds(metrics),
@@ -287,8 +279,8 @@ class CollaborativeCallback:
             **validation,
         }
         append_line(self.history, json.dumps(metrics | own))
-        self.dashboard = report_to_dashboard(self.dashboard, metrics | own)
-        is_first = self.args.logging_first_step and self.epochs == 1
+        self.dashboard.report(metrics | own)
+        is_first = self.args.logging_first_step and self.counters["epochs"] == 1
         if self.bar.disable and (epoch % self.args.logging_steps == 0 or is_first):
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
@@ -296,34 +288,32 @@ class CollaborativeCallback:
                 f"{format_progress(epoch, progress)}  {format_samples(progress)}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
-        # a peer that takes over the swarm's state leaps over epochs, maybe over one that is due
-        if epoch // self.args.backup_every_epochs != self.last_epoch // self.args.backup_every_epochs:
+        if self.has_passed(self.args.backup_every_epochs):
             self.back_up()
-        if epoch // self.args.save_steps != self.last_epoch // self.args.save_steps:
+        if self.has_passed(self.args.save_steps):
             self.save()
         self.last_epoch, self.epoch_start = epoch, now
 
     def publish(self) -> None:
         """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""
-        metrics = self.metrics
         evaluation = {"evaluation": self.evaluation} if self.args.eval_steps else {}
         try:
-            self.dht.store(
-                f"{self.swarm.experiment_prefix}_metrics",
-                subkey=self.public_key,
-                value=LocalMetrics.parse_obj(metrics | evaluation).dict(),
-                expiration_time=get_dht_time() + self.args.statistics_expiration,
-                return_future=True,
-            )
+            record = LocalMetrics.parse_obj(self.metrics | evaluation).dict()
         except ValidationError as e:
             # a loss that has run away, say: the others would refuse the record
-            message = "; ".join(error["msg"] for error in e.errors())
-            logger.warning(f"epoch {metrics['epoch']} is not reported: {message}")
+            logger.warning(f"epoch {self.metrics['epoch']} is not reported: {list_errors(e)}")
+            return
+        self.dht.store(
+            f"{self.prefix}_metrics",
+            subkey=self.public_key,
+            value=record,
+            expiration_time=get_dht_time() + self.args.statistics_expiration,
+            return_future=True,
+        )
 
-    def is_evaluation_due(self, epoch: int) -> bool:
-        """Every --eval_steps epochs, over which a peer may leap, and at the last one."""
-        steps = self.args.eval_steps
-        return steps is not None and (epoch // steps != self.last_epoch // steps or epoch >= self.final_epoch)
+    def has_passed(self, steps: int) -> bool:
+        """Whether what is due every so many epochs is due: a peer that takes over the swarm's state leaps over some."""
+        return self.optimizer.local_epoch // steps != self.last_epoch // steps
 
     def compute_evaluation(self) -> dict:
         """Loss and accuracy on the validation split, and of how many samples."""
@@ -343,6 +333,11 @@ class CollaborativeCallback:
         try:
             with self.optimizer.tracker.step_aside():
                 measured = {"epoch": self.optimizer.local_epoch, **self.compute_evaluation()}
+            self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__})
+        except ValidationError as e:
+            self.evaluation = None
+            logger.warning(f"the evaluation of epoch {measured['epoch']} failed: {list_errors(e)}")
+            return False
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e):
                 raise
@@ -352,37 +347,26 @@ class CollaborativeCallback:
                 f"{self.args.per_device_eval_batch_size}); the model is not evaluated"
             )
             return False
-        try:
-            self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__}).dict()
-        except ValidationError as e:
-            self.evaluation, message = None, "; ".join(error["msg"] for error in e.errors())
-            logger.warning(f"the evaluation of epoch {measured['epoch']} failed: {message}")
-            return False
         seconds = time.monotonic() - start
         with self.bar.external_write_mode():
-            logger.info(
-                f"validation loss {measured['loss']:.4f} nats, perplexity {perplexity(measured['loss']):,.1f}, "
-                f"accuracy {measured['accuracy']:.1%} at epoch {measured['epoch']}, measured in {seconds:.1f} s"
-            )
+            logger.info(f"validation {format_evaluation(self.evaluation)}, measured in {seconds:.1f} s")
             if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
                 logger.warning(
                     f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
-                    f"{measured['samples']:,}), or the swarm continues without this trainer meanwhile"
+                    f"{self.evaluation.samples:,}), or the swarm continues without this trainer meanwhile"
                 )
         return True
 
     def measure_progress(self) -> dict:
-        """How far the swarm has come, and when this trainer ends: see utils.measure_progress."""
+        """How far the swarm has come, and when this trainer ends: as its data may before the run does."""
         # not the tracker's, which is less --batch_size_lead
-        target_batch_size = self.arguments["target_batch_size"]
-        progress = measure_progress(
-            self.optimizer.local_epoch, self.final_epoch, target_batch_size, list(self.recent_seconds)
-        )
-        if self.computed_samples and self.sample_limit < math.inf:
-            seconds = (time.monotonic() - self.train_start) / self.computed_samples
-            computed = self.samples_before + self.computed_samples
+        target_batch_size, recent = self.arguments["target_batch_size"], list(self.recent_seconds)
+        progress = measure_progress(self.optimizer.local_epoch, self.final_epoch, target_batch_size, recent)
+        computed = self.counters["computed_samples"]
+        if computed > self.samples_before and self.sample_limit < math.inf:
+            seconds = (time.monotonic() - self.train_start) / (computed - self.samples_before)
             left = max(0.0, self.sample_limit - computed) * seconds
-            if left <= progress.get("seconds_left", left):  # its data end before the run does
+            if left <= progress.get("seconds_left", left):
                 progress |= {"seconds_left": left, "own_samples": computed, "sample_limit": int(self.sample_limit)}
         return progress
 
@@ -390,7 +374,7 @@ class CollaborativeCallback:
         """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
         self.wait_share, self.waited = min(1.0, self.waited / max(seconds, 1e-9)), 0.0
         # not the first epoch, in which the data's workers start
-        self.starved_epochs = self.starved_epochs + 1 if self.wait_share > 0.1 and self.epochs > 1 else 0
+        self.starved_epochs = self.starved_epochs + 1 if self.wait_share > 0.1 and self.counters["epochs"] > 1 else 0
         if self.starved_epochs == 3:
             logger.warning(
                 f"{self.wait_share:.0%} of the time is spent waiting for data: raise --dataloader_num_workers (now "
@@ -412,30 +396,29 @@ class CollaborativeCallback:
         """Return what the status page shows; it asks from its own thread."""
         peers = len(self.optimizer.tracker.present) + 1
         progress = {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
-        validation = describe_evaluation(Evaluation(**self.evaluation)) if self.evaluation else {}
+        validation = describe_evaluation(self.evaluation) if self.evaluation else {}
         return progress | self.measure_progress() | validation
 
     def describe_progress(self) -> str:
         """One line on the swarm, from what the tracker already knows."""
         progress, optimizer = self.optimizer.tracker.global_progress, self.optimizer
-        peers = len(optimizer.tracker.present) + 1
-        eta = progress.eta_next_epoch - get_dht_time()
-        speed = (progress.target_batch_size - progress.samples_accumulated) / eta if 0 < eta < math.inf else math.nan
+        seconds = max(0.0, progress.eta_next_epoch - get_dht_time())
+        missing = progress.target_batch_size - progress.samples_accumulated
+        speed = missing / seconds if 0 < seconds < math.inf else math.nan
         percent = min(100, 100 * progress.samples_accumulated // progress.target_batch_size)
-        course = format_progress(optimizer.local_epoch, self.measure_progress())
+        peers, course = len(optimizer.tracker.present) + 1, self.measure_progress()
+        mine = optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated
         return (
-            f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  "
-            f"peers {peers}  {speed:.0f} samples/s  next epoch in {max(0, min(eta, 1e6)):.0f} s  "
-            f"{course}  waits for data {self.wait_share:.0%}  "
-            f"mine {optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated:,} samples"
+            f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  peers {peers}  "
+            f"{speed:.0f} samples/s  next epoch in {min(seconds, 1e6):.0f} s  "
+            f"{format_progress(optimizer.local_epoch, course)}  waits for data {self.wait_share:.0%}  "
+            f"mine {mine:,} samples"
         )
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Parameters and moments of the optimizer, which live in host memory."""
-        local = self.optimizer.opt
-        params = list_params(local)
-        moments = [value for param in params for value in local.state[param].values() if torch.is_tensor(value)]
-        return params + moments
+        params, state = list_params(self.optimizer.opt), self.optimizer.opt.state
+        return params + [value for param in params for value in state[param].values() if torch.is_tensor(value)]
 
     def parameters_are_finite(self) -> bool:
         # the codes of 8-bit moments are whole numbers; it is their scales that may not be finite
@@ -443,19 +426,13 @@ class CollaborativeCallback:
 
     def collect_state(self) -> dict:
         """This trainer's whole state, see machine/checkpoint.py."""
-        counters = {
-            "epochs": self.epochs,
-            "averaged_epochs": self.averaged_epochs,
-            "skipped_steps": self.skipped_steps,
-            "failed_rounds": self.optimizer.failed_rounds,
-            "computed_samples": self.samples_before + self.computed_samples,
-        }
+        counters = {**self.counters, "failed_rounds": self.optimizer.failed_rounds}
         return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
 
     def save(self) -> None:
         """Write a checkpoint; a disk that is full costs the checkpoint, not the training."""
         state = self.collect_state()
-        extra = {"experiment_prefix": self.swarm.experiment_prefix, "loss": self.epoch_loss, "time": time.time()}
+        extra = {"experiment_prefix": self.prefix, "loss": self.epoch_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, self.args.save_total_limit):
             self.saved_epoch = state["local_epoch"]
 
@@ -487,23 +464,23 @@ class CollaborativeCallback:
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
             self.save()
         expiration = self.optimizer.tracker.metadata_expiration
-        publish_contract(self.dht, self.swarm.experiment_prefix, self.public_key, None, expiration)
-        finish_dashboard(self.dashboard)
+        publish_contract(self.dht, self.prefix, self.public_key, None, expiration)
+        self.dashboard.finish()
 
     def save_results(self, with_evaluation: bool) -> None:
         """The model and summary.json, when the swarm is left, which would wait for an evaluation."""
-        optimizer, output_dir = self.optimizer, Path(self.args.output_dir)
-        summary = {"unigram_entropy": self.corpus["unigram_entropy"], "peer_id": str(self.dht.peer_id)}
+        optimizer, output_dir, entropy = self.optimizer, Path(self.args.output_dir), self.corpus["unigram_entropy"]
+        summary = {"unigram_entropy": entropy, "peer_id": str(self.dht.peer_id)}
         if self.start_loss is not None:
             summary["start_loss"] = self.start_loss
         summary |= {
             "epoch": optimizer.local_epoch,
             "samples": optimizer.total_samples,
-            "epochs_here": self.epochs,
-            "epochs_averaged": self.averaged_epochs,
+            "epochs_here": self.counters["epochs"],
+            "epochs_averaged": self.counters["averaged_epochs"],
             "failed_rounds": optimizer.failed_rounds,
-            "skipped_steps": self.skipped_steps,
-            "computed_samples": self.samples_before + self.computed_samples,
+            "skipped_steps": self.counters["skipped_steps"],
+            "computed_samples": self.counters["computed_samples"],
         }
         if self.data_args.streaming:
             summary["sources"] = self.dataset["train"].count_records()
@@ -511,10 +488,10 @@ class CollaborativeCallback:
                 logger.info(f"source {name}: {read['documents']:,} documents read, {read['broken']:,} broken records")
         is_saved = save_model(self.model, self.tokenizer, output_dir / "model", extra={"epoch": optimizer.local_epoch})
         if self.args.do_eval and with_evaluation and self.measure():
-            final, entropy = self.evaluation, self.corpus["unigram_entropy"]
-            summary |= {"final_loss": final["loss"], "final_perplexity": perplexity(final["loss"])}
-            summary["final_accuracy"] = final["accuracy"]
-            logger.info(f"validation loss {final['loss']:.3f}, unigram entropy {entropy:.3f} nats")
+            loss = self.evaluation.loss
+            summary |= {"final_loss": loss, "final_perplexity": perplexity(loss)}
+            summary["final_accuracy"] = self.evaluation.accuracy
+            logger.info(f"validation loss {loss:.3f}, unigram entropy {entropy:.3f} nats")
         write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         logger.info(
             f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples, averaged with others in "
@@ -523,11 +500,5 @@ class CollaborativeCallback:
         )
 
 
-def read_history(path: Path) -> list[dict]:
-    """The lines of a history.jsonl; the last one may be cut where its writer was killed."""
-    lines = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                lines.append(json.loads(line))
-    return lines
+def list_errors(error: ValidationError) -> str:
+    return "; ".join(error["msg"] for error in error.errors())

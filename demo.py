@@ -12,7 +12,6 @@ Ctrl-C.
 
 import argparse
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -26,6 +25,9 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+from support.console import UserError
+from support.files import lock_folder, read_json_lines
 
 ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")
@@ -52,14 +54,6 @@ STALL_LIMIT = 180.0  # seconds without a new epoch before the demo gives up
 STOP_LIMIT = 20.0  # seconds that scripts have to end after Ctrl-C
 SAME_GRADIENT = 1e-3  # relative difference of gradient norms; each peer's own gradient differs by several per cent
 SAME_WEIGHTS = 1e-6
-
-
-class DemoFailed(Exception):
-    """One line that says what went wrong and where to look."""
-
-
-class Stopped(Exception):
-    """The user has pressed Ctrl-C."""
 
 
 class Scripts:
@@ -94,20 +88,20 @@ class Scripts:
         if code:
             lines = self.log(name).read_text(errors="replace").strip().splitlines() or ["(it printed nothing)"]
             how = f"with exit code {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
-            raise DemoFailed(f"{name} ended {how}, see {self.log(name)}; its last line: {lines[-1].strip()}")
+            raise UserError(f"{name} ended {how}, see {self.log(name)}; its last line: {lines[-1].strip()}")
         return code == 0
 
     def pause(self, seconds: float) -> None:
         """Wait; the one place where Ctrl-C is noticed, so that no script is lost in the middle of its start."""
         if self.stop.wait(seconds):
             print("\nstopping", flush=True)
-            raise Stopped
+            raise KeyboardInterrupt
 
     def wait(self, name: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self.has_ended(name):
             if time.monotonic() > deadline:
-                raise DemoFailed(f"{name} did not end within {seconds:g} s, see {self.log(name)}")
+                raise UserError(f"{name} did not end within {seconds:g} s, see {self.log(name)}")
             self.pause(0.1)
 
     def interrupt(self, name: str) -> None:
@@ -170,13 +164,6 @@ def wrap_command(command: str) -> str:
     return " \\\n".join(f"  {line}" for line in lines)
 
 
-def read_json_lines(path: Path) -> list[dict]:
-    """The complete lines of a file that somebody may be writing, or may not have begun."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 def minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
@@ -210,7 +197,7 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
     deadline = time.monotonic() + STALL_LIMIT
     while not (found := re.search(r"--initial_peers .+$", scripts.log("monitor").read_text(), re.MULTILINE)):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
-            raise DemoFailed(f"the first peer gave no address to join, see {scripts.log('monitor')}")
+            raise UserError(f"the first peer gave no address to join, see {scripts.log('monitor')}")
         scripts.pause(0.1)
     return found.group()
 
@@ -221,8 +208,8 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
     with ProgressLine() as line:
         while not all([scripts.has_ended(name) for name in TRAINERS]):
             if scripts.has_ended("monitor"):
-                raise DemoFailed(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
-            metrics = read_json_lines(metrics_file)
+                raise UserError(f"the first peer ended before the trainers did, see {scripts.log('monitor')}")
+            metrics = list(read_json_lines(metrics_file))
             elapsed = time.monotonic() - start_time
             if metrics:
                 if metrics[-1]["epoch"] != epoch:
@@ -232,7 +219,7 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
                 line.show(f"the trainers start and measure their loss before training, {minutes(elapsed)} elapsed")
             if time.monotonic() - last_change > STALL_LIMIT:
                 logs = " and ".join(str(scripts.log(name)) for name in TRAINERS)
-                raise DemoFailed(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
+                raise UserError(f"no epoch was finished within {STALL_LIMIT:g} s, see {logs}")
             scripts.pause(0.5)
 
 
@@ -250,11 +237,8 @@ def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
     return "  ".join([*parts, passed + left])
 
 
-def report(output_dir: Path, epochs: int) -> str | None:
-    """Print the outcome, from the files that the trainers have written.
-
-    :returns: why that is a failure, or None
-    """
+def report(output_dir: Path, epochs: int) -> None:
+    """Print the outcome, from the files that the trainers have written; a UserError when it is a failure."""
     from safetensors.numpy import load_file
 
     folders = [output_dir / name for name in TRAINERS]
@@ -289,24 +273,20 @@ def report(output_dir: Path, epochs: int) -> str | None:
     print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
 
     if not averaged:
-        return f"the peers never averaged their gradients, see {folders[0]}.log and {folders[1]}.log"
+        raise UserError(f"the peers never averaged their gradients, see {folders[0]}.log and {folders[1]}.log")
     if not final_loss < entropy:
-        return f"the model has not learned more than word frequencies, see {folders[0]}.log and {folders[1]}.log"
-    return None
+        raise UserError(
+            f"the model has not learned more than word frequencies, see {folders[0]}.log and {folders[1]}.log"
+        )
 
 
 def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
     start_time = time.monotonic()
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with open(output_dir / ".lock", "w") as lock, Scripts(output_dir, stop) as scripts:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DemoFailed(f"another demo is writing to {output_dir}: wait, or give --output_dir") from None
-        for path in output_dir.iterdir():
-            if path.name not in (".lock", "data"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
+    lock_folder("--output_dir", output_dir)
+    for path in output_dir.iterdir():
+        if path.name not in (".lock", "data"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with Scripts(output_dir, stop) as scripts:
         data_flags = tokenize(scripts, output_dir / "data")
         what, command, trainer = "Start the monitor, whom others find first", MONITOR, TRAINER
         if behind_firewalls:
@@ -327,8 +307,7 @@ def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool,
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
         print(f"took {minutes(time.monotonic() - start_time)}\n")
-        if failure := report(output_dir, epochs):
-            raise DemoFailed(failure)
+        report(output_dir, epochs)
 
 
 def main() -> int:
@@ -346,10 +325,10 @@ def main() -> int:
             signal.signal(number, lambda *_: stop.set())
     try:
         run(Path(args.output_dir), shlex.quote(args.config_path), args.epochs, args.clients, stop)
-    except Stopped:
+    except KeyboardInterrupt:
         print("stopped, no process is left", flush=True)
         return 130
-    except DemoFailed as e:
+    except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return 0

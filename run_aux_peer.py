@@ -14,126 +14,47 @@ client mode need one peer that does, and can join late through it. --store_check
 states, and uploads them with --repo_url. These two need the trainers' model, optimizer and averaging flags.
 """
 
-import concurrent.futures
 import logging
-import time
-from dataclasses import asdict
 
-from arguments import (
-    ArchiveArguments,
-    AuxPeerArguments,
-    AveragingArguments,
-    ModelArguments,
-    OptimizerArguments,
-    SwarmArguments,
-    parse_arguments,
-)
-from support.console import UserError, edge, log_to_folder, setup_logging
-
-GROUPS = (
-    SwarmArguments,
-    AuxPeerArguments,
-    ArchiveArguments,
-    ModelArguments,
-    OptimizerArguments,
-    AveragingArguments,
-)
+from arguments import AUX_PEER_ARGS as GROUPS
+from arguments import parse_arguments
+from support.console import edge, log_to_folder, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from experiment.model import find_objective
-from swarm.addresses import select_for_others, stop_unreachable
-from swarm.contract import compare_with_run
-from swarm.joining import make_dht, warn_of_local_addresses
+from swarm.addresses import select_for_others
 from swarm.line import LINE
-from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.reachability import measure_bandwidth
-from swarm.status import StatusServer
-from text.tokenizers import load_tokenizer
-from viewing.archive import CheckpointHandler, make_observer
-from viewing.report import RunReport
+from swarm.processes import clean_end
+from viewing.observer import Observer
 
 logger = logging.getLogger("aux")
-
-LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
 
 
 def main(*groups) -> None:
     """:param groups: instances of GROUPS"""
-    swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
+    _, args, *_ = groups
     setup_logging("aux")
-    if swarm.client_mode:
-        raise UserError("--client_mode is for trainers: others must be able to reach an auxiliary peer")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
-    report = RunReport(args, swarm.experiment_prefix)
-    needs_model = args.assist_in_averaging or archive_args.store_checkpoints
-    tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind) if needs_model else None
-    page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
-    dht, _ = make_dht(swarm)
-    if dht.client_mode:
-        shut_down(dht)
-        stop_unreachable()
-    warn_of_local_addresses(dht, swarm)
-    optimizer = archive = None
-    if needs_model:
-        if args.assist_in_averaging:
-            averaging_args = measure_bandwidth(dht, averaging_args)
-        model, optimizer, contract = make_observer(dht, swarm, model_args, optimizer_args, averaging_args, tokenizer)
-    if args.assist_in_averaging:
-        optimizer.state_averager.offer_states()
-    if archive_args.store_checkpoints:
-        archive = CheckpointHandler(
-            archive_args,
-            swarm,
-            args.output_dir,
-            model=model,
-            tokenizer=tokenizer,
-            optimizer=optimizer,
-            arguments={name: value for group in groups for name, value in asdict(group).items()},
-        )
-    report.start_dashboard({**asdict(swarm), **asdict(args)})
-    stop = handle_stop_signals()
-    logger.info(f"others may join through --initial_peers {' '.join(select_for_others(dht.get_visible_maddrs()))}")
-    if page:
-        page.serve(dht, report.read_progress)
-
-    # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
-    watching = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="watch metrics")
-    look, next_look, comparison = None, 0.0, None
+    observer = Observer(*groups)
+    stop = observer.begin()
+    maddrs = select_for_others(observer.dht.get_visible_maddrs())
+    logger.info(f"others may join through --initial_peers {' '.join(maddrs)}")
+    optimizer = observer.optimizer
     while not stop.is_set():
-        if look is None and time.monotonic() >= next_look:
-            look, next_look = watching.submit(report.update, dht), time.monotonic() + args.refresh_period
-        metrics = None
-        if look is not None and look.done():
-            metrics, look = look.result(), None
-            if metrics and optimizer and comparison is None:
-                # once more: the first trainers may have come after this peer
-                comparison = watching.submit(compare_with_run, dht, swarm.experiment_prefix, contract)
-            if metrics and optimizer and args.assist_in_averaging:
+        metrics = observer.step()
+        if args.assist_in_averaging:
+            optimizer.step()
+            if metrics:
                 sent, received = (count / 1e6 for count in LINE.traffic)
                 logger.info(
                     f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} failed; sent {sent:,.1f} MB, "
                     f"received {received:,.1f} MB"
                 )
-        if comparison is not None and comparison.done():
-            comparison.result()
-        if archive:
-            archive.step(metrics, report.history)
-        if args.assist_in_averaging:
-            optimizer.step()
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)
-    # after a look in progress; not at all if that waits, for up to half a minute, for a DHT that does not answer
-    last_look = watching.submit(report.update, dht, is_last=True)
-    if archive:
-        archive.finish()
-    if concurrent.futures.wait([last_look], LAST_LOOK_TIMEOUT).done:
-        last_look.result()
-    watching.shutdown(wait=False, cancel_futures=True)
-    report.finish()
-    shut_down(dht, optimizer)
+    observer.finish()
 
 
 if __name__ == "__main__":

@@ -22,28 +22,11 @@ To watch a swarm from any terminal, as a reader that leaves no trace; and to plo
 
 import logging
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 
-from arguments import (
-    ArchiveArguments,
-    AveragingArguments,
-    ModelArguments,
-    MonitorArguments,
-    OptimizerArguments,
-    SwarmArguments,
-    parse_arguments,
-)
+from arguments import MONITOR_ARGS as GROUPS
+from arguments import parse_arguments
 from support.console import UserError, edge, setup_logging
-
-GROUPS = (
-    SwarmArguments,
-    MonitorArguments,
-    ArchiveArguments,
-    ModelArguments,
-    OptimizerArguments,
-    AveragingArguments,
-)
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -51,14 +34,11 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import hivemind
 
-from swarm.addresses import select_for_others, stop_unreachable
-from swarm.contract import compare_with_run
-from swarm.joining import make_dht, warn_of_local_addresses
-from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.status import StatusServer
+from swarm.addresses import select_for_others
+from swarm.processes import clean_end
 from viewing.curves import plot_run
 from viewing.history import load_history
-from viewing.report import RunReport
+from viewing.observer import Observer
 from viewing.watch import watch_swarm
 
 logger = logging.getLogger("monitor")
@@ -87,69 +67,27 @@ def plot(file: str, output_dir: str, prefix: str) -> None:
         )
     if not Path(file).absolute().parent.is_dir() or Path(file).is_dir() or not plot_run(history, prefix, Path(file)):
         raise UserError(f"--plot {file} cannot be written: name a file in a folder that exists")
-    print(f"{len(history):,} points of {history.added:,} epochs in {file}")
+    print(f"{len(history):,} points up to epoch {history[-1]['epoch']:,} in {file}")
 
 
 def main(*groups) -> None:
     """:param groups: instances of GROUPS"""
-    swarm, args, archive_args, model_args, optimizer_args, averaging_args = groups
+    swarm, args, *_ = groups
     setup_logging("monitor", args.logging_dir)
-    if swarm.client_mode:
-        raise UserError("--client_mode is for trainers: others must be able to reach a monitor")
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
     if args.watch:
         watch_swarm(swarm, args.refresh_period)
         return
-    report = RunReport(args, swarm.experiment_prefix)
-    page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
-    dht, _ = make_dht(swarm)
-    # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
-    if dht.client_mode and archive_args.store_checkpoints:
-        shut_down(dht)
-        stop_unreachable()
-    if not dht.client_mode:
-        print_how_to_join(dht, swarm.experiment_prefix)
-    warn_of_local_addresses(dht, swarm)
-    archive = optimizer = None
-    if archive_args.store_checkpoints:
-        # a monitor that saves nothing needs neither the model's code nor the time to load it
-        from experiment.model import find_objective
-        from text.tokenizers import load_tokenizer
-        from viewing.archive import CheckpointHandler, make_observer
-
-        tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
-        model, optimizer, contract = make_observer(dht, swarm, model_args, optimizer_args, averaging_args, tokenizer)
-        archive = CheckpointHandler(
-            archive_args,
-            swarm,
-            args.output_dir,
-            model=model,
-            tokenizer=tokenizer,
-            optimizer=optimizer,
-            arguments={name: value for group in groups for name, value in asdict(group).items()},
-        )
-    report.start_dashboard({**asdict(swarm), **asdict(args)})
-    stop = handle_stop_signals()
+    observer = Observer(*groups)
+    if not observer.dht.client_mode:
+        print_how_to_join(observer.dht, swarm.experiment_prefix)
+    stop = observer.begin()
     logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
-    if page:
-        page.serve(dht, report.read_progress)
-    is_compared = False
-    while True:
-        is_last = stop.wait(args.refresh_period)
-        metrics = report.update(dht, is_last)
-        if archive:
-            if metrics and not is_compared:
-                is_compared = True
-                compare_with_run(dht, swarm.experiment_prefix, contract)
-            archive.step(metrics, report.history)
-        if is_last:
-            break
-    if archive:
-        archive.finish()
-    report.finish()
-    shut_down(dht, optimizer)
+    while not stop.wait(min(1.0, args.refresh_period)):
+        observer.step()
+    observer.finish()
 
 
 if __name__ == "__main__":

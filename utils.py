@@ -15,7 +15,6 @@ import hashlib
 import logging
 import math
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +30,6 @@ from hivemind.utils.serializer import MSGPackSerializer
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, constr, root_validator
 
-from support.console import format_duration
-
 logger = logging.getLogger("utils")
 
 # What we and hivemind store is far smaller: metrics with their signature take about 0.7 KB, a contract 2 KB, hivemind's
@@ -45,7 +42,6 @@ MAX_RECORD_LIFETIME = 24 * 3600.0
 MAX_EPOCH_GAP = 1000
 FETCH_TIMEOUT = 30.0
 MAX_MEAN_LOSS = 1000.0  # nats; a model that guesses has ln(vocabulary), about 10
-RECENT_EPOCHS = 20  # whose median time tells when a run ends
 
 # hivemind's BytesWithPublicKey lets one owner add text of any length around its key, and so fill many subkeys.
 PublicKeyBytes = conbytes(regex=rb"\[owner:ssh-rsa [A-Za-z0-9+/]+=*\]\Z", max_length=1024)
@@ -295,24 +291,19 @@ def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int |
     mini_steps = sum(metrics.mini_steps for metrics in current)
     if mini_steps == 0:
         return None
-    seconds = {
-        name: statistics.median(getattr(metrics, name) for metrics in current)
-        for name in ("epoch_seconds", "waiting_seconds", "averaging_seconds")
-    }
+    summed = ("bytes_sent", "bytes_received", "skipped_steps")
+    median = ("epoch_seconds", "waiting_seconds", "averaging_seconds", "grad_norm", "learning_rate")
+    medians = {name: statistics.median(getattr(metrics, name) for metrics in current) for name in median}
     return SwarmMetrics(
         epoch=newest_epoch,
         loss=math.fsum(metrics.loss for metrics in current) / mini_steps,
         alive_peers=len(current),
         samples=sum(metrics.samples_accumulated for metrics in current),
         samples_per_second=math.fsum(metrics.samples_per_second for metrics in current),
-        **seconds,
-        compute_seconds=compute_seconds(seconds),
-        bytes_sent=sum(metrics.bytes_sent for metrics in current),
-        bytes_received=sum(metrics.bytes_received for metrics in current),
+        compute_seconds=compute_seconds(medians),
         averaged_with=min(metrics.averaged_with for metrics in current),
-        grad_norm=statistics.median(metrics.grad_norm for metrics in current),
-        learning_rate=statistics.median(metrics.learning_rate for metrics in current),
-        skipped_steps=sum(metrics.skipped_steps for metrics in current),
+        **{name: sum(getattr(metrics, name) for metrics in current) for name in summed},
+        **medians,
     )
 
 
@@ -334,54 +325,17 @@ def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
+def format_evaluation(evaluation: Evaluation) -> str:
+    """`loss 5.2500 nats, perplexity 190.6, accuracy 12.5% at epoch 1,000`."""
+    return (
+        f"loss {evaluation.loss:.4f} nats, perplexity {perplexity(evaluation.loss):,.1f}, accuracy "
+        f"{evaluation.accuracy:.1%} at epoch {evaluation.epoch:,}"
+    )
+
+
 def perplexity(loss: float) -> float:
     """e to the loss in nats, or what comes next to infinity."""
     return math.exp(min(loss, 700.0))
-
-
-def find_final_epoch(records: list[tuple[str, LocalMetrics]], total_steps: int | None) -> int | None:
-    """The epoch at which most of these peers end; None while it is not known.
-
-    :param total_steps: where those end that report no epoch of their own
-    """
-    epochs = [metrics.final_epoch or total_steps for _, metrics in records if metrics.final_epoch or total_steps]
-    return max(set(epochs), key=epochs.count) if epochs else total_steps
-
-
-def measure_progress(
-    epoch: int, final_epoch: int | None, target_batch_size: int | None, recent_seconds: Iterable[float]
-) -> dict[str, float]:
-    """How far the swarm has come, and when it ends, by the names of files and dashboards; without what is not known.
-
-    :param recent_seconds: of its last epochs, each; RECENT_EPOCHS of them will do
-    """
-    progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
-    if target_batch_size:
-        progress = {"target_batch_size": target_batch_size, "swarm_samples": epoch * target_batch_size}
-    if final_epoch:
-        progress["final_epoch"] = final_epoch
-        if recent:
-            progress["seconds_left"] = max(0, final_epoch - epoch) * statistics.median(recent)
-    return progress
-
-
-def format_progress(epoch: int, progress: dict[str, float]) -> str:
-    """`12% of 1,000 epochs, ends in 2 h 5 min`, or of a trainer's own samples; as much of it as is known."""
-    if "sample_limit" in progress:
-        done, total, what = progress["own_samples"], progress["sample_limit"], "samples of its data"
-    elif "final_epoch" in progress:
-        done, total, what = epoch, progress["final_epoch"], "epochs"
-    else:
-        return ""
-    left = f", ends in {format_duration(progress['seconds_left'])}" if progress.get("seconds_left") else ""
-    return f"{math.floor(1000 * min(1.0, done / total)) / 10:g}% of {total:,} {what}{left}"
-
-
-def format_samples(progress: dict[str, float]) -> str:
-    """`491,520 samples so far, 4,096 an epoch`: of the swarm; nothing where that is not known."""
-    if "swarm_samples" not in progress:
-        return ""
-    return f"{progress['swarm_samples']:,} samples so far, {progress['target_batch_size']:,} an epoch"
 
 
 def compute_seconds(seconds: dict[str, float]) -> float:

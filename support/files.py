@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -99,6 +100,24 @@ def append_line(path: str | Path, line: str) -> None:
         if not {path, path.parent} & UNWRITABLE:
             logger.warning(f"Could not write to {path}: {e}. Will keep trying")
         UNWRITABLE.add(path)
+
+
+def read_json(path: Path) -> dict:
+    """The object in a file; an empty one where there is none, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
+            return found
+    return {}
+
+
+def read_json_lines(path: str | Path) -> Iterator[dict]:
+    """The objects in a file of lines, if it is there; without a line that is cut, as somebody writes it, or was killed
+    meanwhile."""
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as lines:
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                if isinstance(entry := json.loads(line), dict):
+                    yield entry
 
 
 def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> bool:

@@ -5,6 +5,7 @@ import functools
 import os
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
 from support.console import UserError
 
@@ -54,3 +55,29 @@ def calm_transformers():
         yield
     finally:
         log.set_verbosity(verbosity)
+
+
+def make_repo_id(text: str) -> str:
+    """`ORG/NAME` from that, from a repository's address, or from NAME of the organization in HF_ORGANIZATION_NAME."""
+    try:
+        address, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
+    except ValueError as e:
+        raise UserError(f"--repo_url {text} is not an address ({e}): give ORG/NAME, e.g. me/my-albert") from e
+    # guides for git write https://USER:TOKEN@huggingface.co/...: the token goes nowhere from here
+    if address.scheme and address.hostname not in ("huggingface.co", "hf.co", endpoint.hostname):
+        raise UserError(f"--repo_url is on {address.hostname}, which is not the Hugging Face Hub: give ORG/NAME")
+    repo_id = (address.path if address.scheme else text).strip("/").removesuffix(".git")
+    if "/" not in repo_id:
+        organization = os.environ.get("HF_ORGANIZATION_NAME")
+        if not organization:
+            raise UserError(f"--repo_url {repo_id} has no organization: give ORG/NAME, or set HF_ORGANIZATION_NAME")
+        repo_id = f"{organization}/{repo_id}"
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        raise UserError(
+            f"--repo_url {repo_id} is not the name of a repository: give ORG/NAME, e.g. me/my-albert"
+        ) from None
+    return repo_id

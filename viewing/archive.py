@@ -15,14 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from arguments import (
-    ArchiveArguments,
-    AveragingArguments,
-    ModelArguments,
-    OptimizerArguments,
-    SwarmArguments,
-    parse_arguments,
-)
+from arguments import SHARED_ARGS, ArchiveArguments, OptimizerArguments, SwarmArguments, parse_arguments
 from support.console import UserError, edge, setup_logging
 from support.files import lock_folder
 
@@ -30,11 +23,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(ArchiveArguments, description=__doc__.splitlines()[0])
 
-import hivemind
 import torch
 
-from experiment.model import make_model
-from experiment.optimizer import choose_optimizer, describe_contract, make_optimizer
+from experiment.optimizer import choose_optimizer
 from machine.checkpoint import (
     collect_state,
     find_checkpoints,
@@ -44,11 +35,10 @@ from machine.checkpoint import (
     save_model,
     set_aside,
 )
-from swarm.contract import compare_with_run
 from swarm.optimizer import CollaborativeOptimizer
-from text.tokenizers import tokenizer_fingerprint
 from utils import SwarmMetrics
-from viewing.hub import Publisher, explain_failure, find_token, read_stamp
+from viewing.history import pick
+from viewing.hub import Publisher, explain_failure, read_stamp
 
 logger = logging.getLogger("archive")
 
@@ -58,7 +48,7 @@ REPORT_WAIT = 10.0  # seconds that a state waits for the figures of its own epoc
 #: what all peers of a run agree on, without the places where this machine has it
 PUBLIC_ARGUMENTS = {
     field.name
-    for group in (SwarmArguments, ModelArguments, OptimizerArguments, AveragingArguments)
+    for group in (SwarmArguments, *SHARED_ARGS)
     for field in dataclasses.fields(group)
     if "ALL PEERS" in field.metadata["help"] and not field.name.endswith("_path")
 }
@@ -70,26 +60,19 @@ class CheckpointHandler:
     Downloads are a helper process's work, writing and uploading that of threads: `step` returns at once. A folder
     that cannot be written, or no token for the Hub, is a UserError when it is made.
 
+    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS, of which checkpoints note PUBLIC_ARGUMENTS
     :param optimizer: an auxiliary one, made by make_optimizer. Its state is the trainers' only right after a download
         (note 28)
-    :param arguments: of the whole command line, by name: checkpoints note PUBLIC_ARGUMENTS
     """
 
-    def __init__(
-        self,
-        args: ArchiveArguments,
-        swarm: SwarmArguments,
-        output_dir: str,
-        *,
-        model: torch.nn.Module,
-        tokenizer,
-        optimizer: CollaborativeOptimizer,
-        arguments: dict,
-    ):
-        self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(output_dir)
-        self.folder = Path(args.local_path or output_dir)
+    def __init__(self, groups: tuple, model: torch.nn.Module, tokenizer, optimizer: CollaborativeOptimizer):
+        swarm, report_args, self.args, *_ = groups
+        self.prefix, self.output_dir = swarm.experiment_prefix, Path(report_args.output_dir)
+        self.folder = Path(self.args.local_path or self.output_dir)
         self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
-        self.settings = {name: value for name, value in arguments.items() if name in PUBLIC_ARGUMENTS}
+        self.settings = {
+            name: value for group in groups for name, value in vars(group).items() if name in PUBLIC_ARGUMENTS
+        }
         self.download = self.arrival = self.saving = None
         self.wanted_epoch = self.last_epoch = 0
         self.start = time.time()
@@ -106,11 +89,8 @@ class CheckpointHandler:
             raise UserError(
                 f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
             ) from e
-        self.publisher = None
-        if args.repo_url:
-            if find_token() is None:
-                raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
-            self.publisher = Publisher(args.repo_url, args.upload_interval, self.folder)
+        url, interval = self.args.repo_url, self.args.upload_interval
+        self.publisher = Publisher(url, interval, self.folder) if url else None
 
     def step(self, metrics: SwarmMetrics | None, history: list[dict]) -> None:
         """Go on with what is due, without waiting for network or disk: call it at each look at the swarm.
@@ -156,8 +136,7 @@ class CheckpointHandler:
         self.last_epoch = epoch = state["local_epoch"]
         # up to the state's own epoch, or the last one before it in which this observer looked
         known = [entry for entry in history if entry["epoch"] <= epoch] or history[:1]
-        public = {field.name for field in dataclasses.fields(SwarmMetrics)}
-        metrics = {name: value for name, value in known[-1].items() if name in public}
+        metrics = pick(known[-1], SwarmMetrics)
         stamp = {
             "epoch": epoch,
             "loss": metrics["loss"],
@@ -198,25 +177,6 @@ class CheckpointHandler:
                 f"{folder} is not on the Hub yet. This uploads it: python -m viewing.archive --store_checkpoints "
                 f"--local_path {self.folder} --repo_url {self.args.repo_url}"
             )
-
-
-def make_observer(
-    dht: hivemind.DHT,
-    swarm: SwarmArguments,
-    model_args: ModelArguments,
-    optimizer_args: OptimizerArguments,
-    averaging_args: AveragingArguments,
-    tokenizer,
-) -> tuple[torch.nn.Module, CollaborativeOptimizer, dict[str, str]]:
-    """What a role that computes no gradients needs to take the trainers' states, or to average for them.
-
-    :returns: model and optimizer as the trainers build them, and the contract that this implies; where that of live
-        trainers differs, that is a UserError
-    """
-    model = make_model(model_args, tokenizer)
-    contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
-    compare_with_run(dht, swarm.experiment_prefix, contract)
-    return model, make_optimizer(model, dht, swarm, optimizer_args, averaging_args, auxiliary=True), contract
 
 
 def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Path]:
@@ -283,8 +243,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     samples = stamp["epoch"] * settings["target_batch_size"]
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
-    names = {field.name for field in dataclasses.fields(OptimizerArguments)}
-    options = OptimizerArguments(**{name: value for name, value in settings.items() if name in names})
+    options = OptimizerArguments(**pick(settings, OptimizerArguments))
     precision = {"none": "32 bits", "float16": "16 bits", "8bit": "8 bits"}[settings["compression"]]
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
@@ -320,8 +279,7 @@ def main(args: ArchiveArguments) -> None:
     setup_logging("archive")
     if not args.repo_url or not args.local_path:
         raise UserError("give --local_path FOLDER and --repo_url ORG/NAME: what to upload, and where to")
-    if find_token() is None:
-        raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
+    publisher = Publisher(args.repo_url, args.upload_interval, Path(args.local_path))
     folders = find_checkpoints(args.local_path)
     if not folders:
         raise UserError(
@@ -333,7 +291,7 @@ def main(args: ArchiveArguments) -> None:
             "command line: give the folder that a monitor or an auxiliary peer keeps with --store_checkpoints"
         )
     try:
-        Publisher(args.repo_url, args.upload_interval, Path(args.local_path)).publish(folders[-1])
+        publisher.publish(folders[-1])
     except Exception as e:  # see Publisher.upload
         logger.error(f"{folders[-1].name} is not on the Hub: {explain_failure(e)}")
         raise SystemExit(1) from None

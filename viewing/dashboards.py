@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from arguments import ReportArguments, TrainerArguments
-from support.console import UserError
+from support.console import UserError, first_line
 
 logger = logging.getLogger("dashboards")
 
@@ -34,39 +36,80 @@ GROUPS = {
 PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
 
 
+class Dashboard:
+    """A run on trackio or wandb, for any thread: their modules' own functions know of a run only in that which began
+    it. Without a run, as after a failure, what it is told goes nowhere.
+
+    :param module: trackio or wandb
+    """
+
+    def __init__(self, module: ModuleType | None = None, run: Any = None):
+        self.module, self.run = module, run
+
+    def report(self, values: dict, contributors: Sequence[dict] = ()) -> None:
+        """Log one epoch without waiting.
+
+        :param values: metrics by name, `epoch` among them
+        :param contributors: rows of a table
+        """
+        if self.run is None:
+            return
+        shown = {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
+        try:
+            if contributors:
+                rows = [list(row.values()) for row in contributors]
+                shown["contributors"] = self.module.Table(columns=list(contributors[0]), data=rows)
+            self.run.log(shown, step=values["epoch"])
+        except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
+            logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
+            self.run = None
+
+    def finish(self) -> None:
+        """Write what is pending and end the dashboard's threads and helper processes."""
+        if self.run is None:
+            return
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.run.finish()
+            if hasattr(self.module, "teardown"):  # wandb's service process
+                self.module.teardown()
+        except Exception as e:  # as above
+            logger.warning(f"The dashboard may lack the last epochs ({e!r})")
+
+
 def make_run_name(prefix: str) -> str:
     """For dashboards: unique, also among several peers that report to one of them."""
     return f"{prefix}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def start_trackio(prefix: str, run_name: str, config: dict):
-    """The module trackio with a run started or continued, or None: no dashboard."""
+def select_public(config: dict) -> dict:
+    return {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
+
+
+def start_trackio(prefix: str, run_name: str, config: dict) -> Dashboard:
+    """Start or continue a run.
+
+    :param config: the command line's arguments, of which it shows those that are not PRIVATE beside the curves
+    """
     try:
         import trackio
 
         # to a local SQLite file: no server, no account; it greets with colour codes and two commands of its own
         with contextlib.redirect_stdout(io.StringIO()):
-            trackio.init(
-                prefix,
-                name=run_name,
-                resume="allow",
-                config=config,
-                embed=False,
-                auto_log_cpu=False,
-                auto_log_gpu=False,
-            )
+            options = dict(resume="allow", embed=False, auto_log_cpu=False, auto_log_gpu=False)
+            run = trackio.init(prefix, name=run_name, config=select_public(config), **options)
     except (ImportError, *DASHBOARD_ERRORS) as e:
         logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are still written")
-        return None
+        return Dashboard()
     # beside the interpreter when .venv is not activated
     command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
     folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
     logger.info(f"Dashboard: {folder}{command} show --project {shlex.quote(prefix)}")
-    return trackio
+    return Dashboard(trackio, run)
 
 
-def start_wandb(project: str, run_name: str, config: dict):
-    """The module wandb with a run started or continued, or None: no dashboard.
+def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
+    """Like start_trackio.
 
     Sends the config and what is logged: no host name, no command line, no console output, which holds addresses.
     """
@@ -74,10 +117,10 @@ def start_wandb(project: str, run_name: str, config: dict):
     disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
     if disabled or os.environ.get("WANDB_MODE") == "disabled":
         logger.info(f"No dashboard: {'WANDB_DISABLED is set' if disabled else 'WANDB_MODE is disabled'}")
-        return None
+        return Dashboard()
     if importlib.util.find_spec("wandb") is None:
         logger.warning("No dashboard: wandb is not installed (pip install wandb)")
-        return None
+        return Dashboard()
     import wandb
 
     try:
@@ -98,14 +141,14 @@ def start_wandb(project: str, run_name: str, config: dict):
         )
         # the name, without the characters that an id may not have: the same run after a restart
         run_id = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_name)[-64:]
-        run = wandb.init(project=project, id=run_id, name=run_name, resume="allow", config=config, settings=settings)
+        options = dict(resume="allow", config=select_public(config), settings=settings)
+        run = wandb.init(project=project, id=run_id, name=run_name, **options)
     except (wandb.Error, *DASHBOARD_ERRORS) as e:
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        logger.warning(f"No dashboard: wandb failed ({reason}). WANDB_MODE=offline records for a later upload")
+        logger.warning(f"No dashboard: wandb failed ({first_line(e)}). WANDB_MODE=offline records for a later upload")
         wandb.teardown()
-        return None
+        return Dashboard()
     logger.info(f"Dashboard: {run.url or f'wandb sync {Path(run.dir).parent}'}")
-    return wandb
+    return Dashboard(wandb, run)
 
 
 def require_wandb(args: ReportArguments | TrainerArguments) -> None:
@@ -114,8 +157,8 @@ def require_wandb(args: ReportArguments | TrainerArguments) -> None:
         raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
 
 
-def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool):
-    """The module wandb when --wandb_project or WANDB_PROJECT asks for a trainer's own curves, or None.
+def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool) -> Dashboard:
+    """Like start_wandb, when --wandb_project or WANDB_PROJECT asks for a trainer's own curves.
 
     Call it when hivemind's helper processes are forked.
 
@@ -123,48 +166,10 @@ def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, i
     """
     project = args.wandb_project or os.environ.get("WANDB_PROJECT")
     if not project:
-        return None
+        return Dashboard()
     path, run_name = Path(args.output_dir) / "wandb_run", make_run_name(f"{prefix}-trainer")
     with contextlib.suppress(OSError):
         if is_resumed and path.exists():
             run_name = path.read_text(encoding="utf-8").strip()
         path.write_text(run_name, encoding="utf-8")
-    return start_wandb(project, run_name, {name: value for name, value in config.items() if not name.endswith(PRIVATE)})
-
-
-def group_metrics(values: dict) -> dict:
-    """Those metrics that dashboards show, by the names they have there."""
-    return {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
-
-
-def report_to_dashboard(dashboard, values: dict, contributors: Sequence[dict] = ()):
-    """Log one epoch without waiting; returns the dashboard, or None once it has failed.
-
-    :param values: metrics by name, `epoch` among them
-    :param contributors: rows of a table
-    """
-    if dashboard is None:
-        return None
-    try:
-        table = {}
-        if contributors:
-            table["contributors"] = dashboard.Table(
-                columns=list(contributors[0]), data=[list(row.values()) for row in contributors]
-            )
-        dashboard.log(group_metrics(values) | table, step=values["epoch"])
-    except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
-        logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
-        return None
-    return dashboard
-
-
-def finish_dashboard(dashboard) -> None:
-    """Write what is pending and end the dashboard's threads and helper processes."""
-    if dashboard is not None:
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                dashboard.finish()
-            if hasattr(dashboard, "teardown"):  # wandb's service process
-                dashboard.teardown()
-        except Exception as e:  # as above
-            logger.warning(f"The dashboard may lack the last epochs ({e!r})")
+    return start_wandb(project, run_name, config)

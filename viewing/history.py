@@ -1,10 +1,10 @@
 """What is kept of a run, in memory and on disk: its epochs, and who has contributed how much."""
 
-import json
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from support.files import read_json_lines
 from utils import LocalMetrics, SwarmMetrics
 
 MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
@@ -20,57 +20,46 @@ class History(list):
 
     def __init__(self):
         super().__init__()
-        #: epoch, loss, perplexity, accuracy of each, oldest first
+        #: what describe_evaluation gave for each, oldest first
         self.validation: list[dict] = []
-        # one epoch in `stride` is kept for good, `added` counts all
-        self.stride, self.added = 1, 0
+        #: epochs of which the first one is kept for good
+        self.stride = 1
 
     def add(self, entry: dict) -> None:
         """Append an epoch; those beyond it are of an earlier run with the same name, and are forgotten. A second
         line on the newest epoch takes the place of the first."""
-        if self and self[-1]["epoch"] == entry["epoch"] and not entry.get("begins_anew"):
-            self[-1] = entry
-            self.add_validation(entry)
-            return
         if self and self[-1]["epoch"] >= entry["epoch"]:
             self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
-        self.add_validation(entry)
-        if self and (self.added - 1) % self.stride:
+        if validation := {name: value for name, value in entry.items() if name.startswith("validation_")}:
+            self.validation.append(validation)
+            if len(self.validation) > MAX_POINTS:
+                self.validation[:] = self.validation[::2]
+        if len(self) > 1 and self.find_stretch(self[-1]) == self.find_stretch(self[-2]):
             self.pop()
-        self.append(entry)
-        self.added += 1
-        if len(self) > MAX_POINTS:
+        if len(self) == MAX_POINTS:
             self.stride *= 2
-            # every second of those kept for good, and the newest in any case
-            self[:] = self[::2] + self[-1:] * (len(self) % 2 == 0)
+            first = {self.find_stretch(entry): entry for entry in reversed(self)}
+            self[:] = reversed(first.values())
+        self.append(entry)
 
-    def add_validation(self, entry: dict) -> None:
-        if "validation_loss" in entry:
-            names = ("epoch", "loss", "perplexity", "accuracy")
-            self.validation.append({name: entry[f"validation_{name}"] for name in names})
-        if len(self.validation) > MAX_POINTS:
-            self.validation[:] = self.validation[::2]
+    def find_stretch(self, entry: dict) -> int:
+        return (entry["epoch"] - self[0]["epoch"]) // self.stride
 
     def forget_from(self, epoch: int) -> None:
-        self.validation[:] = [values for values in self.validation if values["epoch"] < epoch]
+        self.validation[:] = [values for values in self.validation if values["validation_epoch"] < epoch]
         self[:] = [entry for entry in self if entry["epoch"] < epoch]
-        self.stride, self.added = (self.stride, (len(self) - 1) * self.stride + 1) if self else (1, 0)
+        if not self:
+            self.stride = 1
 
 
 def load_history(path: Path, prefix: str) -> History:
     """The epochs of this run that an earlier monitor wrote, so that a restart continues the curve."""
     history = History()
     needed = {field.name for field in fields(SwarmMetrics)} | {"time", "total_samples"}
-    if path.exists():
-        with open(path, encoding="utf-8") as lines:
-            for line in lines:
-                try:
-                    entry = json.loads(line)
-                except json.JSONDecodeError:  # the last line, if that monitor was killed
-                    continue
-                # those of older versions lack fields
-                if isinstance(entry, dict) and entry.get("experiment_prefix") == prefix and needed <= entry.keys():
-                    history.add(entry)
+    for entry in read_json_lines(path):
+        # those of older versions lack fields
+        if entry.get("experiment_prefix") == prefix and needed <= entry.keys():
+            history.add(entry)
     return history
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import huggingface_hub
 
 from machine.checkpoint import find_checkpoints
-from support.files import write_file
+from support.console import UserError
+from support.files import read_json, write_file
 
 logger = logging.getLogger("hub")
 
@@ -29,13 +30,13 @@ class Publisher:
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
+        if find_token() is None:
+            raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
         self.repo_id, self.interval, self.folder = repo_id, interval, folder
         self.record = folder / "uploaded.json"
         self.thread = self.last_failure = None
-        self.uploaded: dict = {}
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(self.record.read_text(encoding="utf-8"))
-            self.uploaded = record if record["repo_id"] == repo_id else {}
+        record = read_json(self.record)
+        self.uploaded = record if record.get("repo_id") == repo_id else {}
         # a clock that was set back must not put it off forever
         wait = self.uploaded.get("time", 0) + interval - time.time()
         self.next_upload = time.monotonic() + min(max(wait, 0), interval)
@@ -78,11 +79,7 @@ class Publisher:
 
 def read_stamp(folder: Path) -> dict:
     """What a checkpoint's training_state.json says of it; nothing when that is damaged."""
-    try:
-        stamp = json.loads((folder / "training_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stamp if isinstance(stamp, dict) else {}
+    return read_json(folder / "training_state.json")
 
 
 def find_token() -> str | None:

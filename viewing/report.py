@@ -13,36 +13,24 @@ from pathlib import Path
 
 import hivemind
 
-from arguments import ReportArguments
+from arguments import ReportArguments, SwarmArguments
 from support.console import UserError
-from support.files import append_line, lock_folder, write_file
-from swarm.contract import RunSchedule, find_run_schedule
+from support.files import append_line, lock_folder, read_json, write_file
 from utils import (
-    RECENT_EPOCHS,
-    LocalMetrics,
+    FETCH_TIMEOUT,
+    Evaluation,
     SwarmMetrics,
     aggregate_metrics,
     describe_evaluation,
     fetch_records,
     find_evaluation,
-    find_final_epoch,
-    format_progress,
-    format_samples,
-    measure_progress,
-    perplexity,
+    format_evaluation,
     select_believable,
 )
 from viewing.curves import draw_learning_curve
-from viewing.dashboards import (
-    PRIVATE,
-    finish_dashboard,
-    make_run_name,
-    report_to_dashboard,
-    require_wandb,
-    start_trackio,
-    start_wandb,
-)
+from viewing.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
 from viewing.history import Contributions, load_history, pick
+from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 
 logger = logging.getLogger("report")
 
@@ -50,7 +38,6 @@ CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of
 # Seconds between two tables of contributors, of which dashboards keep every one: at the start, and later.
 FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
 FINAL_FETCH_TIMEOUT = 5.0
-SCHEDULE_PERIOD = 60.0  # seconds between two looks at what never changes in a run
 # A read of the DHT may miss a record that is there; so many that miss all newer ones mean that a run started over.
 READS_BEFORE_GOING_BACK = 3
 # Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it continues from an older
@@ -65,13 +52,13 @@ class RunReport:
     --output_dir that is in use, or cannot be written, is a UserError when it is made.
     """
 
-    def __init__(self, args: ReportArguments, prefix: str):
+    def __init__(self, args: ReportArguments, swarm: SwarmArguments):
         require_wandb(args)
-        self.args, self.prefix, self.output_dir = args, prefix, Path(args.output_dir)
+        self.args, self.prefix, self.output_dir = args, swarm.experiment_prefix, Path(args.output_dir)
         try:
             lock_folder("--output_dir", self.output_dir)
             (self.output_dir / "metrics.jsonl").touch()
-            self.history = load_history(self.output_dir / "metrics.jsonl", prefix)
+            self.history = load_history(self.output_dir / "metrics.jsonl", self.prefix)
             summary = self.load_summary()
         except OSError as e:
             raise UserError(
@@ -81,38 +68,36 @@ class RunReport:
         self.last = SwarmMetrics(**pick(self.history[-1], SwarmMetrics)) if self.history else None
         self.contributions = Contributions(summary.get("peers", {}))
         #: the run's name on dashboards, and on which of them it is
-        self.run_name = summary.get("run_name") or make_run_name(prefix)
+        self.run_name = summary.get("run_name") or make_run_name(self.prefix)
         self.reported_to = summary.get("reported_to", [])
-        self.dashboard, self.config, self.alive_peers = None, {}, 0
-        self.schedule, self.next_schedule, self.progress = RunSchedule(), 0.0, {}
+        #: arguments to show beside the curves
+        self.config = asdict(swarm) | asdict(args)
+        self.dashboard, self.alive_peers = Dashboard(), 0
+        self.course, self.progress = RunCourse(self.prefix), {}
         self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
         self.table_period = FIRST_TABLE_PERIOD
 
-    def start_dashboard(self, config: dict) -> None:
-        """Call it when all helper processes are forked.
-
-        :param config: arguments to show beside the curves; addresses and paths among them are left out
-        """
-        self.config = {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
+    def start_dashboard(self) -> None:
+        """Call it when all helper processes are forked."""
         if self.args.report_to == "trackio":
             self.dashboard = start_trackio(self.prefix, self.run_name, self.config)
             where = os.path.abspath(os.environ.get("TRACKIO_DIR") or "trackio's default")
         elif self.args.report_to == "wandb":
             self.dashboard = start_wandb(self.args.wandb_project, self.run_name, self.config)
             where = self.args.wandb_project
-        if self.dashboard is None or f"{self.args.report_to} {where}" in self.reported_to:
+        if self.dashboard.run is None or f"{self.args.report_to} {where}" in self.reported_to:
             return
-        # a dashboard that does not know this run yet; its name is on the disk at once, should this process be killed
-        self.reported_to.append(f"{self.args.report_to} {where}")
+        # a dashboard that does not know this run yet
+        for entry in self.history:
+            self.dashboard.report(entry)
         if self.history:
-            for entry in self.history:
-                self.dashboard = report_to_dashboard(self.dashboard, entry)
             # before it is noted that all this was reported, it has to be
-            finish_dashboard(self.dashboard)
-            self.write_summary()
-            self.start_dashboard(config)
-        else:
-            self.write_summary()
+            self.dashboard.finish()
+        # the run's name there is on the disk at once, should this process be killed
+        self.reported_to.append(f"{self.args.report_to} {where}")
+        self.write_summary()
+        if self.history:
+            self.start_dashboard()
 
     def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
         """Look at the swarm once; the metrics of its newest epoch, if that was not reported yet.
@@ -120,65 +105,58 @@ class RunReport:
         :param is_last: hurry, and draw the curve in any case
         """
         last_epoch = self.last.epoch if self.last else None
-        fetch_options = {"timeout": FINAL_FETCH_TIMEOUT} if is_last else {}
-        records = fetch_records(dht, self.prefix, **fetch_options)
+        records = fetch_records(dht, self.prefix, FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT)
         believable = select_believable([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
         current = aggregate_metrics(believable, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
         self.older_reads = self.older_reads + 1 if current and self.last and current.epoch < last_epoch else 0
-        is_new = current is not None and (
-            self.last is None or current.epoch > last_epoch or self.older_reads >= READS_BEFORE_GOING_BACK
-        )
-        starts_over = is_new and self.last is not None and current.epoch < last_epoch and self.go_back(current.epoch)
-        if is_new or not self.older_reads:  # else it is not clear yet to which run they belong
+        # of older records it is not clear at first to which run they belong
+        is_clear = self.older_reads in (0, READS_BEFORE_GOING_BACK)
+        is_new = current is not None and is_clear and current.epoch != last_epoch
+        starts_over = is_new and self.older_reads > 0 and self.go_back(current.epoch)
+        evaluation = None
+        if is_clear:
             self.contributions.update({label: records[label] for label, _ in believable}, time.time())
-        evaluation = None if self.older_reads and not is_new else find_evaluation(believable)
-        if evaluation and self.history.validation and evaluation.epoch <= self.history.validation[-1]["epoch"]:
-            evaluation = None
+            evaluation = find_evaluation(believable)
+            if evaluation and evaluation.epoch <= self.last_validation().get("validation_epoch", -1):
+                evaluation = None
         if is_new:
             self.last, self.older_reads = current, 0
-            self.progress = self.measure_progress(dht, believable, is_last)
-            course = f"{format_progress(current.epoch, self.progress)}  {format_samples(self.progress)}".strip()
+            recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [current.epoch_seconds]
+            self.progress = self.course.measure(dht, current.epoch, believable, recent)
             logger.info(
                 f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
                 f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
-                f"  {course}".rstrip()
+                f"  {format_progress(current.epoch, self.progress)}  {format_samples(self.progress)}".rstrip()
             )
         if evaluation:
-            logger.info(
-                f"Validation at epoch {evaluation.epoch}: loss {evaluation.loss:.4f}, perplexity "
-                f"{perplexity(evaluation.loss):,.1f}, accuracy {evaluation.accuracy:.1%}"
-            )
+            logger.info(f"Validation {format_evaluation(evaluation)}")
         if is_new or (evaluation and self.last):
-            # an evaluation may come later than the metrics of its epoch: another line then, in place of the last
-            entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(self.last), **self.progress}
-            entry["total_samples"] = self.contributions.total_samples()
-            entry |= {"begins_anew": True} if starts_over else {}
-            entry |= describe_evaluation(evaluation) if evaluation else {}
-            self.history.add(entry)
-            append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
-            rows = []
-            if time.monotonic() >= self.next_table:
-                self.next_table = time.monotonic() + self.table_period
-                self.table_period = min(2 * self.table_period, TABLE_PERIOD)
-                rows = self.contributions.make_rows()
-            # of a second line only what is new: dashboards have the rest
-            news = entry if is_new else {"epoch": entry["epoch"], **describe_evaluation(evaluation)}
-            self.dashboard = report_to_dashboard(self.dashboard, news, rows)
+            self.note(is_new, starts_over, evaluation)
         if self.history and (is_last or time.monotonic() >= self.next_drawing):
             draw_learning_curve(self.history, self.prefix, self.output_dir / "learning_curve.png")
             self.write_summary()
             self.next_drawing = time.monotonic() + CURVE_PERIOD
         return current if is_new else None
 
-    def measure_progress(self, dht: hivemind.DHT, records: list[tuple[str, LocalMetrics]], is_last: bool) -> dict:
-        """How far the swarm has come, and when it ends: see utils.measure_progress."""
-        if time.monotonic() >= self.next_schedule and not is_last:
-            self.schedule = find_run_schedule(dht, self.prefix, FINAL_FETCH_TIMEOUT) or self.schedule
-            self.next_schedule = time.monotonic() + (SCHEDULE_PERIOD if self.schedule.total_steps else 0.0)
-        final_epoch = find_final_epoch(records, self.schedule.total_steps)
-        recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [self.last.epoch_seconds]
-        return measure_progress(self.last.epoch, final_epoch, self.schedule.target_batch_size, recent)
+    def note(self, is_new: bool, starts_over: bool, evaluation: Evaluation | None) -> None:
+        """Add the last epoch to metrics.jsonl, curve and dashboard; or, as an evaluation may come later than the
+        metrics of its epoch, another line on it, in place of the last."""
+        validation = describe_evaluation(evaluation) if evaluation else {}
+        entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(self.last), **self.progress}
+        entry["total_samples"] = self.contributions.total_samples()
+        entry |= {"begins_anew": True} if starts_over else {}
+        entry |= validation
+        self.history.add(entry)
+        append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
+        rows = []
+        if time.monotonic() >= self.next_table:
+            self.next_table = time.monotonic() + self.table_period
+            self.table_period = min(2 * self.table_period, TABLE_PERIOD)
+            rows = self.contributions.make_rows()
+        # of a second line only what is new: dashboards have the rest
+        news = entry if is_new else {"epoch": entry["epoch"], **validation}
+        self.dashboard.report(news, rows)
 
     def go_back(self, epoch: int) -> bool:
         """The swarm continues from an older state, or, if True, has started over: a new curve begins."""
@@ -189,9 +167,9 @@ class RunReport:
             self.write_summary()
             self.put_summary_aside()
             self.contributions = Contributions({})
-        finish_dashboard(self.dashboard)
-        self.dashboard, self.run_name, self.reported_to = None, make_run_name(self.prefix), []
-        self.start_dashboard(self.config)
+        self.dashboard.finish()
+        self.dashboard, self.run_name, self.reported_to = Dashboard(), make_run_name(self.prefix), []
+        self.start_dashboard()
         return starts_over
 
     def read_progress(self) -> dict:
@@ -202,8 +180,7 @@ class RunReport:
 
     def last_validation(self) -> dict:
         """Return the last validation, by the names of metrics.jsonl."""
-        values = self.history.validation[-1] if self.history.validation else {}
-        return {f"validation_{name}": value for name, value in values.items()}
+        return self.history.validation[-1] if self.history.validation else {}
 
     def finish(self) -> None:
         """Write the summary and end the dashboard."""
@@ -214,8 +191,8 @@ class RunReport:
         logger.info(f"Learning curve, metrics.jsonl and summary.json are in {self.output_dir}")
         if self.last:
             # the whole table once more, beside the last epoch's numbers
-            report_to_dashboard(self.dashboard, {"epoch": self.last.epoch}, self.contributions.make_rows())
-        finish_dashboard(self.dashboard)
+            self.dashboard.report({"epoch": self.last.epoch}, self.contributions.make_rows())
+        self.dashboard.finish()
 
     def write_summary(self) -> None:
         """Write summary.json: the contributors, and what the next process needs to continue."""
@@ -233,9 +210,7 @@ class RunReport:
 
     def load_summary(self) -> dict:
         """What an earlier process has written of this run; that of another run is put aside."""
-        path, summary = self.output_dir / "summary.json", {}
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(self.output_dir / "summary.json")
         if summary and summary.get("experiment_prefix") != self.prefix:
             self.put_summary_aside()
             return {}

@@ -27,31 +27,24 @@ from rich.text import Text
 
 from arguments import SwarmArguments
 from support.console import UserError, format_bytes
-from swarm.contract import find_run_schedule
 from swarm.joining import make_dht
 from swarm.processes import handle_stop_signals, shut_down
 from utils import (
-    RECENT_EPOCHS,
-    Evaluation,
     LocalMetrics,
     SwarmMetrics,
     aggregate_metrics,
     fetch_metrics,
     fetch_progress,
     find_evaluation,
-    find_final_epoch,
-    format_progress,
-    format_samples,
-    measure_progress,
-    perplexity,
+    format_evaluation,
     select_believable,
 )
+from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 
 logger = logging.getLogger("watch")
 
 WATCH_PERIOD = 2.0  # seconds between two looks, at most
 FETCH_TIMEOUT = 5.0
-CONTRACT_PERIOD = 30.0  # seconds between two looks at what never changes in a run
 WIDE = 72  # columns of a terminal that has room for everything
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -64,28 +57,14 @@ class SwarmSnapshot:
     progress: dict[str, LocalTrainingProgress]  # by peer label
     swarm: SwarmMetrics | None
 
-    @property
-    def evaluation(self) -> Evaluation | None:
-        return find_evaluation(list(self.metrics.items()))
-
-    @property
-    def labels(self) -> set[str]:
-        return self.metrics.keys() | self.progress.keys()
-
-    @property
-    def epoch(self) -> int | None:
-        """That the swarm works at."""
-        epochs = [report.epoch for report in self.progress.values()]
-        return max(epochs) if epochs else self.swarm.epoch if self.swarm else None
-
-    @property
-    def samples(self) -> int:
-        """Gathered so far toward the next step."""
-        return sum(r.samples_accumulated for r in self.progress.values() if r.epoch == self.epoch)
-
-    @property
-    def samples_per_second(self) -> float:
-        return math.fsum(report.samples_per_second for report in self.progress.values())
+    def __post_init__(self):
+        reports = self.progress.values()
+        self.evaluation = find_evaluation(list(self.metrics.items()))
+        #: that the swarm works at
+        self.epoch = max((report.epoch for report in reports), default=self.swarm.epoch if self.swarm else None)
+        #: gathered so far toward the next step
+        self.samples = sum(report.samples_accumulated for report in reports if report.epoch == self.epoch)
+        self.samples_per_second = math.fsum(report.samples_per_second for report in reports)
 
 
 def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
@@ -96,27 +75,22 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     # the identity file may be the monitor's, and two peers of one name are one too many
     dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))
     stop = handle_stop_signals()
-    losses: deque[float] = deque(maxlen=200)
+    losses: deque[float] = deque(maxlen=48)  # as many bars as fit
     seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
-    schedule, next_contract, last_epoch = None, 0.0, None
+    course, last_epoch = RunCourse(prefix), None
     with open_screen() as show:
         while True:
-            if time.monotonic() >= next_contract:
-                schedule = find_run_schedule(dht, prefix, FETCH_TIMEOUT) or schedule
-                next_contract = time.monotonic() + (CONTRACT_PERIOD if schedule else WATCH_PERIOD)
             snapshot = take_snapshot(dht, prefix, last_epoch)
-            target, total_steps = (schedule.target_batch_size, schedule.total_steps) if schedule else (None, None)
             is_new = snapshot.swarm is not None and snapshot.swarm.epoch != last_epoch
             if is_new:
                 last_epoch = snapshot.swarm.epoch
                 losses.append(snapshot.swarm.loss)
                 seconds.append(snapshot.swarm.epoch_seconds)
-            final_epoch = find_final_epoch(list(snapshot.metrics.items()), total_steps)
-            course = measure_progress(last_epoch or 0, final_epoch, target, seconds)
-            if show is None and is_new:
-                print(describe(snapshot.swarm, course, snapshot.evaluation), flush=True)
+            progress = course.measure(dht, last_epoch or 0, list(snapshot.metrics.items()), seconds)
             if show:
-                show(snapshot, prefix, course, losses)
+                show(snapshot, prefix, progress, losses)
+            elif is_new:
+                print(describe(snapshot, progress), flush=True)
             if stop.wait(min(WATCH_PERIOD, refresh_period)):
                 break
     shut_down(dht)
@@ -129,16 +103,16 @@ def take_snapshot(dht: hivemind.DHT, prefix: str, last_epoch: int | None) -> Swa
     return SwarmSnapshot(dict(records), dict(progress), aggregate_metrics(records, last_epoch))
 
 
-def describe(swarm: SwarmMetrics, course: dict[str, float], evaluation: Evaluation | None) -> str:
+def describe(snapshot: SwarmSnapshot, progress: dict[str, float]) -> str:
     """Return one line, for where there is no terminal."""
+    swarm, evaluation = snapshot.swarm, snapshot.evaluation
     parts = [
         f"{time.strftime('%H:%M:%S')} epoch {swarm.epoch}  loss {swarm.loss:.4f}  peers {swarm.alive_peers}",
         f"{swarm.samples_per_second:.1f} samples/s  {swarm.epoch_seconds:.1f} s",
-        format_progress(swarm.epoch, course),
+        format_progress(swarm.epoch, progress),
+        f"validation loss {evaluation.loss:.4f} at epoch {evaluation.epoch}" if evaluation else "",
     ]
-    if evaluation:
-        parts.append(f"validation loss {evaluation.loss:.4f} at epoch {evaluation.epoch}")
-    return "  ".join(part for part in parts if part)
+    return "  ".join(filter(None, parts))
 
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
@@ -160,12 +134,13 @@ def open_screen() -> Iterator[Callable | None]:
 
 
 def make_screen(
-    console: Console, snapshot: SwarmSnapshot, prefix: str, course: dict[str, float], losses: Sequence[float]
+    console: Console, snapshot: SwarmSnapshot, prefix: str, progress: dict[str, float], losses: Sequence[float]
 ) -> RenderableType:
     """The picture: run, epoch and loss, then the peers, most generous first, as many as fit into the terminal.
 
-    :param course: of utils.measure_progress
+    :param progress: of measure_progress
     """
+    is_wide = console.width >= WIDE
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True, min_width=10)
     head.add_column(no_wrap=True, overflow="ellipsis")
@@ -177,22 +152,16 @@ def make_screen(
         count = len(snapshot.progress)
         who = f"{count} peer{'s'[: count != 1]}" + f" ({clients} in client mode)" * bool(clients)
         head.add_row("epoch", f"{snapshot.epoch:,}   {who}, {snapshot.samples_per_second:,.1f} samples/s")
-        head.add_row(
-            "progress", make_progress(snapshot, course.get("target_batch_size"), 24 if console.width >= WIDE else 8)
-        )
-        if text := "; ".join(filter(None, (format_progress(snapshot.epoch, course), format_samples(course)))):
+        head.add_row("progress", make_progress(snapshot, progress.get("target_batch_size"), 24 if is_wide else 8))
+        if text := "; ".join(filter(None, (format_progress(snapshot.epoch, progress), format_samples(progress)))):
             head.add_row("training", text)
     if losses:
         line = Text(f"{losses[-1]:.4f}  ", style="bold")
         if console.encoding.startswith("utf"):
             line.append(make_sparkline(losses), style="not bold cyan")
         head.add_row("loss", line)
-    if evaluation := snapshot.evaluation:
-        head.add_row(
-            "validation",
-            f"loss {evaluation.loss:.4f}, perplexity {perplexity(evaluation.loss):,.1f}, accuracy "
-            f"{evaluation.accuracy:.1%} at epoch {evaluation.epoch:,}",
-        )
+    if snapshot.evaluation:
+        head.add_row("validation", format_evaluation(snapshot.evaluation))
     if snapshot.swarm:
         swarm = snapshot.swarm
         head.add_row(
@@ -203,7 +172,7 @@ def make_screen(
         traffic = f"{format_bytes(swarm.bytes_sent)} sent, {format_bytes(swarm.bytes_received)} received by all peers"
         head.add_row("traffic", traffic)
     # below the head: the table's own head and rule, a line on those left out, and the line with the clock
-    table, left_out = make_peer_table(snapshot, max(3, console.height - head.row_count - 6), console.width >= WIDE)
+    table, left_out = make_peer_table(snapshot, max(3, console.height - head.row_count - 6), is_wide)
     foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends"
     return Group(head, table, Text(f"and {left_out} more peers\n" * bool(left_out) + foot, style="dim"))
 
@@ -214,26 +183,17 @@ def make_progress(snapshot: SwarmSnapshot, target: int | None, width: int) -> Re
     missing = max(0, target - snapshot.samples)
     speed = snapshot.samples_per_second
     left = f", {missing / speed:,.0f} s left" if speed > 0 and missing / speed < 1e6 else ""
-    bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        ProgressBar(
-            total=target,
-            completed=min(snapshot.samples, target),
-            width=width,
-            complete_style="cyan",
-            finished_style="cyan",
-        ),
-        f"{snapshot.samples:,} of {target:,} samples{left}",
-    )
-    return bar
+    styles = dict(complete_style="cyan", finished_style="cyan")
+    bar = ProgressBar(total=target, completed=min(snapshot.samples, target), width=width, **styles)
+    row = Table.grid(padding=(0, 1))
+    row.add_row(bar, f"{snapshot.samples:,} of {target:,} samples{left}")
+    return row
 
 
-def make_sparkline(losses: Sequence[float], width: int = 48) -> str:
-    """The newest losses as a line of bars, lowest to highest."""
-    recent = list(losses)[-width:]
-    low, high = min(recent), max(recent)
-    bars = [BARS[round((loss - low) / (high - low) * (len(BARS) - 1)) if high > low else 0] for loss in recent]
-    return "".join(bars)
+def make_sparkline(losses: Sequence[float]) -> str:
+    """A line of bars, lowest to highest."""
+    low, high = min(losses), max(losses)
+    return "".join(BARS[round((loss - low) / ((high - low) or 1) * (len(BARS) - 1))] for loss in losses)
 
 
 def make_peer_table(snapshot: SwarmSnapshot, rows: int, is_wide: bool) -> tuple[Table, int]:
@@ -243,11 +203,10 @@ def make_peer_table(snapshot: SwarmSnapshot, rows: int, is_wide: bool) -> tuple[
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("peer", "connection") else "right", no_wrap=True)
-    given = {
-        label: snapshot.metrics[label].total_samples if label in snapshot.metrics else 0 for label in snapshot.labels
-    }
+    labels = snapshot.metrics.keys() | snapshot.progress.keys()
+    given = dict.fromkeys(labels, 0) | {label: metrics.total_samples for label, metrics in snapshot.metrics.items()}
     total = max(1, sum(given.values()))
-    labels = sorted(snapshot.labels, key=lambda label: (-given[label], label))
+    labels = sorted(labels, key=lambda label: (-given[label], label))
     for label in labels[:rows]:
         metrics, report = snapshot.metrics.get(label), snapshot.progress.get(label)
         newest = report or metrics

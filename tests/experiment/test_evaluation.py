@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import urllib.request
 
 import matplotlib.image
@@ -26,18 +27,10 @@ from support.console import format_duration
 from swarm.progress import ProgressTracker
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
-from utils import (
-    LocalMetrics,
-    find_evaluation,
-    find_final_epoch,
-    format_progress,
-    format_samples,
-    make_validators,
-    measure_progress,
-    perplexity,
-)
+from utils import LocalMetrics, find_evaluation, make_validators, perplexity
 from viewing.curves import draw_learning_curve
 from viewing.history import History
+from viewing.progress import find_final_epoch, format_progress, format_samples, measure_progress
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [
@@ -159,14 +152,14 @@ def test_history_and_curve_have_evaluations(tmp_path):
         if epoch % 10 == 0:  # comes late, for the epoch before
             late = {"epoch": epoch - 1, "loss": 7 / epoch**0.2, "perplexity": 2.0, "accuracy": 0.5}
             history.add(values | {f"validation_{name}": value for name, value in late.items()})
-    assert [entry["epoch"] for entry in history] == list(range(1, 41)) and history.added == 40
-    assert [values["epoch"] for values in history.validation] == [9, 19, 29, 39]
+    assert [entry["epoch"] for entry in history] == list(range(1, 41))
+    assert [values["validation_epoch"] for values in history.validation] == [9, 19, 29, 39]
     assert draw_learning_curve(history, "run", tmp_path / "curve.png")
     picture = matplotlib.image.imread(tmp_path / "curve.png")
     line = numpy.abs(picture[:, :, :3] - numpy.array([0xB3, 0x36, 0x7D]) / 255).max(axis=2) < 0.05
     assert line.sum() > 500
     history.forget_from(25)
-    assert [values["epoch"] for values in history.validation] == [9, 19]
+    assert [values["validation_epoch"] for values in history.validation] == [9, 19]
 
 
 def test_nobody_counts_on_a_peer_that_has_stepped_aside():
@@ -284,7 +277,7 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
         names = [name for name in seen[epoch] if name.startswith("validation_")]
         assert len(names) == 4
         assert {name: seen[epoch][name] for name in names} == {name: evaluated[epoch][name] for name in names}
-    assert f"Validation at epoch 5: loss {last['validation_loss']:.4f}" in monitor.text
+    assert re.search(rf"Validation loss {last['validation_loss']:.4f} nats, .* at epoch 5\b", monitor.text)
     assert "100% of 5 epochs" in monitor.text and "100% of 5 epochs" in trainer.text
     saved_summary = json.loads((monitor_dir / "summary.json").read_text())
     assert saved_summary["validation_loss"] == last["validation_loss"]

@@ -17,7 +17,7 @@ from records import make_metrics, read_wandb_history, run_peers
 from swarms import start_monitor
 
 import run_training_monitor
-from arguments import MonitorArguments
+from arguments import MonitorArguments, SwarmArguments
 from swarm.contract import publish_contract
 from utils import RunContract, SwarmMetrics, aggregate_metrics, keep_signing_key, make_validators, peer_label
 from viewing.curves import draw_learning_curve
@@ -142,7 +142,7 @@ def test_plot_shows_three_curves(tmp_path):
     write_history(tmp_path / "out", "curves", 300)
     flags = ["--experiment_prefix", "curves", "--output_dir", tmp_path / "out", "--plot"]
     run = run_python("run_training_monitor.py", *flags, tmp_path / "plot.png", expect=0)
-    assert "300 points of 300 epochs" in run.stdout
+    assert "300 points up to epoch 300" in run.stdout
     picture = matplotlib.image.imread(tmp_path / "plot.png")
     height, width, _ = picture.shape
     assert (width, height) == (1950, 624)
@@ -180,7 +180,7 @@ def test_long_runs_are_read_and_drawn_in_little_memory(tmp_path):
     write_history(tmp_path, "long", 20_000)
     process = psutil.Process()
     before, began = process.memory_info().rss, time.monotonic()
-    report = RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), "long")
+    report = RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("long"))
     assert len(report.history) <= MAX_POINTS and report.history[-1]["epoch"] == 20_000
     assert report.last.epoch == 20_000 and isinstance(report.last, SwarmMetrics)
     read = time.monotonic() - began

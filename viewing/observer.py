@@ -1,0 +1,116 @@
+"""What monitors and auxiliary peers do alike: follow a run, report it, keep its states where flags ask for it."""
+
+import concurrent.futures
+import threading
+from collections import deque
+
+from arguments import AuxPeerArguments
+from support.console import UserError
+from swarm.addresses import stop_unreachable
+from swarm.contract import compare_with_run
+from swarm.joining import make_dht, warn_of_local_addresses
+from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
+from swarm.reachability import measure_bandwidth
+from swarm.status import StatusServer
+from utils import SwarmMetrics
+from viewing.report import RunReport
+
+LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
+
+
+class Observer:
+    """A peer that computes no gradients, from its place in the DHT to the last report.
+
+    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS
+    """
+
+    def __init__(self, *groups):
+        self.groups = swarm, args, archive_args, *_ = groups
+        is_aux = isinstance(args, AuxPeerArguments)
+        if swarm.client_mode:
+            who = "an auxiliary peer" if is_aux else "a monitor"
+            raise UserError(f"--client_mode is for trainers: others must be able to reach {who}")
+        self.prefix, self.period = swarm.experiment_prefix, args.refresh_period
+        self.assists = is_aux and args.assist_in_averaging
+        self.needs_model = self.assists or archive_args.store_checkpoints
+        self.report = RunReport(args, swarm)
+        self.page = StatusServer(swarm.status_port, self.prefix) if swarm.status_port is not None else None
+        self.dht, _ = make_dht(swarm)
+        # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
+        if self.dht.client_mode and (is_aux or self.needs_model):
+            shut_down(self.dht)
+            stop_unreachable()
+        warn_of_local_addresses(self.dht, swarm)
+        self.optimizer = self.archive = self.contract = None
+        #: the newest metrics, until `step` returns them
+        self.news: deque[SwarmMetrics] = deque(maxlen=1)
+
+    def begin(self) -> threading.Event:
+        """Make what the flags ask for, and begin to watch; returns what is set when it is time to end.
+
+        :raises UserError: the run's live trainers use different settings, or the archive's folder cannot be written
+        """
+        if self.needs_model:
+            self.prepare_model()
+        self.report.start_dashboard()
+        stop = handle_stop_signals()
+        if self.page:
+            self.page.serve(self.dht, self.report.read_progress)
+        # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
+        self.watching = concurrent.futures.ThreadPoolExecutor(1, "watch metrics").submit(self.watch)
+        return stop
+
+    def prepare_model(self) -> None:
+        """Model and optimizer as the trainers build them, to take their states or to average for them; the archive."""
+        # who saves nothing needs neither the model's code nor the time to load it
+        from experiment.model import find_objective, make_model
+        from experiment.optimizer import describe_contract, make_optimizer
+        from text.tokenizers import load_tokenizer, tokenizer_fingerprint
+        from viewing.archive import CheckpointHandler
+
+        swarm, _, archive_args, model_args, optimizer_args, averaging_args = self.groups
+        tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
+        if self.assists:
+            averaging_args = measure_bandwidth(self.dht, averaging_args)
+        model = make_model(model_args, tokenizer)
+        self.contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
+        compare_with_run(self.dht, self.prefix, self.contract)
+        self.optimizer = make_optimizer(model, self.dht, swarm, optimizer_args, averaging_args, auxiliary=True)
+        if self.assists:
+            self.optimizer.state_averager.offer_states()
+        if archive_args.store_checkpoints:
+            self.archive = CheckpointHandler(self.groups, model, tokenizer, self.optimizer)
+
+    def watch(self) -> None:
+        """In a thread: look at the metrics until the end, once more then."""
+        is_last = False
+        while not is_last:
+            is_last = STOP_REQUESTED.wait(self.period)
+            if metrics := self.report.update(self.dht, is_last):
+                self.news.append(metrics)
+                if self.contract:
+                    # once more: the first trainers may have come after this peer
+                    compare_with_run(self.dht, self.prefix, self.contract)
+                    self.contract = None
+
+    def step(self) -> SwarmMetrics | None:
+        """Go on with what is due, without waiting; the metrics of the newest epoch, once.
+
+        :raises UserError: trainers have come that use different settings
+        """
+        if self.watching.done():
+            self.watching.result()
+        metrics = self.news.pop() if self.news else None
+        if self.archive:
+            self.archive.step(metrics, self.report.history)
+        return metrics
+
+    def finish(self) -> None:
+        """Write and report what is left, and leave the swarm."""
+        if self.archive:
+            self.archive.finish()
+        # not at all if the last look waits, for up to half a minute, for a DHT that does not answer
+        if concurrent.futures.wait([self.watching], LAST_LOOK_TIMEOUT).done:
+            self.watching.result()
+        self.report.finish()
+        shut_down(self.dht, self.optimizer)

@@ -1,0 +1,85 @@
+"""How far a run has come, and when it ends: for lines of a log, files, dashboards, the status page and --watch."""
+
+import math
+import statistics
+import time
+from collections.abc import Iterable
+
+import hivemind
+
+from support.console import format_duration
+from swarm.contract import RunSchedule, find_run_schedule
+from utils import LocalMetrics
+
+RECENT_EPOCHS = 20  # whose median time tells when a run ends
+SCHEDULE_PERIOD = 60.0  # seconds between two looks at what never changes in a run
+SCHEDULE_TIMEOUT = 5.0
+
+
+class RunCourse:
+    """How far a run has come, for those who see what its trainers publish: the contracts have the schedule."""
+
+    def __init__(self, prefix: str):
+        self.prefix, self.schedule, self.next_look = prefix, RunSchedule(), 0.0
+
+    def measure(
+        self,
+        dht: hivemind.DHT,
+        epoch: int,
+        records: list[tuple[str, LocalMetrics]],
+        recent_seconds: Iterable[float],
+    ) -> dict[str, float]:
+        """Like measure_progress; it may wait for the DHT.
+
+        :param records: the trainers' newest ones
+        """
+        now = time.monotonic()
+        if now >= self.next_look and (schedule := find_run_schedule(dht, self.prefix, SCHEDULE_TIMEOUT)):
+            self.schedule, self.next_look = schedule, now + SCHEDULE_PERIOD
+        final_epoch = find_final_epoch(records, self.schedule.total_steps)
+        return measure_progress(epoch, final_epoch, self.schedule.target_batch_size, recent_seconds)
+
+
+def find_final_epoch(records: list[tuple[str, LocalMetrics]], total_steps: int | None) -> int | None:
+    """The epoch at which most of these peers end; None while it is not known.
+
+    :param total_steps: where those end that report no epoch of their own
+    """
+    epochs = [metrics.final_epoch or total_steps for _, metrics in records if metrics.final_epoch or total_steps]
+    return max(set(epochs), key=epochs.count) if epochs else total_steps
+
+
+def measure_progress(
+    epoch: int, final_epoch: int | None, target_batch_size: int | None, recent_seconds: Iterable[float]
+) -> dict[str, float]:
+    """How far the swarm has come, and when it ends, by the names of files and dashboards; without what is not known.
+
+    :param recent_seconds: of its last epochs, each; RECENT_EPOCHS of them will do
+    """
+    progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
+    if target_batch_size:
+        progress = {"target_batch_size": target_batch_size, "swarm_samples": epoch * target_batch_size}
+    if final_epoch:
+        progress["final_epoch"] = final_epoch
+        if recent:
+            progress["seconds_left"] = max(0, final_epoch - epoch) * statistics.median(recent)
+    return progress
+
+
+def format_progress(epoch: int, progress: dict[str, float]) -> str:
+    """`12% of 1,000 epochs, ends in 2 h 5 min`, or of a trainer's own samples; as much of it as is known."""
+    if "sample_limit" in progress:
+        done, total, what = progress["own_samples"], progress["sample_limit"], "samples of its data"
+    elif "final_epoch" in progress:
+        done, total, what = epoch, progress["final_epoch"], "epochs"
+    else:
+        return ""
+    left = f", ends in {format_duration(progress['seconds_left'])}" if progress.get("seconds_left") else ""
+    return f"{math.floor(1000 * min(1.0, done / total)) / 10:g}% of {total:,} {what}{left}"
+
+
+def format_samples(progress: dict[str, float]) -> str:
+    """`491,520 samples so far, 4,096 an epoch`: of the swarm; nothing where that is not known."""
+    if "swarm_samples" not in progress:
+        return ""
+    return f"{progress['swarm_samples']:,} samples so far, {progress['target_batch_size']:,} an epoch"
