@@ -296,6 +296,8 @@ def test_a_group_waits_for_all_then_for_most():
 def test_times_follow_from_answers_and_rounds_unless_they_are_given():
     line = Line()
     assert line.request_timeout == pytest.approx(2 * 6 * 0.3)
+    line.note_answer(10.0)  # of a peer that was frozen: one alone counts little
+    assert line.patience == pytest.approx(6 * 0.6)
     line.note_answer(1.0)
     assert line.patience == pytest.approx(6.0) and line.matchmaking_time == pytest.approx(25.0)
     line.expect_round(100.0)
