@@ -220,6 +220,7 @@ class Line:
             seconds = max(LOOK_PERIOD / 2, now - max(looked, self._began.value))
             share = (self._sent.value - sent) / seconds / (self._rate.value or math.inf)
             sent, looked = self._sent.value, now
+            asking = {peer: answer for peer, answer in asking.items() if not answer.done()}  # what came late is no look
             fresh = [peer for peer in peers if peer not in asking]
             asking |= {peer: asyncio.create_task(ask(node, peer)) for peer in fresh}
             await asyncio.wait(asking.values(), timeout=LOOK_PERIOD)

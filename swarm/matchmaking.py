@@ -41,31 +41,35 @@ class PromptMatchmaking(Matchmaking):
     And a group is full of trainers: hivemind counts auxiliary peers too, so that trainers average with nobody else.
     """
 
-    #: ids (bytes) of the other peers that should come, and of those that should have; see `expect`
+    #: ids (bytes) of the other peers that should come, and of those that do not answer; see `expect`
     expected: frozenset[bytes] = frozenset()
-    gone: frozenset[bytes] = frozenset()
+    silent: frozenset[bytes] = frozenset()
     #: how many of these and this peer have to come, once a group is looked for in earnest
     at_least = 1
 
     # where all answers are slow, hivemind's fixed time would pass everybody over
     request_timeout = from_line("request_timeout")
 
-    def expect(self, peer_ids: frozenset[bytes], at_least: int) -> None:
-        """These should come now, which may make a group complete; who is not among them any more leads none."""
-        self.gone = (self.gone | self.expected) - peer_ids
-        self.expected, self.at_least = peer_ids, at_least
-        if self.current_leader is not None and self.current_leader.to_bytes() in self.gone:
+    def expect(self, peer_ids: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
+        """These should come now, which may make a group complete; those that do not answer lead none."""
+        back = self.silent - silent
+        self.expected, self.at_least, self.silent = peer_ids, at_least, silent
+        # who could not be asked then may be asked now
+        attempts = self.potential_leaders.past_attempts
+        attempts -= {attempt for attempt in attempts if attempt[0].to_bytes() in back}
+        if self.current_leader is not None and self.current_leader.to_bytes() in silent:
             self.joining.cancel()
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         """hivemind's, which waits for a leader that is frozen or cut off until matchmaking_time has passed."""
-        if leader.to_bytes() in self.gone:
+        if leader.to_bytes() in self.silent:
             return None
         self.joining = joining = asyncio.create_task(super()._request_join_group(leader))
         try:
             return await asyncio.shield(joining)
         except asyncio.CancelledError:
-            if not joining.cancelled():  # it is this peer that does not look for a group any more
+            # it is this peer that does not look for a group any more
+            if not joining.cancelled() or asyncio.current_task().cancelling():
                 joining.cancel()
                 await asyncio.wait({joining})
                 raise

@@ -377,8 +377,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
         others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
-        self.grad_averager.set_expected_peers(others, at_least=1 + len(others) * self._averages_in_step())
-        self.state_averager.set_expected_peers(others)
+        self.grad_averager.set_expected_peers(others, 1 + len(others) * self._averages_in_step(), self.tracker.silent)
+        self.state_averager.set_expected_peers(others, silent=self.tracker.silent)
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late still goes on, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
@@ -457,7 +457,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.round_seconds[activity] += (now - last) * (not self.delay_grad_averaging)
                 last = now
             if control.stage != AveragingStage.LOOKING_FOR_GROUP:
-                self.grad_averager.set_expected_peers(self.tracker.peers_at_epoch, at_least)
+                self.grad_averager.set_expected_peers(self.tracker.peers_at_epoch, at_least, self.tracker.silent)
                 continue
             waited = time.monotonic() - start
             if waited > self.matchmaking_time and not has_waited:
@@ -472,8 +472,10 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 # not while they may be busy with a round that this peer has left
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
-            self.grad_averager.set_expected_peers(others, at_least)
-            self.state_averager.set_expected_peers(others)  # its round is still to come, or the step would wait for it
+            self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
+            self.state_averager.set_expected_peers(
+                others, silent=self.tracker.silent
+            )  # its round is still to come, or the step would wait for it
             if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
                 raise AllreduceException("this peer was asked to stop")
             if time.monotonic() >= next_look and answer is None:

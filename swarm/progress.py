@@ -48,12 +48,17 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             if await loop.run_in_executor(None, self.global_state_updated.wait, seconds):
                 self.global_state_updated.clear()
                 continue
+            asked = time.monotonic()
             answer = asyncio.create_task(asyncio.wait_for(self.request_records(), None))
             await asyncio.wait({answer, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
+                answered = time.monotonic()
                 async with enter_asynchronously(self.lock_global_progress):
-                    self.take_records(answer.result())
-                    self.fetched_global_progress_this_epoch.set()
+                    # a whole round may have passed meanwhile, in which the loop has looked itself
+                    if time.monotonic() < answered + self.min_refresh_period:
+                        self.take_records(answer.result())
+                        self.last_fetch = asked
+                        self.fetched_global_progress_this_epoch.set()
             answer.cancel()
 
     def _parse_swarm_progress_data(self, metadata):

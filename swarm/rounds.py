@@ -308,7 +308,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     content = "parameters"
     # each so many-th part of the tensors is sent in a round, the next one is that of this number, and what was not sent
     _share, _turn, _unsent = 1, 0, ()
-    _expected: tuple[frozenset[bytes], int] | None = None
+    _expected: tuple[frozenset[bytes], int, frozenset[bytes]] | None = None
     #: whether to look for a group not much longer than matchmaking_time, when the epoch has ended
     gives_up_early = False
 
@@ -351,28 +351,29 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # for others who have moved on
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
-    def set_expected_peers(self, peer_ids: Iterable[bytes], at_least: int = 1) -> None:
+    def set_expected_peers(self, peer_ids: Iterable[bytes], at_least: int = 1, silent: Iterable[bytes] = ()) -> None:
         """A group with these other peers in it is complete and starts at once, also one that has formed already.
 
         :param at_least: how many of them and this peer it takes; where it is more than 1, so many are enough
+        :param silent: ids of peers that do not answer, and that nobody needs to wait for
         """
-        if (expected := (frozenset(peer_ids), at_least)) != self._expected:
+        if (expected := (frozenset(peer_ids), at_least, frozenset(silent))) != self._expected:
             self._expected = expected
             self._outer_pipe.send(("_set_expected_peers", [*expected], {}))
 
-    async def _set_expected_peers(self, expected: frozenset[bytes], at_least: int) -> None:
+    async def _set_expected_peers(self, expected: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
         """Runs in the averager's process."""
         # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
         self._matchmaking.__class__ = PromptMatchmaking
         # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
         # target_group_size for the auxiliary peers in it
         self._matchmaking.group_key_manager.target_group_size = None
-        self._matchmaking.expect(expected, at_least)
+        self._matchmaking.expect(expected, at_least, silent)
         await self._matchmaking.start_when_complete()
 
     @property
-    def _gone(self) -> frozenset[bytes]:
-        return getattr(self._matchmaking, "gone", frozenset())
+    def _silent(self) -> frozenset[bytes]:
+        return getattr(self._matchmaking, "silent", frozenset())
 
     async def _step(self, *, step, **kwargs) -> None:
         start = asyncio.create_task(self._start_when_triggered(step))
@@ -450,9 +451,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             gathered = await super()._aggregate_with_group(group_info, **kwargs)
         except MatchmakingException as e:
             # another peer was first to find out, and has left the round; ask to the end, or the next group would wait
-            await asyncio.wait({watch}, timeout=2 * LINE.patience)
-            if gone := watch.done() and watch.result():
-                raise PeersGone(gone) from e
+            if self._running_groups[group_info.group_id].done():
+                await asyncio.wait({watch}, timeout=2 * self._patience + 0.5)
+            if watch.done() and not watch.exception() and watch.result():
+                raise PeersGone(watch.result()) from e
             raise
         finally:
             watch.cancel()
@@ -466,6 +468,11 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for an answer in a round: a line that drops to a tenth has seconds of data in its queues."""
+        return max(LINE.patience, LINE.round_seconds / 8)
+
     async def _end_when_a_peer_is_gone(self, group_info) -> list[bytes]:
         """End the running round when a peer that it waits for has sent nothing for a while, nor answers a question:
         the round has failed anyway, and hivemind waits for twice next_chunk_timeout.
@@ -476,7 +483,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}
         quiet_for = max(FIRST_LOOK, LINE.round_seconds / 8)
-        gone_before = self._gone
+        known = self._silent  # which is older than what they have sent in this round
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
             if runner.has_slowed():  # all are sooner done with another plan
@@ -485,16 +492,19 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             quiet_since = time.monotonic() - quiet_for
             # clients cannot be asked
             quiet = [p for p in runner.list_awaited() if runner.heard[p] < quiet_since and p not in clients]
+            known |= self._silent - {peer.to_bytes() for peer in quiet}
             if not quiet:
                 continue
-            answering = {peer.to_bytes() for peer in quiet} - (self._gone - gone_before)
-            if len(answering) == len(quiet):  # the optimizer has not asked either
-                # a line that drops to a tenth has seconds of data in its queues
-                patience = max(LINE.patience, LINE.round_seconds / 8)
-                question = partial(find_answering_peers, peer_ids=[*answering], patience=patience)
+            silent = [peer for peer in quiet if peer.to_bytes() in self._silent - known]
+            if not silent:  # the optimizer has not asked them either
+                question = partial(
+                    find_answering_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=self._patience
+                )
                 answering = await self.dht.run_coroutine(question, return_future=True)
-            runner.heard |= {peer: time.monotonic() for peer in quiet if peer.to_bytes() in answering}
-            if gone := [peer.to_bytes() for peer in quiet if runner.heard[peer] < quiet_since]:
+                runner.heard |= {peer: time.monotonic() for peer in quiet if peer.to_bytes() in answering}
+                silent = [peer for peer in quiet if runner.heard[peer] < quiet_since]
+            if silent:
+                gone = [peer.to_bytes() for peer in silent]
                 runner.finalize(exception=PeersGone(gone))
                 return gone
         return []
