@@ -18,6 +18,8 @@ torch.set_num_threads(1)
 
 # Of a test that starts scripts, in terms of one that does not: most of its time is waiting.
 WEIGHT_OF_A_START = 60
+# and of files whose tests start programs in other ways
+WEIGHTS = {"test_devices.py": 1000, "test_tokenize.py": 400}
 
 
 def pytest_addoption(parser):
@@ -38,6 +40,7 @@ def pytest_collection_modifyitems(config, items):
     weights, loads, parts = Counter(), [0] * count, [[] for _ in range(count)]
     for item in items:
         weights[item.path] += WEIGHT_OF_A_START if "start" in item.fixturenames else 1
+    weights.update({path: WEIGHTS.get(path.name, 0) for path in weights})
     for path, weight in weights.most_common():
         part = loads.index(min(loads))
         parts[part].append(path)
