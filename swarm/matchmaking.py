@@ -52,11 +52,9 @@ class PromptMatchmaking(Matchmaking):
 
     def expect(self, peer_ids: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
         """These should come now, which may make a group complete; those that do not answer lead none."""
-        back = self.silent - silent
+        if silent != self.silent:
+            self.potential_leaders.past_attempts.clear()  # those who could not be asked, or led to somebody else
         self.expected, self.at_least, self.silent = peer_ids, at_least, silent
-        # who could not be asked then may be asked now
-        attempts = self.potential_leaders.past_attempts
-        attempts -= {attempt for attempt in attempts if attempt[0].to_bytes() in back}
         if self.current_leader is not None and self.current_leader.to_bytes() in silent:
             self.joining.cancel()
 
@@ -75,6 +73,11 @@ class PromptMatchmaking(Matchmaking):
                 raise
             return None
 
+    async def leader_assemble_group(self) -> GroupInfo:
+        for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.silent]:
+            del self.current_followers[follower]  # or it would end the round
+        return await super().leader_assemble_group()
+
     async def look_for_group(self, step):
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = LINE.matchmaking_time
         return await super().look_for_group(step)
@@ -89,8 +92,11 @@ class PromptMatchmaking(Matchmaking):
 
     async def rpc_join_group(self, request, context):
         try:
-            read_gathered(request.gather)
-        except ValueError as e:  # the whole group would fail
+            _, theirs, _ = read_gathered(request.gather)
+            own = read_gathered(self.step_control.data_for_gather)[1] if self.step_control else None
+            if isinstance(own, list) and isinstance(theirs, list) and own[1] and own[:1] < theirs[:1]:
+                raise ValueError("it is further than this peer, which would close its group before its epoch ends")
+        except (ValueError, TypeError) as e:  # the whole group would fail
             logger.debug(f"refused {context.remote_id}: {e}")
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
             return

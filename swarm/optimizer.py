@@ -66,6 +66,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
     _patient_from = 0  # the epoch before which nobody who is behind is waited for
     _questions: list = []  # pings in flight
+    _last_group: frozenset[bytes] = frozenset()  # ids of the others in the last round
     #: of an auxiliary peer: when its epoch began
     _epoch_start = -float("inf")
 
@@ -419,6 +420,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
             present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
+            # who makes this step later has no part in the averaging of parameters that follows it
+            self._last_group = took_part - {self.dht.peer_id.to_bytes()}
+            self.state_averager.set_expected_peers(self._last_group, silent=self.tracker.silent)
             absent = [
                 peer_id for peer_id in self.tracker.peers_at_epoch if peer_id in present and peer_id not in took_part
             ]
@@ -473,9 +477,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
             self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
-            self.state_averager.set_expected_peers(
-                others, silent=self.tracker.silent
-            )  # its round is still to come, or the step would wait for it
+            # its round is still to come, or the step would wait for it
+            here = [peer_id for peer_id in self._last_group if peer_id in self.tracker.present]
+            self.state_averager.set_expected_peers(here, silent=self.tracker.silent)
             if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
                 raise AllreduceException("this peer was asked to stop")
             if time.monotonic() >= next_look and answer is None:
