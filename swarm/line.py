@@ -221,12 +221,12 @@ class Line:
             share = (self._sent.value - sent) / seconds / (self._rate.value or math.inf)
             sent, looked = self._sent.value, now
             asking = {peer: answer for peer, answer in asking.items() if not answer.done()}  # what came late is no look
-            fresh = [peer for peer in peers if peer not in asking]
-            asking |= {peer: asyncio.create_task(ask(node, peer)) for peer in fresh}
+            fresh = {peer: asyncio.create_task(ask(node, peer)) for peer in peers if peer not in asking}
+            asking |= fresh
             await asyncio.wait(asking.values(), timeout=LOOK_PERIOD)
             waits = []
-            for peer in [peer for peer, answer in asking.items() if answer.done()]:
-                if (seconds := asking.pop(peer).result()) is not None and peer in fresh:
+            for peer, answer in fresh.items():
+                if answer.done() and (seconds := answer.result()) is not None:
                     # a way that has become longer for good is learned in a minute
                     known = shortest.get(peer, seconds)
                     shortest[peer] = min(seconds, known + 0.01 * (seconds - known))

@@ -379,7 +379,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
         self.grad_averager.set_expected_peers(others, 1 + len(others) * self._averages_in_step(), self.tracker.silent)
-        self.state_averager.set_expected_peers(others, silent=self.tracker.silent)
+        self._expect_for_parameters()
         # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
         # that is cancelled late still goes on, with a newcomer and the gradients of an old epoch
         if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
@@ -388,6 +388,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             if self.scheduled_grads is not before:
                 # in good time: who is gone is known when the epoch ends
                 self._question(others)
+
+    def _expect_for_parameters(self) -> None:
+        """Let the averaging of parameters wait, in step, for those of the last round alone: whoever makes the step
+        later, by download, has no part in it."""
+        others = self.tracker.peers_at_epoch
+        if self._averages_in_step() and not self.auxiliary:
+            others = self._last_group & self.tracker.present.keys()
+        self.state_averager.set_expected_peers(others, silent=self.tracker.silent)
 
     def _maybe_schedule_state_averaging(self) -> None:
         if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
@@ -420,9 +428,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
             present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
-            # who makes this step later has no part in the averaging of parameters that follows it
             self._last_group = took_part - {self.dht.peer_id.to_bytes()}
-            self.state_averager.set_expected_peers(self._last_group, silent=self.tracker.silent)
+            self._expect_for_parameters()
             absent = [
                 peer_id for peer_id in self.tracker.peers_at_epoch if peer_id in present and peer_id not in took_part
             ]
@@ -477,9 +484,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
                 at_least = 1 + (1 + len(others)) // 2 if is_early else 2
             self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
-            # its round is still to come, or the step would wait for it
-            here = [peer_id for peer_id in self._last_group if peer_id in self.tracker.present]
-            self.state_averager.set_expected_peers(here, silent=self.tracker.silent)
+            self._expect_for_parameters()  # that of the last epoch may still be looking for a group (note 72)
             if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
                 raise AllreduceException("this peer was asked to stop")
             if time.monotonic() >= next_look and answer is None:

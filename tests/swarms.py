@@ -91,9 +91,9 @@ def largest_difference(tmp_path: Path, *names: str) -> float:
     return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
 
 
-def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict) -> Script:
+def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict, **options) -> Script:
     own = {"--experiment_prefix": prefix, "--output_dir": output_dir}
-    return start(name, "run_trainer.py", *LOOPBACK, *flags(ALONE, own, *groups))
+    return start(name, "run_trainer.py", *LOOPBACK, *flags(ALONE, own, *groups), **options)
 
 
 def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):

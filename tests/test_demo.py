@@ -86,8 +86,8 @@ def test_a_second_demo_leaves_the_first_alone(start_demo, tmp_path):
     first.wait_for("Start the monitor", 300)
     second = start_demo(name="second")
     assert second.wait(30) == 1
-    [line] = second.text.splitlines()
-    assert line.startswith(f"error: --output_dir {tmp_path / 'out'} is in use by another peer")
+    folder = f"--output_dir {tmp_path / 'out'}"
+    assert second.text == f"error: {folder} is in use by another peer, or not yours: choose another one\n"
     assert first.process.poll() is None
     assert (tmp_path / "out" / "monitor.log").exists()
     first.interrupt()

@@ -432,7 +432,10 @@ def test_an_interrupted_run_goes_on(terra_run, toy_model, start):
     wait_until((folder / "results.json").exists, 60, "the first seed")
     script.interrupt()
     assert script.wait(10) == 130
-    assert "Traceback" not in script.text and "the same command" in script.text.splitlines()[-1]
+    assert (
+        "Traceback" not in script.text
+        and "the same command resumes with the unfinished seed" in script.text.splitlines()[-1]
+    )
     wait_until(lambda: not script.left_processes(), 5, "no process left")
     assert drop_times(read_results(folder)["seeds"]) == drop_times(expected["seeds"][:1])
     assert {path.name for path in folder.iterdir()} == {".lock", "TERRa.jsonl", "model", "results.json"}

@@ -49,7 +49,8 @@ def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, ti
 def test_a_frozen_trainer_catches_up(start, tmp_path, tiny_data):
     """SIGSTOP of all processes of each in turn, as a laptop that is closed: the others continue, also those that it led
     while their group formed, which takes all of an epoch here; then it is one of them."""
-    swarm = Swarm(start, tmp_path, {**tiny_data, "--matchmaking_time": 40, "--averaging_timeout": 60})
+    settings = {"--matchmaking_time": 40, "--averaging_timeout": 60, "--load_state_compression": "none"}
+    swarm = Swarm(start, tmp_path, {**tiny_data, **settings})
     swarm.start_monitor()
     names = ["a", "b", "c"]
     swarm.start_trainers(*names)
@@ -61,7 +62,7 @@ def test_a_frozen_trainer_catches_up(start, tmp_path, tiny_data):
         swarm.trainers[victim].thaw()
         joint = swarm.wait_for_joint_epochs(names, 1, 30, after)
     swarm.stop_together(names, joint[0])
-    assert swarm.difference(names) < 1e-3  # of steps of 1e-3, as Adam's moments have come in 8 bits
+    assert swarm.difference(names) < 1e-6
 
 
 @pytest.mark.slow

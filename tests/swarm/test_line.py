@@ -61,7 +61,6 @@ def line_swarm(start, tmp_path, tiny_data, net: netlab.Net):
     return make
 
 
-@pytest.mark.slow
 def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm):
     names = ["a", "b", "c"]
     swarm = line_swarm(names)
