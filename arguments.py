@@ -263,6 +263,11 @@ class AveragingArguments:
         "Compression of the state for a peer that joins or has missed a round. float16: of parameters; 8bit: of "
         "moments too, which changed no loss by more than 0.01 percent; none: 3 times the bytes. ALL PEERS.",
     )
+    robust_averaging: Literal["clip", "none"] = flag(
+        "clip",
+        "What becomes of what is odd, but no lie, in a round of three or more. clip: gradients count for twice the "
+        "median's length at most, and not if they point away from all others; of parameters, the median counts.",
+    )
     average_state_every: int = flag(
         10,
         "Average parameters every N epochs, in the background, so that peers come together again that failed rounds "

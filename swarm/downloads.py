@@ -243,13 +243,14 @@ def read_description(
 
 
 def group_donors(donors: Sequence[Donor], ranks: dict[PeerID, tuple]) -> list[list[Donor]]:
-    """Donors that have the same state together; in the order of rank, then epoch, then how many have it."""
+    """Donors that have the same state together; in the order of rank, then how many have it, then epoch: one of them
+    may lie, about both."""
     left, groups = sorted(donors, key=lambda donor: ranks[donor.peer], reverse=True), []
     while left:
         groups.append(max(([donor for donor in left if first.has_state_of(donor)] for first in left), key=len))
         left = [donor for donor in left if donor not in groups[-1]]
     # the first of a group has its best rank
-    return sorted(groups, key=lambda group: (ranks[group[0].peer], group[0].key[0], len(group)), reverse=True)
+    return sorted(groups, key=lambda group: (ranks[group[0].peer], len(group), group[0].key[0]), reverse=True)
 
 
 class Download:

@@ -18,6 +18,7 @@ from hivemind.utils import get_dht_time
 
 from arguments import AveragingArguments
 from swarm.dht import find_answering_peers
+from swarm.guard import PeersLied
 from swarm.line import LINE, from_line
 from swarm.processes import STOP_REQUESTED, exit_when_dead
 from swarm.progress import ProgressTracker
@@ -422,8 +423,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.averaged_with = 1
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
         self._load_averaged_gradients_into_optimizer_()
-        group_id, *sent = next(iter(group.values()))
+        group_id, *sent, lies = next(iter(group.values()))
         self.grad_averager.keep_unsent(*sent)
+        self.tracker.ban(*lies)
         self.averaged_with = len(group)
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
@@ -577,6 +579,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.rounds += 1
             self._epoch_start = get_dht_time()
         except AveragingFailed as e:
+            cause = e.__cause__
+            if isinstance(cause, PeersLied):
+                self.tracker.ban(*cause.args)
             if self.auxiliary:
                 # nothing of its own is lost; where the trainers are, it looks in the next step
                 self._retry_after = time.monotonic()
@@ -586,7 +591,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
                 "samples go into the next round"
             )
-            cause = e.__cause__
             if isinstance(cause, PeersGone):
                 self.tracker.leave_out(cause.args[0])
             if isinstance(cause, OutOfStep):
@@ -634,6 +638,7 @@ def make_swarm_optimizer(
         return {name: getattr(averaging, name) for name in names}
 
     averager_options = select("target_group_size", "min_vector_size")
+    averager_options["max_weight"] = averaging.target_batch_size if averaging.robust_averaging == "clip" else None
     return CollaborativeOptimizer(
         dht=dht,
         run_id=prefix,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import hivemind
@@ -15,6 +16,8 @@ from swarm.dht import name_peers
 from utils import select_believable
 
 logger = logging.getLogger("swarm")
+
+BAN_SECONDS = 60.0
 
 
 class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
@@ -31,8 +34,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     def __init__(self, *args, **kwargs):
         #: newest records of the other peers, by peer id
         self.others: dict[bytes, LocalTrainingProgress] = {}
-        #: when peers were found silent, in seconds of the DHT's time
+        #: when peers were found silent, or until when they are banned, in seconds of the DHT's time
         self.silent: dict[bytes, float] = {}
+        #: how often each has lied
+        self.lies: Counter[bytes] = Counter()
         self.last_fetch = -float("inf")
         #: the epoch in which peers that are behind have been waited for long enough
         self.impatient_epoch = -1
@@ -75,13 +80,21 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.others = dict(select_believable(records, self.local_progress.epoch))
         newest = {peer_id: item for peer_id, item in newest.items() if peer_id == own_id or peer_id in self.others}
         for peer_id, since in list(self.silent.items()):
-            record = self.others.get(peer_id)
+            record, now = self.others.get(peer_id), get_dht_time()
             if record is None:
-                del self.silent[peer_id]
-            elif record.time > since:
+                if since < now:
+                    del self.silent[peer_id]
+            elif min(record.time, now) > since:
                 del self.silent[peer_id]
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
+        # one peer alone does not lift the epoch of all, as whoever claims one has a state for it to give; newcomers, at
+        # epoch 0, have no say
+        epochs = sorted((r.epoch for r in (self.local_progress, *self.present.values()) if r.epoch), reverse=True)
+        for key, entry in counted.items() if len(epochs) > 2 else ():
+            if entry.value["epoch"] > epochs[1]:
+                lowered = {**entry.value, "epoch": epochs[1], "samples_accumulated": 0}
+                counted[key] = ValueWithExpiration(lowered, entry.expiration_time)
         if all(record.client_mode for record in self.present.values()):
             # hivemind would not look at their epochs, as clients give no state; here they do
             for key, entry in counted.items():
@@ -136,6 +149,18 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.silent |= dict.fromkeys(gone, get_dht_time())
         if gone:
             logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {len(self.present)} other peers")
+            self.fetch_soon(0.0)
+
+    def ban(self, peer_ids: Iterable[bytes], reason: str) -> None:
+        """These peers have lied in a round, and do not count for a while, four times as long each time.
+
+        :param reason: who has done what
+        """
+        for peer_id in peer_ids:
+            self.lies[peer_id] += 1
+            self.silent[peer_id] = get_dht_time() + BAN_SECONDS * 4 ** (self.lies[peer_id] - 1)
+        if peer_ids:
+            logger.warning(f"peer {reason}: no rounds with it for a while")
             self.fetch_soon(0.0)
 
     def fetch_soon(self, seconds: float) -> None:

@@ -21,6 +21,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 
 from swarm.dht import find_answering_peers, name_peers
+from swarm.guard import NO_WEIGHT, GuardedContainer, GuardedReducer, Lie, PeersLied, find_false_averages
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered
 from swarm.processes import become_helper
@@ -36,8 +37,8 @@ PREFETCH = (
     4  # parts that are compressed ahead, and received: while one waits for a sender, the next ones are on their way
 )
 WORTH_SPARING = 3.0  # seconds that all would wait for a slow peer's last data, from which on it sends less
+MAX_STRIKES = 3  # failed rounds of a peer in a row, after which others do without it for a while
 MOST_TURNS = 16  # rounds in which it sends all of its parts once, at most: gradients grow old
-NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of nothing else infinite
 
 
 class OutOfStep(AllreduceException):
@@ -148,14 +149,32 @@ class PromptRunner(AllReduceRunner):
     """A round that ends as soon as it cannot succeed any more: hivemind's continues to its end without the parts of a
     reducer that has failed, and tells nobody why."""
 
-    def __init__(self, *args, has_slowed: Callable[[], bool], share: int, turn: int, takes_all: bool, **kwargs):
+    def __init__(
+        self,
+        *args,
+        has_slowed: Callable[[], bool],
+        share: int,
+        turn: int,
+        takes_all: bool,
+        max_weight: float | None,
+        are_parameters: bool,
+        **kwargs,
+    ):
         """
         :param has_slowed: whether this peer's line has become too slow for what the round wants of it
         :param share: send each so many-th part of the tensors; the weight of the others is 0
         :param turn: with which of them to begin
         :param takes_all: take the average of all parts anyway; otherwise keep the own values of those not sent
+        :param max_weight, are_parameters: see GuardedReducer
         """
         super().__init__(*args, **kwargs)
+        # hivemind makes them from fixed classes
+        self.tensor_part_reducer.__class__, self.tensor_part_container.__class__ = GuardedReducer, GuardedContainer
+        self.tensor_part_reducer.guard(max_weight, are_parameters)
+        self.tensor_part_container.guard(are_parameters and max_weight is not None)
+        #: what peers did that cannot be honest; and who was first to leave the round
+        self.lies: dict[PeerID, str] = {}
+        self.left: PeerID | None = None
         self.has_slowed, self.share, self.turn, self.takes_all = has_slowed, share, turn, takes_all
         #: when each peer was last heard of, in this round
         self.heard = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
@@ -236,6 +255,9 @@ class PromptRunner(AllReduceRunner):
                 yield answer
         except BannedException:
             logger.debug(f"sender {sender_index} is out of this round already")
+        except Lie as e:
+            self.lies[self.sender_peer_ids[sender_index]] = str(e)
+            raise
         finally:
             if part_index != reducer.num_parts:
                 await self._ban_sender(self.sender_peer_ids[sender_index])
@@ -279,6 +301,10 @@ class PromptRunner(AllReduceRunner):
         try:
             await super()._communicate_with_peer(peer_id)
         except Exception as e:
+            if peer_id != self.peer_id:
+                self.left = self.left or peer_id
+                if isinstance(e, Lie):
+                    self.lies[peer_id] = str(e)
             # its streams to the others break with this round, which tells them
             self.finalize(exception=AllreduceException(f"peer {peer_id} has left the round ({e!r})"))
             raise
@@ -311,6 +337,16 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     _expected: tuple[frozenset[bytes], int, frozenset[bytes]] | None = None
     #: whether to look for a group not much longer than matchmaking_time, when the epoch has ended
     gives_up_early = False
+
+    def __init__(self, *args, max_weight: float | None = None, **kwargs):
+        """hivemind's arguments.
+
+        :param max_weight: samples for which a peer counts at most, see swarm/guard.py; None: whatever is no lie counts
+        """
+        self.max_weight = max_weight
+        #: in the averager's process: how many rounds each peer has made fail since one with it succeeded
+        self._strikes: Counter[PeerID] = Counter()
+        super().__init__(*args, **kwargs)
 
     def run(self) -> None:
         become_helper()
@@ -426,6 +462,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             share=self._share,
             turn=self._turn,
             takes_all=self.is_urgent,
+            max_weight=self.max_weight,
+            are_parameters=not self.is_urgent,
             **kwargs,
         )
         self._unsent = runner.list_unsent() if self._share > 1 else []
@@ -451,10 +489,14 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             gathered = await super()._aggregate_with_group(group_info, **kwargs)
         except MatchmakingException as e:
             # another peer was first to find out, and has left the round; ask to the end, or the next group would wait
-            if self._running_groups[group_info.group_id].done():
+            if (running := self._running_groups[group_info.group_id]).done():
+                if lies := running.result().lies:
+                    raise PeersLied(*describe_lies(lies)) from e
                 await asyncio.wait({watch}, timeout=2 * self._patience + 0.5)
             if watch.done() and not watch.exception() and watch.result():
                 raise PeersGone(watch.result()) from e
+            if running.done() and (left := running.result().left):
+                self._strike([left], "has left rounds")
             raise
         finally:
             watch.cancel()
@@ -466,7 +508,24 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             averaged = set(runner.sender_peer_ids) - runner.banned_senders
         if len(averaged) < 2:  # of which this peer is one, unless it is auxiliary
             raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
+        if self.max_weight is not None and self.is_urgent and self.peer_id in averaged:
+            own_index = runner.ordered_peer_ids.index(self.peer_id)
+            sums, own_share = runner.tensor_part_container.sums, min(1.0, runner.weight / self.max_weight)
+            if false := find_false_averages(sums, own_index, own_share):
+                reason = "has sent averages that this peer's gradients are no part of"
+                self._strike([runner.ordered_peer_ids[index] for index in false], reason)
+                raise AllreduceException(f"{name_peers(runner.ordered_peer_ids[i].to_bytes() for i in false)} {reason}")
+        for peer in averaged:
+            del self._strikes[peer]
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
+
+    def _strike(self, peers: Iterable[PeerID], reason: str) -> None:
+        """These peers have made a round fail, which may be chance: raises PeersLied for those whose last ones all
+        ended so."""
+        self._strikes.update(peers)
+        if out := {peer: reason for peer, strikes in self._strikes.items() if strikes >= MAX_STRIKES}:
+            self._strikes.clear()
+            raise PeersLied(*describe_lies(out))
 
     @property
     def _patience(self) -> float:
@@ -508,6 +567,11 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 runner.finalize(exception=PeersGone(gone))
                 return gone
         return []
+
+
+def describe_lies(lies: dict[PeerID, str]) -> tuple[list[bytes], str]:
+    """Who has lied, and how, in words."""
+    return [peer.to_bytes() for peer in lies], "; ".join(f"{peer} {lie}" for peer, lie in lies.items())
 
 
 def is_round_state(item: object) -> bool:
@@ -572,7 +636,8 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
             )
         averaged = await super()._aggregate_with_group(group_info, **kwargs)
         runner = self._running_groups[group_info.group_id].result()
-        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, self._unsent))
+        lies = describe_lies(runner.lies)
+        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, self._unsent, lies))
 
     def step(self, *args, **kwargs):
         self._in_flight = self._snapshot()
@@ -614,7 +679,10 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
 
     def keep_gradients(self) -> None:
         """Put the gradients of the round that just failed aside, for the next `accumulate_grads_`."""
-        self._kept, self._in_flight = self._in_flight if self._in_flight[1] else None, None
+        sums, samples, *_ = self._in_flight
+        # with a number that is not finite, no round would succeed any more
+        is_worth = samples and all((tensor.view(-1) @ tensor.view(-1)).isfinite() for tensor in sums)
+        self._kept, self._in_flight = self._in_flight if is_worth else None, None
         self.notify_used_averaged_gradients()
 
     def keep_accumulated(self) -> None:

@@ -54,6 +54,7 @@ DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, as a 
 PROGRESS_PERIOD = 5.0  # seconds between two lines about a running download
 RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client's
 DOWNLOAD_TRIES = 16  # passes over all donors until one has the epoch that is wanted
+LONE_TRIES = 3  # of these in which a state is not taken that one donor alone has, where others could agree
 
 MAX_GIVING = 2  # peers that a client, or an auxiliary peer, gives states to at once
 MAX_SNAPSHOTS = 2  # states that a donor keeps for those who fetch them
@@ -468,6 +469,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             for peers in (ranked[at : at + DONORS] for at in range(0, len(ranked), DONORS)):
                 found = await self._ask_for_descriptions(peers, [wanted], own, self.optimizer, failures)
                 for group in group_donors(found, {peer: rank[:-2] for peer, rank in ranks.items()}):
+                    if len(group) == 1 and len(ranks) > 2 and attempt < LONE_TRIES:
+                        continue
                     for donor in found:
                         if donor.key == group[0].key and donor not in group:
                             logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")

@@ -96,11 +96,14 @@ def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict, 
     return start(name, "run_trainer.py", *LOOPBACK, *flags(ALONE, own, *groups), **options)
 
 
-def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=()):
+GRADIENT_PEER = ("tests.programs.gradient_peer",)
+
+
+def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=(), program=GRADIENT_PEER):
     initial_peers = ["--initial_peers", *sum((other.json_lines()[0]["maddrs"] for other in others), [])]
     peer = start(
         name,
-        *("-m", "tests.programs.gradient_peer", "--experiment_prefix", prefix),
+        *("-m", *program, "--experiment_prefix", prefix),
         *("--gradient", gradient, "--batch_size", batch_size),
         *(initial_peers if others else ()),
         *flags,

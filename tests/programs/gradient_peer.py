@@ -31,8 +31,10 @@ def make_gradient_optimizer(
     auxiliary: bool = False,
     average_state_every: int = 10**6,
     averaging_timeout: float = 10.0,
+    max_weight: float | None = None,
 ) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
+    averager_options = dict(target_group_size=group_size, max_weight=max_weight)
     return CollaborativeOptimizer(
         dht=dht,
         run_id=prefix,
@@ -44,8 +46,8 @@ def make_gradient_optimizer(
         next_chunk_timeout=4.0,
         request_timeout=1.0,
         grad_compression=COMPRESSIONS["8bit" if eight_bit else "none"],
-        grad_averager_factory=partial(GradientAverager, target_group_size=group_size),
-        averager_opts=dict(target_group_size=group_size),
+        grad_averager_factory=partial(GradientAverager, **averager_options),
+        averager_opts=averager_options,
         client_mode=dht.client_mode,
         auxiliary=auxiliary,
         average_state_every=average_state_every,
@@ -70,6 +72,7 @@ def main() -> None:
     parser.add_argument("--average_state_every", type=int, default=10**6)
     parser.add_argument("--mbits", type=float, help="of this peer's line, upwards")
     parser.add_argument("--averaging_timeout", type=float, default=10.0)
+    parser.add_argument("--robust", action="store_true")
     parser.add_argument("--others", type=int, default=0, help="begin when so many other peers are there")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: add 1 to the parameters, as if led astray")
     args = parser.parse_args()
@@ -95,6 +98,7 @@ def main() -> None:
         args.auxiliary,
         args.average_state_every,
         args.averaging_timeout,
+        args.target_batch_size if args.robust else None,
     )
     if args.auxiliary:
         optimizer.state_averager.offer_states()

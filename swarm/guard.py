@@ -1,0 +1,142 @@
+"""What a peer checks of what others send in a round, before it uses it.
+
+Who averages a part believes no sender, and who sends believes nobody that averages for it. What nobody honest could
+have sent is a lie: its sender is named, and has no part in rounds for a while. What may be honest, but is much longer
+than what the others sent or points away from all of them, counts less or not at all.
+"""
+
+import math
+
+import torch
+from hivemind.averaging.allreduce import AllreduceException
+from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
+
+MAX_LENGTH = 2.0  # of a sender's gradient, in terms of the median's (clipping as in arXiv 2012.10333)
+OPPOSED = -0.5  # cosine with all the others together, below which a gradient does not count
+MAX_ANSWER = 10.0  # length of an average beside the own gradient, in terms of the same for what was averaged here
+MAX_CHANGE = 0.05, 1e-3  # of parameters by their average: of their length, and of each number
+NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of nothing else infinite
+
+
+class Lie(AllreduceException):
+    """What a peer has sent cannot be honest."""
+
+
+class PeersLied(AllreduceException):
+    """These peers have made rounds fail. Arguments: their ids (bytes), and what they did, in words."""
+
+    def __str__(self) -> str:
+        return self.args[1]
+
+
+def choose_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """By what to multiply each sender's gradient: less than 1 where it is much longer than the median (of two, than the
+    other one), 0 where it points away from all the others together, of which it takes two.
+
+    :param products: of shape (senders, senders), scalar products of all that they have sent so far
+    :param counts: how many numbers each has sent
+    """
+    factors, senders = torch.ones_like(counts), torch.nonzero(products.diagonal()).flatten()
+    if not len(senders):
+        return factors
+    norms = products.diagonal().sqrt()[senders]
+    lengths = norms / counts[senders].sqrt()
+    factors[senders] = (MAX_LENGTH * lengths.median() / lengths).clamp(max=1.0)
+    if len(senders) > 2:
+        cosines = products[senders][:, senders] / norms / norms[:, None]
+        with_others = cosines.sum(1) - 1
+        of_others = (cosines.sum() - 1 - 2 * with_others).clamp(min=0).sqrt()  # length of the sum of their directions
+        factors[senders[with_others < OPPOSED * of_others]] = 0.0
+    return factors
+
+
+class GuardedReducer(TensorPartReducer):
+    """Averages the parts of all senders so that one of them cannot bend the average: gradients are weighed, see
+    `choose_factors`; of parameters, which are the same everywhere but for rounding, each number's median counts."""
+
+    def guard(self, max_weight: float | None, are_parameters: bool) -> None:
+        """
+        :param max_weight: samples for which a sender counts at most; None: only lies are refused
+        :param are_parameters: and not gradients
+        """
+        self.max_weight, self.are_parameters = max_weight, are_parameters
+        self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # of the current part
+        self.products = torch.zeros(self.num_senders, self.num_senders, dtype=torch.float64)
+        self.counts = torch.zeros(self.num_senders, dtype=torch.float64)
+
+    async def accumulate_part(self, sender_index: int, part_index: int, tensor_part, weight: float = 1.0):
+        """hivemind's; raises Lie instead of counting what cannot be averaged."""
+        if tensor_part.shape != self.part_shapes[part_index]:
+            raise Lie(f"sent a part of the shape {tuple(tensor_part.shape)[:9]}")
+        if not 0 <= weight < math.inf or not (tensor_part @ tensor_part).isfinite():
+            raise Lie("sent a part that is not finite")
+        if self.max_weight is not None:
+            weight = min(weight, self.max_weight)
+            self.sent[sender_index] = tensor_part, weight
+        return await super().accumulate_part(sender_index, part_index, tensor_part, weight=weight)
+
+    def check_current_part_finished(self) -> None:
+        if self.sent and self.current_part_accumulated_from == self.num_current_senders:
+            sent = {index: (part, weight) for index, (part, weight) in self.sent.items() if weight > NO_WEIGHT}
+            self.sent = {}
+            if len(sent) > 1 + self.are_parameters:
+                self.accumulator, self.denominator = self.combine(sent), 1.0
+        super().check_current_part_finished()
+
+    def combine(self, sent: dict[int, tuple[torch.Tensor, float]]) -> torch.Tensor:
+        """The average of the current part.
+
+        :param sent: by the senders' indices, parts and their weights
+        """
+        indices, parts = torch.tensor(list(sent)), torch.stack([part for part, _ in sent.values()])
+        if self.are_parameters:
+            # of an even number, between the two in the middle
+            return (parts.median(dim=0).values - (-parts).median(dim=0).values) / 2
+        self.products[indices[:, None], indices] += (parts @ parts.T).double()
+        self.counts[indices] += parts.shape[1]
+        factors = choose_factors(self.products, self.counts)[indices].float()
+        weights = torch.tensor([weight for _, weight in sent.values()]) * (factors > 0)
+        return (weights * factors) @ parts / weights.sum()
+
+
+class GuardedContainer(TensorPartContainer):
+    """Takes from a peer that averages only what an average can be."""
+
+    def guard(self, are_parameters: bool) -> None:
+        self.are_parameters = are_parameters
+        #: for each peer that averages: own * own, average * average, own * average, numbers; summed over its parts
+        self.sums = torch.zeros(self.group_size, 4, dtype=torch.float64)
+
+    def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
+        own = self._input_parts_by_peer[peer_index][part_index][0]
+        if part.shape != own.shape:
+            raise Lie(f"sent an average of the shape {tuple(part.shape)[:9]}")
+        average = own + part
+        products = torch.stack([own @ own, average @ average, own @ average])
+        if not products.isfinite().all():
+            raise Lie("sent an average that is not finite")
+        if products[0]:  # else the part was not sent
+            self.sums[peer_index] += torch.tensor([*products, len(own)], dtype=torch.float64)
+        if self.are_parameters:
+            own_square, average_square, product, count = self.sums[peer_index]
+            of_all, of_each = MAX_CHANGE
+            if own_square + average_square - 2 * product > of_all**2 * own_square + of_each**2 * count:
+                raise Lie("sent parameters that are not near anybody's")
+        super().register_processed_part(peer_index, part_index, part)
+
+
+def find_false_averages(sums: torch.Tensor, own_index: int, own_share: float) -> list[int]:
+    """Those peers of whose averages this peer's gradient is no part, or which are far too long, while that is not so of
+    what it averaged itself. Where it averaged nothing, none: it may itself be the odd one.
+
+    :param sums: see GuardedContainer
+    :param own_share: the weight of this peer's gradient in the average
+    """
+    own, average, product, _ = sums.T
+    if not own[own_index]:
+        return []
+    lengths, shares = (average / own).sqrt(), product / own  # NaN of a peer that averaged nothing
+    is_false = lengths > MAX_ANSWER * lengths[own_index].clamp(min=1.0)
+    if shares[own_index] > own_share / 2 > 0:
+        is_false |= shares < own_share / 4
+    return torch.nonzero(is_false).flatten().tolist()

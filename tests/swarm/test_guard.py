@@ -1,0 +1,138 @@
+"""Nobody bends a round: what is checked of parts and averages, and what one hostile peer of four achieves."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+from processes import make_prefix, wait_until
+from programs.hostile_peer import ANSWERED, SENT
+from swarms import epochs, start_peer
+
+from swarm.guard import GuardedContainer, GuardedReducer, Lie, choose_factors, find_false_averages
+
+
+def make_gradients(count: int, correlation: float, numbers: int = 5000) -> torch.Tensor:
+    """With this cosine between any two, of length 1 and a little more or less."""
+    common, own = torch.randn(numbers), torch.randn(count, numbers)
+    return (correlation**0.5 * common + (1 - correlation) ** 0.5 * own) * (torch.rand(count, 1) + 0.5) / numbers**0.5
+
+
+def factors_of(gradients: torch.Tensor) -> list[float]:
+    count, numbers = gradients.shape
+    return choose_factors((gradients @ gradients.T).double(), torch.full((count,), float(numbers)).double()).tolist()
+
+
+def test_honest_gradients_count_in_full():
+    for seed in range(200):
+        torch.manual_seed(seed)
+        gradients = make_gradients(3 + seed % 6, correlation=(seed % 10) / 10)
+        assert min(factors_of(gradients)) > 0.6  # lengths vary by a factor of three here
+
+
+def test_of_odd_gradients_little_counts():
+    torch.manual_seed(0)
+    gradients = make_gradients(4, correlation=0.5)
+    lengths = gradients.norm(dim=1)
+    *honest, factor = factors_of(torch.cat((gradients[:3], -10 * gradients[3:])))
+    assert factor == 0 and min(honest) == 1
+    *honest, factor = factors_of(torch.cat((gradients[:3], 100 * torch.randn(1, 5000) / 5000**0.5)))
+    assert 0 < factor * 100 < 2.1 * lengths[:3].max() and min(honest) == 1
+    assert factors_of(torch.cat((gradients[:3], torch.zeros(1, 5000)))) == [1, 1, 1, 1]
+    of_two = factors_of(torch.stack((gradients[0], -10 * gradients[0])))
+    assert of_two == pytest.approx([1, 0.2])  # who is right?
+
+
+async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=False, senders=4) -> list[torch.Tensor]:
+    """The averages of all parts, of which those senders that lie send no more."""
+    shapes = [torch.Size([7]), torch.Size([3])]
+    reducer = GuardedReducer(shapes, senders)
+    reducer.guard(max_weight, are_parameters)
+
+    async def send(index: int) -> list:
+        averages = []
+        for number, part in enumerate(parts[index]):
+            try:
+                averages.append(await reducer.accumulate_part(index, number, part, weight=weights[index]))
+            except Lie:
+                reducer.num_parts_received[index] = number
+                reducer.on_sender_failed(index)
+                return averages
+        return averages
+
+    return max(await asyncio.gather(*map(send, parts)), key=len)
+
+
+@pytest.mark.parametrize("bad", [torch.full((3,), math.nan), torch.full((3,), 1e30), torch.zeros(4), torch.zeros(0)])
+def test_a_part_that_is_a_lie_costs_its_sender_the_round_and_nobody_else(bad):
+    parts = {i: [torch.full((7,), float(i)), torch.full((3,), float(i))] for i in range(3)} | {3: [torch.ones(7), bad]}
+    first, second = asyncio.run(reduce(parts, [1, 1, 2, 4], None))
+    assert first.tolist() == pytest.approx([(0 + 1 + 4 + 4) / 8] * 7)
+    assert second.tolist() == pytest.approx([(0 + 1 + 4) / 4] * 3)
+
+
+def test_weights_are_bounded_and_of_parameters_the_median_counts():
+    parts = {i: [torch.full((7,), value), torch.full((3,), value)] for i, value in enumerate((1.0, 1.0, 2.0, 2.0))}
+    for average in asyncio.run(reduce(parts, [1, 1, 1, 1e9], 2)):
+        assert average.tolist() == pytest.approx([(1 + 1 + 2 + 4) / 5] * len(average))
+    for values, median in (((1.0, 1.5, 2.0, 9e9), 1.75), ((1.0, 1.0, -9e9, 1.0), 1.0)):
+        parts = {i: [torch.full((7,), value), torch.full((3,), value)] for i, value in enumerate(values)}
+        for average in asyncio.run(reduce(parts, [1] * 4, 2, are_parameters=True)):
+            assert average.tolist() == pytest.approx([median] * len(average))
+
+
+def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> torch.Tensor:
+    """The sums after a round in which each of these peers has averaged one part of the own tensor."""
+    container = GuardedContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
+    container.guard(are_parameters)
+    for index, (average, part) in enumerate(zip(averages, own.chunk(len(averages)), strict=True)):
+        container.register_processed_part(index, 0, average - part if average.shape == part.shape else average)
+    return container.sums
+
+
+def test_a_false_average_is_found():
+    torch.manual_seed(1)
+    for correlation in (0.0, 0.3, 0.9):
+        gradients = make_gradients(4, correlation)
+        own, true = gradients[0], list(gradients.mean(0).chunk(4))
+        assert find_false_averages(give_averages(own, true), 0, 0.25) == []
+        noise = torch.randn(1250) * true[2].norm() / 1250**0.5
+        for false in (noise, -true[2], 50 * true[2]):
+            sums = give_averages(own, [*true[:2], false, true[3]])
+            assert find_false_averages(sums, 0, 0.25) == [2]
+            assert find_false_averages(sums[1:], 0, 0.25) == [1]
+        # who is the odd one itself blames nobody
+        assert find_false_averages(give_averages(-10 * own, true), 0, 0.25) == []
+    with pytest.raises(Lie, match="not finite"):
+        give_averages(own, [*true[:3], true[3] * math.nan])
+    with pytest.raises(Lie, match="shape"):
+        give_averages(own, [*true[:3], torch.zeros(1)])
+    give_averages(own, [part + 1e-3 for part in own.chunk(4)], are_parameters=True)
+    with pytest.raises(Lie, match="not near"):
+        give_averages(own, [*own[:3750].chunk(3), true[3]], are_parameters=True)
+
+
+KINDS = [*SENT, *ANSWERED]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("nan", "flip", "noise"))) for kind in KINDS]
+)
+def test_one_of_four_cannot_bend_a_round(start, kind):
+    """Three honest peers of gradient 1 step by 1 each time, and name the hostile one that joins them."""
+    prefix, options = make_prefix(), ("--group_size", 8, "--robust", "--numbers", 10**6)
+    peers = [start_peer(start, "a", prefix, 1.0, 16, flags=(*options, "--others", 2))]
+    peers += [start_peer(start, name, prefix, 1.0, 16, peers[:1], (*options, "--others", 2)) for name in "bc"]
+    wait_until(lambda: min(max(epochs(peer), default=0) for peer in peers) >= 2, 60, "two epochs of all")
+    program = ("tests.programs.hostile_peer", kind)
+    liar = start_peer(start, "liar", prefix, 1.0, 16, peers[:1], options, program)
+    liar.wait_for("lying", 60)
+    before = max(map(max, map(epochs, peers)))
+    wait_until(lambda: min(map(max, map(epochs, peers))) >= before + 6, 120, "six more epochs of all")
+    for peer in peers:
+        for epoch, line in epochs(peer).items():
+            low = 0.1 if kind == "zeros" else 0.98  # its share of the samples is all that it takes
+            assert -1.02 * epoch <= line["parameter"][0] <= line["parameter"][2] <= -low * epoch
+        peer.interrupt()
+        peer.assert_clean_end()
+    assert any("no rounds with it" in peer.text for peer in peers)
