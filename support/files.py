@@ -134,7 +134,8 @@ def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> boo
         write(unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             flush_to_disk(path)
-        if target.is_dir():  # a folder that is not empty cannot be replaced by a rename
+        # a folder that is not empty cannot be replaced by a rename; by a file it shall not be
+        if unfinished.is_dir() and target.is_dir():
             target.rename(replaced)
         unfinished.rename(target)
         flush_to_disk(target.parent)
