@@ -54,6 +54,14 @@ def test_history_is_thinned_out_evenly(monkeypatch):
     assert [entry["epoch"] for entry in history] == [6_000] and history.stride == 1
 
 
+    # an observer that misses most epochs
+    history = History()
+    for epoch in range(1, 10_001, 5):
+        history.add({"epoch": epoch})
+        assert history[-1]["epoch"] == epoch and len(history) <= 100
+    gaps = numpy.diff([entry["epoch"] for entry in history])
+    assert len(history) >= 50 and max(gaps) < history.stride + 5
+
 def test_history_is_read_as_it_was_written(tmp_path):
     path, history = tmp_path / "metrics.jsonl", History()
     assert load_history(path, "run") == []
