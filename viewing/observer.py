@@ -102,7 +102,8 @@ class Observer:
             self.watching.result()
         metrics = self.news.pop() if self.news else None
         if self.archive:
-            self.archive.step(metrics, self.report.history)
+            # as it is now: the thread that watches changes it, and empties it where the run has started over
+            self.archive.step(metrics, list(self.report.history))
         return metrics
 
     def finish(self) -> None:
