@@ -104,7 +104,7 @@ def append_line(path: str | Path, line: str) -> None:
 
 def read_json(path: Path) -> dict:
     """The object in a file; an empty one where there is none, or it is damaged."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError):
         if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
             return found
     return {}
