@@ -30,7 +30,7 @@ class Observer:
         if swarm.client_mode:
             who = "an auxiliary peer" if is_aux else "a monitor"
             raise UserError(f"--client_mode is for trainers: others must be able to reach {who}")
-        self.prefix, self.period = swarm.experiment_prefix, args.refresh_period
+        self.prefix, self.period = swarm.experiment_prefix, min(args.refresh_period, threading.TIMEOUT_MAX)
         self.assists = is_aux and args.assist_in_averaging
         self.needs_model = self.assists or archive_args.store_checkpoints
         self.report = RunReport(args, swarm)
