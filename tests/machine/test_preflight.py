@@ -3,13 +3,22 @@
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 
 import pytest
-from processes import LOOPBACK, make_prefix, run_python, wait_until
+from hivemind.dht.protocol import ValidationError
+from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 from swarms import TRAINER, flags, start_monitor
 
-from arguments import AveragingArguments
+from arguments import (
+    AveragingArguments,
+    DataArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    TrainerArguments,
+)
 from machine.preflight import (
     Check,
     check_announced,
@@ -18,10 +27,12 @@ from machine.preflight import (
     check_connection,
     check_disk,
     check_epoch_time,
+    check_file_limit,
     check_memory,
     check_step_time,
     estimate_round_seconds,
     format_check,
+    run_preflight,
 )
 from swarm.addresses import explain_silence
 
@@ -91,6 +102,25 @@ def test_the_file_limit_is_raised_where_the_system_allows():
     level, limit = run_python("-c", code, "soft", expect=0).stdout.split()
     assert level == "ok" and int(limit) >= 4096
     assert run_python("-c", code, "hard", expect=0).stdout.split() == ["warning", "256"]
+
+
+def test_no_limit_of_open_files(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert check_file_limit().finding == "no limit"
+
+
+def test_tokenizer_and_clock_have_lines_of_their_own(monkeypatch, capsys, tmp_path):
+    def be_late(**_):
+        raise ValidationError("local: 3601.0, peer: 1.0")
+
+    monkeypatch.setattr("swarm.joining.DHT", be_late)
+    monkeypatch.setattr("machine.preflight.quiet_hivemind_logs", lambda: None)
+    model_args = ModelArguments(str(ROOT / "configs/demo.json"), tokenizer_path=str(tmp_path / "none"))
+    groups = [SwarmArguments("a"), model_args, OptimizerArguments(), AveragingArguments()]
+    args = TrainerArguments(output_dir=str(tmp_path), device="cpu")
+    assert run_preflight(*groups, DataArguments(streaming=True), args) == 2
+    fatal = [line[8:].split() for line in capsys.readouterr().out.splitlines() if line.startswith("fatal")]
+    assert [what for what, *_ in fatal] == ["tokenizer", "clock"], fatal
 
 
 def test_silence_is_explained():
