@@ -82,16 +82,19 @@ class Observer:
             self.archive = CheckpointHandler(self.groups, model, tokenizer, self.optimizer)
 
     def watch(self) -> None:
-        """In a thread: look at the metrics until the end, once more then."""
-        is_last = False
-        while not is_last:
-            is_last = STOP_REQUESTED.wait(self.period)
-            if metrics := self.report.update(self.dht, is_last):
-                self.news.append(metrics)
-                if self.contract:
-                    # once more: the first trainers may have come after this peer
-                    compare_with_run(self.dht, self.prefix, self.contract)
-                    self.contract = None
+        """In a thread: look at the metrics, at once and until the end, and a last time then."""
+        self.look()
+        while not STOP_REQUESTED.wait(self.period):
+            self.look()
+        self.report.update(self.dht, is_last=True)
+
+    def look(self) -> None:
+        if metrics := self.report.update(self.dht):
+            self.news.append(metrics)
+            if self.contract:
+                # once more: the first trainers may have come after this peer
+                compare_with_run(self.dht, self.prefix, self.contract)
+                self.contract = None
 
     def step(self) -> SwarmMetrics | None:
         """Go on with what is due, without waiting; the metrics of the newest epoch, once.
