@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import resource
 import socket
 
@@ -184,6 +185,7 @@ def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--output_dir": tmp_path / "out"}
+    del own["--bandwidth"]  # it is measured
     preflight = ["run_trainer.py", "--preflight", *LOOPBACK, *flags(own)]
     good = start("good", *preflight, "--initial_peers", peers)
     assert good.wait(90) == 0, good.text
@@ -191,6 +193,7 @@ def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "connection", "settings"):
         assert table[what] == "ok", good.text
     assert {"step time", "epoch time", "bandwidth", "own addresses"} < set(table), good.text
+    assert re.search("bandwidth: measured .* Mbit/s up", good.text), good.text
     assert good.text.splitlines()[-1].startswith("ready to train")
     assert not os.path.exists(tmp_path / "out")  # it trains and writes nothing
 
