@@ -49,11 +49,11 @@ def check_at_least(minimum: int, args: Any, *names: str) -> None:
             raise UserError(f"--{name} must be at least {minimum}")
 
 
-def check_positive(args: Any, *names: str) -> None:
-    """:raises UserError: one of these flags is given and not greater than 0"""
+def check_positive(args: Any, *names: str, is_finite: bool = False) -> None:
+    """:raises UserError: one of these flags is given and not greater than 0, or infinite where it has to be finite"""
     for name in names:
-        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
-            raise UserError(f"--{name} must be greater than 0")
+        if (value := getattr(args, name)) is not None and (not value > 0 or (is_finite and value == math.inf)):
+            raise UserError(f"--{name} must be greater than 0" + " and finite" * is_finite)
 
 
 def check_exclusive(args: Any, one: str, other: str) -> None:
@@ -500,7 +500,7 @@ class TrainerArguments(PrecisionArguments):
     def __post_init__(self):
         super().__post_init__()
         check_needs(self, "eval_steps", "do_eval")
-        check_positive(self, "num_train_epochs")
+        check_positive(self, "num_train_epochs", is_finite=True)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
             raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
         if self.per_device_train_batch_size != "auto":
@@ -572,7 +572,7 @@ class AuxPeerArguments(ReportArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "assist_refresh")
+        check_positive(self, "assist_refresh", is_finite=True)
 
 
 @dataclass
