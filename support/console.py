@@ -46,6 +46,8 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
 def first_line(error: Exception) -> str:
     """What an error says, in one line: where that is a heading alone, with the next one."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "custom code which must be executed" in str(error):  # transformers, and an auto_map
+        return "it needs custom code that comes with it, which is not run"
     return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
