@@ -100,7 +100,8 @@ def load_folder(name: str | Path, what: str, cure: str) -> Pretrained:
     transformers.utils.logging.set_verbosity_error()  # that a new head is new is no news
     transformers.utils.logging.disable_progress_bar()
     try:
-        return Pretrained(str(name), AutoConfig.from_pretrained(name), load_tokenizer(name))
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return Pretrained(str(name), config, load_tokenizer(name))
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{what} cannot be loaded ({first_line(e)}): {cure}") from e
 
@@ -110,8 +111,8 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
     names = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
     if [(Path(name) / file).is_file() for file in names] == [True, True, False]:
         # RuLeanALBERT's: AutoTokenizer makes it an AlbertTokenizer, with that one's normalizer in place of its own
-        return transformers.PreTrainedTokenizerFast.from_pretrained(name)
-    return AutoTokenizer.from_pretrained(name)
+        return transformers.PreTrainedTokenizerFast.from_pretrained(name, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def load_old_checkpoint(path: Path) -> Pretrained:
@@ -165,7 +166,7 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
     if pretrained.encoder is None:
         model = load_weights(auto_class, pretrained)
     else:
-        model = auto_class.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
         model.base_model.load_state_dict(pretrained.encoder.state_dict())
     if task.head in ("classes", "choices"):
         return model
@@ -175,9 +176,8 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
 def load_weights(auto_class: type, pretrained: Pretrained) -> torch.nn.Module:
     """from_pretrained, which silently starts from random numbers where the weights have other names."""
     try:
-        model, info = auto_class.from_pretrained(
-            pretrained.name, config=pretrained.config, dtype=torch.float32, output_loading_info=True
-        )
+        options = dict(config=pretrained.config, dtype=torch.float32, output_loading_info=True)
+        model, info = auto_class.from_pretrained(pretrained.name, trust_remote_code=False, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as e:
         raise UserError(
             f"the weights of {pretrained.name} cannot be loaded ({first_line(e)}): give another model"

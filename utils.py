@@ -110,6 +110,8 @@ class RunContract(BaseModel):
     def bound_entries(cls, values: dict) -> dict:
         if len(values["contract"]) > 32:
             raise ValueError("a contract has 32 entries at most")
+        if not "".join(text for entry in values["contract"].items() for text in entry).isprintable():
+            raise ValueError("a contract is shown to others: no line breaks, and nothing that a terminal obeys")
         return values
 
 

@@ -73,9 +73,9 @@ def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -
 def make_twin(model: Path, folder: Path) -> None:
     """A model of the same shape and tokenizer that has read nothing."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.from_pretrained(model)
-    transformers.AutoModel.from_config(config).save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+    transformers.AutoModel.from_config(config, trust_remote_code=False).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import textwrap
 from collections import Counter
 
 from arguments import DataArguments, ModelArguments, parse_arguments
-from support.console import edge
+from support.console import edge, make_printable
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -127,7 +127,7 @@ def main(model_args: ModelArguments, args: DataArguments) -> None:
             facts.append(f"{(labels != IGNORED_LABEL).sum()} to be predicted")
             print(f"\nbatch {number}, row {row + 1} of {BATCH_SIZE}: {', '.join(facts)}")
             width = min(120, shutil.get_terminal_size().columns)
-            lines = textwrap.wrap(statistics.format_row(ids, labels), width - 4, break_on_hyphens=False)
+            lines = textwrap.wrap(make_printable(statistics.format_row(ids, labels)), width - 4, break_on_hyphens=False)
             text = textwrap.indent("\n".join(lines), "    ")
             if sys.stdout.isatty():
                 text = text.replace("⟦", "\033[33m⟦").replace("⟧", "⟧\033[0m")

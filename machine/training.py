@@ -48,7 +48,7 @@ def check_saved_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     with tempfile.TemporaryDirectory() as folder, calm_transformers():
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        again = transformers.AutoTokenizer.from_pretrained(folder)
+        again = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if again(PROBE, verbose=False)["input_ids"] != tokenizer(PROBE, verbose=False)["input_ids"]:
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path} changes when it is saved with a model of type "

@@ -110,6 +110,7 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
             else:
                 config.vocab_size = vocab_size
                 is_auto = not issubclass(model_class, PreTrainedModel)
+                options |= dict(trust_remote_code=False) if is_auto else {}
                 model = (model_class.from_config if is_auto else model_class._from_config)(config, **options)
     except Exception as e:  # of many kinds: of files, of values, of what is not installed
         raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e

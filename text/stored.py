@@ -35,7 +35,7 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
         kind = kind or stored
         columns = [name for name in stored.columns if kind.has_pairs or name != "sentence_order_label"]
         splits = {name: dataset[name].select_columns(columns) for name in names}
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as e:
         raise UserError(
             f"{path} is not a dataset of tokenize_wikitext103.py ({type(e).__name__}: {first_line(e)}): "
             f"remove it, then run python tokenize_wikitext103.py --dataset_path {path}"

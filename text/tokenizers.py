@@ -46,8 +46,9 @@ def load_tokenizer(
         raise UserError(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
     try:
         with contextlib.nullcontext() if is_folder else hub(f"the tokenizer {path}", alternative):
-            tokenizer = AutoTokenizer.from_pretrained(path, cache_dir=cache_dir, local_files_only=is_folder)
-    except (OSError, ValueError, KeyError) as e:
+            options = dict(cache_dir=cache_dir, local_files_only=is_folder)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+    except (OSError, ValueError, KeyError, RecursionError) as e:
         raise UserError(
             f"{path} holds no readable tokenizer ({first_line(e)}): make one with python tokenize_wikitext103.py"
         ) from e

@@ -277,7 +277,8 @@ def small_disk(folder: Path, size: str):
 
 
 @pytest.mark.parametrize("size", ["1m", "4m"], ids=["for the download", "for the unpacked archive"])
-def test_a_full_disk_is_one_line(server, hosted, cache, size):
+def test_a_full_disk_is_one_line(server, hosted, cache, size, monkeypatch):
+    monkeypatch.setattr(fetch, "KEEP_FREE", 0)
     with small_disk(cache, size):
         expect_stop("--dataset_cache_dir", f"{server.url}/big.tar", None, cache)
         names = left_in(cache)
@@ -434,6 +435,7 @@ def test_sequences_of_shards_grow(hosted, tmp_path, num_workers):
 
 def test_shards_that_were_read_go_when_the_disk_is_full(server, hosted, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(shards, "RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(fetch, "KEEP_FREE", 0)
     expected = take(*open_local(hosted, tmp_path), 600)
     size = sum(len(content) for content in read_files(tmp_path / "local").values())
     shard = max(path.stat().st_size for path in (tmp_path / "local").rglob("*train/*.arrow"))

@@ -1,9 +1,12 @@
 """Tokenizers and stored datasets as they are loaded."""
 
+import json
+
 import pytest
 from rows import SPECIAL
 from transformers import AlbertTokenizer
 
+from finetune_mlm import load_folder
 from support.console import UserError
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
@@ -24,6 +27,29 @@ def test_tokenizer_without_special_tokens_is_refused(tmp_path, tokenizer):
     lacking = AlbertTokenizer(vocab=[(token, 0.0) for token in SPECIAL], mask_token=None)
     lacking.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="no mask token"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, tokenizer, monkeypatch):
+    """transformers would ask, and run it after a `y`."""
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w')\nclass Evil: pass\n")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for load in (load_tokenizer, lambda path: load_folder(path, f"--checkpoint {path}", "give another")):
+        with pytest.raises(UserError, match=r"^[^\n]*custom code[^\n]*not run[^\n]*$"):
+            load(tmp_path)
+        # with a model that has code of its own, too
+        (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}')
+    assert not (tmp_path / "it_ran").exists()
+
+
+def test_a_tokenizer_nested_too_deeply_is_one_line(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"a":' + 100_000 * "[" + 100_000 * "]" + "}")
+    with pytest.raises(UserError, match="holds no readable tokenizer"):
         load_tokenizer(tmp_path)
 
 

@@ -1,0 +1,260 @@
+"""Servers that mean no good, on real sockets: each ends in one line, and nothing of theirs is taken for data."""
+
+import contextlib
+import io
+import json
+import shutil
+import socket
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.console import UserError
+from text import fetch, http
+from text.stored import load_tokenized_dataset
+
+OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
+FOUND = b"HTTP/1.1 302 Found\r\nConnection: close\r\nLocation: "
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch):
+    monkeypatch.setattr(http, "STALL_SECONDS", 0.5)
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+@contextlib.contextmanager
+def serve(*answers: Callable[[bytes], Iterator[bytes]]) -> Iterator[str]:
+    """The address of a server that sends what these functions make of a request, one each; the last one goes on."""
+    left, ended = list(answers), threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            request = b""
+            while b"\r\n\r\n" not in request:
+                request += connection.recv(65_536)
+            for piece in (left.pop(0) if len(left) > 1 else left[0])(request):
+                connection.sendall(piece)
+                if ended.is_set():
+                    return
+
+    def listen() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/data.tar"
+        ended.set()
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def send(*pieces: bytes) -> Callable:
+    return lambda request: iter(pieces)
+
+
+def drip(*pieces: bytes) -> Callable:
+    """Then a byte now and then, for good."""
+
+    def answer(request: bytes) -> Iterator[bytes]:
+        yield from pieces
+        while True:
+            time.sleep(0.1)
+            yield b"x"
+
+    return answer
+
+
+def flood(*pieces: bytes) -> Callable:
+    """The last one again and again."""
+
+    def answer(request: bytes) -> Iterator[bytes]:
+        yield from pieces
+        while True:
+            yield pieces[-1]
+
+    return answer
+
+
+def expect_line(words: str, url: str, cache: Path, patience: float = 0.4) -> list[str]:
+    """The fetch ends in one line with these words, soon. Returns what it has left in the cache, besides locks."""
+    start = time.monotonic()
+    with pytest.raises(UserError, match=words) as error:
+        fetch.fetch(url, None, cache, patience)
+    assert str(error.value).isprintable()  # one line, and no escapes
+    assert time.monotonic() - start < 20  # this machine may be busy
+    return sorted("".join(path.suffixes) for path in cache.iterdir() if path.suffix != ".lock")
+
+
+def make_tar(path: Path, text: str = "{}") -> bytes:
+    with tarfile.open(path, "w") as archive:
+        member = tarfile.TarInfo("dataset/corpus.json")
+        member.size = len(text)
+        archive.addfile(member, io.BytesIO(text.encode()))
+    return path.read_bytes()
+
+
+DRIPS = {
+    "body": (OK, b"Content-Length: 9999\r\n\r\n"),
+    "body without a length": (OK, b"\r\n"),
+    "status": (b"HTTP/1.1 200 ",),
+    "header": (OK, b"X: "),
+    "size of a chunk": (OK, b"Transfer-Encoding: chunked\r\n\r\n5;"),
+}
+
+
+@pytest.mark.parametrize("where", DRIPS)
+def test_a_server_that_drips_is_given_up(cache, where):
+    """A byte each 0.1 s, which is in time for each read."""
+    with serve(drip(*DRIPS[where])) as url:
+        assert set(expect_line("fewer than 1,000 bytes a second came; gave up", url, cache)) <= {".part", ".part.json"}
+
+
+def test_a_server_that_sends_a_byte_and_hangs_up_is_given_up(cache):
+    def answer(request: bytes) -> Iterator[bytes]:
+        start = int(request.partition(b"bytes=")[2].partition(b"-")[0] or 0)
+        status = b"206 No\r\nContent-Range: bytes %d-8/9" % start if start else b"200 OK\r\nContent-Length: 9"
+        yield b"HTTP/1.1 %b\r\nConnection: close\r\n\r\nx" % status
+
+    with serve(answer) as url:
+        expect_line("the connection was cut after . of 9 bytes; gave up", url, cache, patience=1.2)
+
+
+def test_a_slow_line_is_not_given_up_nor_one_that_stalls(cache, tmp_path):
+    content = make_tar(tmp_path / "data.tar", "{}" + 10_000 * " ")
+
+    def answer(request: bytes) -> Iterator[bytes]:
+        yield OK + b"Content-Length: %d\r\n\r\n" % len(content)
+        for start in range(0, len(content), 2_000):
+            time.sleep(0.4 if start == 4_000 else 0.1)  # 20 kB/s
+            yield content[start : start + 2_000]
+
+    with serve(answer) as url:
+        assert fetch.fetch(url, None, cache, patience=0.5).is_dir()
+
+
+def test_what_a_drip_has_left_is_continued_not_taken_for_the_whole(cache, tmp_path):
+    content = make_tar(tmp_path / "data.tar")
+    head = OK + b"Content-Length: %d\r\n\r\n" % len(content)
+    with serve(drip(head, content[:1000]), send(head, content)) as url:
+        http.STALL_SECONDS = 1.5  # the first thousand bytes have made up for a second
+        with pytest.raises(UserError, match="continues from 1.0 kB"):
+            fetch.fetch(url, None, cache, 0.1)
+        [found] = fetch.fetch(url, None, cache).rglob("*.json")
+    assert found.read_text() == "{}"
+
+
+REDIRECTS = {
+    "in a circle": (FOUND, b"/data.tar\r\n\r\n"),
+    "ftp": (FOUND, b"ftp://127.0.0.1/etc/passwd\r\n\r\n"),
+    "file": (FOUND, b"file:///etc/passwd\r\n\r\n"),
+    "file, on two lines": (FOUND, b"file:///a\r\n \x1b[2J run: curl evil\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("where", REDIRECTS)
+def test_redirects_lead_to_another_web_address_or_nowhere(cache, where):
+    words = "infinite loop" if where == "in a circle" else "not an http|not allowed"
+    with serve(send(*REDIRECTS[where])) as url:
+        assert expect_line(words, url, cache) == []
+
+
+def test_redirects_that_never_end_or_have_no_end_themselves(cache):
+    with serve(lambda request: iter([FOUND + b"/%d\r\n\r\n" % time.time_ns()])) as url:
+        assert expect_line("infinite loop", url, cache) == []
+    with serve(flood(FOUND + b"/data.tar\r\n\r\n", bytes(2**16))) as url:
+        assert expect_line("infinite loop", url, cache) == []
+
+
+def test_an_answer_without_end_stops_before_the_disk_is_full_and_goes(cache, monkeypatch):
+    monkeypatch.setattr(fetch, "KEEP_FREE", shutil.disk_usage(cache.parent).free - 20_000_000)
+    with serve(flood(OK + b"\r\n", bytes(2**20))) as url:
+        assert expect_line("no room for .* stay free", url, cache) == []
+
+
+def test_an_answer_that_never_begins(cache):
+    with serve(flood(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)) as url:
+        assert expect_line("headers without end", url, cache) == []
+
+
+def test_a_disk_that_would_be_too_full_is_not_written_to(cache, monkeypatch, tmp_path):
+    content = make_tar(tmp_path / "data.tar")
+    monkeypatch.setattr(fetch, "KEEP_FREE", 2 * shutil.disk_usage(cache.parent).free)
+    with serve(send(OK + b"Content-Length: %d\r\n\r\n" % len(content), content)) as url:
+        assert expect_line("no room for .* stay free", url, cache) == [".part", ".part.json"]
+        assert sum(path.stat().st_size for path in cache.glob("*.part")) == 0
+        assert ".unfinished" not in expect_line("no room for", str(tmp_path / "data.tar"), cache)
+        monkeypatch.undo()
+        assert fetch.fetch(url, None, cache).is_dir()
+
+
+LENGTHS = {
+    "more": ("Content-Length: 2000", "cut after 1,000 of 2,000 bytes; gave up", [".part", ".part.json"]),
+    "far more": (f"Content-Length: {10**20}", "cut after 1,000 of .* bytes; gave up", [".part", ".part.json"]),
+    "fewer": ("Content-Length: 500", "is damaged, or not a .tar", []),
+    "negative": ("Content-Length: -5", "is empty", []),
+    "no number": ("Content-Length: many", "invalid literal .*many", []),
+}
+
+
+@pytest.mark.parametrize("lie", LENGTHS)
+def test_a_length_that_lies(cache, lie):
+    header, words, left = LENGTHS[lie]
+    with serve(send(OK, header.encode(), b"\r\n\r\n", 1000 * b"x")) as url:
+        assert expect_line(words, url, cache) == left
+        assert expect_line(words, url, cache) == left  # nor does what is left count as the whole
+
+
+def test_a_file_that_is_another_one_each_time(cache):
+    """Or that ends before the length that it has announced, each time."""
+    short = OK + b"Content-Length: 2000\r\n\r\n" + 1000 * b"x"
+    none = b"HTTP/1.1 416 No\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+    with serve(lambda request: iter([none if b"Range" in request else short])) as url:
+        assert expect_line("is shorter than it was before", url, cache, 2) == []
+    with serve(lambda request: iter([short.replace(b"Con", b"ETag: %d\r\nCon" % time.time_ns(), 1)])) as url:
+        assert expect_line("has changed in the meantime", url, cache, 2) == []
+
+
+def test_words_of_a_server_reach_no_terminal_as_they_are(cache):
+    with serve(send(b"HTTP/1.1 404 \x1b[2J\x0brun: curl evil\r\n\r\n")) as url:
+        assert expect_line(r"answers 404  \[2J run: curl evil", url, cache) == []
+
+
+NESTED = '{"common":' + 100_000 * "[" + 100_000 * "]" + "}"
+
+
+@pytest.mark.parametrize("content", [NESTED, "{" + 10**7 * " "], ids=["nested", "large"])
+def test_an_index_that_would_cost_too_much(cache, content):
+    with serve(send(OK, b"\r\n", content.encode())) as url:
+        assert expect_line("is not an index of shards", url, cache) == []
+
+
+@pytest.mark.parametrize("text", [NESTED, "[]", '{"objective": []}'])
+def test_a_corpus_that_is_none(cache, tmp_path, text):
+    make_tar(tmp_path / "data.tar", text)
+    with pytest.raises(UserError, match="is not a dataset of"):
+        load_tokenized_dataset(fetch.fetch_data(str(tmp_path / "data.tar"), None, cache), None)
+
+
+def test_an_archive_of_names_of_names(cache, tmp_path):
+    """tarfile reads a long name, and then by itself the member that has it: which may be a long name."""
+    member = tarfile.TarInfo("././@LongLink")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 512
+    (tmp_path / "data.tar").write_bytes(2000 * (member.tobuf() + bytes(512)))
+    assert expect_line("is damaged", str(tmp_path / "data.tar"), cache) == []
+
+
+def test_an_index_names_files_beside_it_alone(cache):
+    for name in ("../a.tar", "/a.tar", "http://a/b", "a\nb", "a\x1b[2J", ["a"], 10_000 * "/"):
+        entry = {"name": name, "sha256": 64 * "0", "size": 1}
+        with serve(send(OK, b"\r\n", json.dumps({"common": entry, "shards": [entry]}).encode())) as url:
+            assert expect_line("is not an index of shards .{,200}$", url, cache) == []
