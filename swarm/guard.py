@@ -90,8 +90,9 @@ class GuardedReducer(TensorPartReducer):
         """
         indices, parts = torch.tensor(list(sent)), torch.stack([part for part, _ in sent.values()])
         if self.are_parameters:
-            # of an even number, between the two in the middle
-            return (parts.median(dim=0).values - (-parts).median(dim=0).values) / 2
+            # several times as fast as torch's median, which of an even number takes the lower one besides
+            parts = parts.sort(dim=0).values
+            return (parts[(len(parts) - 1) // 2] + parts[len(parts) // 2]) / 2
         self.products[indices[:, None], indices] += (parts @ parts.T).double()
         self.counts[indices] += parts.shape[1]
         factors = choose_factors(self.products, self.counts)[indices].float()
