@@ -18,6 +18,8 @@ half an hour. What a row says:
     apart      largest difference between weights of two honest models at the end; or which are not finite
     exit       exit codes of the honest trainers; they are given 30 s to end by themselves, by Ctrl-C if need be
     named by   honest trainers that name the attacker in a warning; with ! tracebacks in their logs
+    notes      what the attacker says of its last act; states that the honest trainers have taken over since; and what
+               became of a trainer that joined then, of the monitor, and of memory (PSS, the highest and before)
 """
 
 import argparse
@@ -41,6 +43,7 @@ import processes
 import torch
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from safetensors.torch import load_file
+from soak import measure_processes
 
 from arguments import DataArguments, ModelArguments
 from experiment.data import load_data, make_eval_batches
@@ -49,7 +52,10 @@ from machine.training import evaluate
 
 HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each
 PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
-START_SECONDS, END_SECONDS = 90.0, 30.0
+START_SECONDS, END_SECONDS = 180.0, 30.0
+NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5")  # attacks on who joins
+EARLY = ("contract_first",)  # before any trainer is there
+MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # whose memory is of interest
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 5 --total_steps 1000000 "
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --target_batch_size 160 "
@@ -88,7 +94,11 @@ class Swarm:
         return self.start(name, "benchmarks/paced_trainer.py", PACE, *flags)
 
     def read_history(self, name: str) -> list[dict]:
-        path = self.folder / name / "history.jsonl"
+        """Of a trainer: a line for each epoch."""
+        return self.read_json_lines(f"{name}/history.jsonl")
+
+    def read_json_lines(self, name: str) -> list[dict]:
+        path = self.folder / name
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -164,10 +174,20 @@ class Course:
 
     swarm: Swarm
     codes: list[int | None]  # exit codes of the honest trainers
-    began: float | None  # when the attacker first did something; None: never, or there was none
+    began: float | None  # when the attacker first did something, or a newcomer came; None: there was no attack
     ended: float  # when the honest trainers were asked to end, or had
-    acts: list[dict]  # of the attacker
-    attacker: str | None  # its peer id
+    attacker: Script | None
+    newcomer: Script | None
+    memory: list[float]  # MB, of who is in MEMORY
+
+    @property
+    def acts(self) -> list[dict]:
+        return [line for line in (self.attacker.json_lines() if self.attacker else []) if "peer" not in line]
+
+    @property
+    def attacker_id(self) -> str:
+        match = re.search(r'(?:parameters, peer |"peer": ")(\w+)', self.attacker.text) if self.attacker else None
+        return match[1] if match else "nobody"
 
 
 def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identities: Path, seconds: float) -> Course:
@@ -177,28 +197,48 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
     :param seconds: at most, for the epochs after the attack
     """
     swarm = Swarm(args, folder, identities)
-    attacker = None
+    course = Course(swarm, [], None, 0.0, None, None, [])
+
+    def start_attacker() -> None:
+        flags = swarm.flags("attacker", "--max_steps", 10**6)
+        course.attacker = swarm.start("attacker", "benchmarks/hostile_peer.py", kind, PACE, *flags)
+
     try:
+        if kind in EARLY:
+            start_attacker()
+            wait_until(lambda: course.acts, START_SECONDS, f"the attack, see {course.attacker.log}")
         for name in list_honest():
             keep = ["--save_steps", 1, "--save_total_limit", 99] if kind is None and name == list_honest()[0] else []
             swarm.honest.append(swarm.start_trainer(name, *keep))
-        swarm.wait_for_epoch(args.attack_after)
-        if kind is not None:
-            flags = swarm.flags("attacker", "--max_steps", 10**6)
-            attacker = swarm.start("attacker", "benchmarks/hostile_peer.py", kind, PACE, *flags)
-        deadline, began = time.time() + START_SECONDS, None
+        if kind not in EARLY:
+            swarm.wait_for_epoch(args.attack_after)
+            if kind is not None:
+                start_attacker()
+        deadline = time.time() + START_SECONDS
         while time.time() < deadline and any(script.process.poll() is None for script in swarm.honest):
             time.sleep(0.2)
-            if began is None and attacker and (acts := attacker.json_lines()):
-                began = acts[0]["time"]
-                deadline = began + seconds
-        ended, codes = time.time(), swarm.end_honest()
+            watch(course, kind)
+            if course.began:
+                deadline = course.began + seconds
+        course.ended, course.codes = time.time(), swarm.end_honest()
         swarm.end()
     finally:
         swarm.kill()
-    acts = attacker.json_lines() if attacker else []
-    name = re.search(r"parameters, peer (\w+)", attacker.text) if attacker else None
-    return Course(swarm, codes, began, ended, acts, name and name[1])
+    return course
+
+
+def watch(course: Course, kind: str | None) -> None:
+    """Note when the attack begins, let a newcomer come, measure memory."""
+    swarm = course.swarm
+    is_there = course.attacker and (course.acts or "first contribution" in course.attacker.text)
+    if kind in NEWCOMERS and is_there and not course.newcomer:
+        course.newcomer = swarm.start_trainer("newcomer")
+        course.began = time.time()
+    if course.acts and not course.began:
+        course.began = course.acts[0]["time"]
+    who = {"newcomer": course.newcomer, "trainer0": swarm.honest[0]}.get(MEMORY.get(kind))
+    if who:
+        course.memory.append(sum(megabytes for megabytes, _ in measure_processes(who).values()))
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -248,25 +288,51 @@ def count_rounds(course: Course) -> str:
     return f"{len(together)} of {len(epochs)}"
 
 
-def describe(kind: str, course: Course, judge: Judge, usual: float) -> list[str]:
+def describe_notes(kind: str | None, course: Course) -> str:
+    swarm, notes = course.swarm, []
+    if course.acts:
+        notes += [f"{name} {value}" for name, value in course.acts[-1].items() if name not in ("act", "time")]
+    joining = "took over the state of epoch"
+    if taken := sum(script.text.count(joining) for script in swarm.honest):
+        notes.append(f"{taken} states taken")
+    if course.newcomer:
+        lines, code = swarm.read_history("newcomer"), course.newcomer.process.poll()
+        took = f"took {course.newcomer.text.count(joining)} states, " if joining in course.newcomer.text else ""
+        ends = [
+            f"loss {line['loss']:.2f} averaged with {line['averaged_with']}, " for line in (*lines[:1], *lines[-1:])
+        ]
+        notes.append(f"newcomer: {took}{'then '.join(ends)}exit {code}")
+    if "metrics" in kind:
+        lines = swarm.read_json_lines("monitor/metrics.jsonl")
+        shown = [line for line in lines if line["time"] > (course.began or 0)]
+        least, most = min(line["loss"] for line in lines), max(line["alive_peers"] for line in lines)
+        peers = len(json.loads((swarm.folder / "monitor" / "summary.json").read_text())["peers"])
+        notes.append(f"monitor: loss {least:.2f}, {most} peers, {peers} thanked, {len(shown)} epochs shown")
+    if course.memory:
+        notes.append(f"{MEMORY[kind]}: {max(course.memory):.0f} MB ({course.memory[0]:.0f} before)")
+    if any("\nrun: curl evil" in script.text for script in swarm.scripts):
+        notes.append("printed as it is")
+    return "; ".join(notes)
+
+
+def describe(kind: str | None, course: Course, judge: Judge, usual: float) -> list[str]:
     """A row of the table."""
     swarm, logs = course.swarm, [script.text for script in course.swarm.honest]
     epochs = [lines[-1]["epoch"] if lines else 0 for lines in swarm.histories()]
     folders = [path for name in list_honest() if (path := swarm.folder / name / "model").exists()]
     losses = [judge.measure(folder) for folder in folders]
-    loss = "no model"
-    kept = "-"
+    loss, kept = "no model", "-"
     if losses:
         worst, expected = max(losses, key=lambda loss: (loss != loss, loss)), judge.usual_loss(min(epochs))
         loss = f"{worst:.3f} ({expected:.3f})"
         kept = f"{(judge.start_loss - worst) / (judge.start_loss - expected):.0%}"
     warnings = [[line for line in log.splitlines() if "warning:" in line or "error:" in line] for log in logs]
-    naming = sum(any(course.attacker in line for line in lines) for lines in warnings) if course.attacker else 0
+    naming = sum(any(course.attacker_id in line for line in lines) for lines in warnings)
     tracebacks = sum(log.count("Traceback") for log in logs)
     return [
-        kind,
+        kind or "none",
         str(len(course.acts)),
-        f"{'-'.join(str(epoch) for epoch in sorted({min(epochs), max(epochs)}))} of {swarm.args.epochs}",
+        f"{' to '.join(str(epoch) for epoch in sorted({min(epochs), max(epochs)}))} of {swarm.args.epochs}",
         count_rounds(course),
         loss,
         kept,
@@ -274,7 +340,7 @@ def describe(kind: str, course: Course, judge: Judge, usual: float) -> list[str]
         describe_weights(folders) if folders else "-",
         " ".join("killed" if code is None else str(code) for code in course.codes),
         f"{naming}{'!' * bool(tracebacks)}",
-        "",
+        describe_notes(kind or "none", course),
     ]
 
 
@@ -282,7 +348,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
-    kinds = list(hostile_peer.TRAINERS)
+    kinds = hostile_peer.KINDS
     parser.add_argument("--attacks", nargs="+", choices=kinds, default=kinds, metavar="KIND", help=", ".join(kinds))
     parser.add_argument("--epochs", type=int, default=16, help="that the honest trainers are to reach")
     parser.add_argument("--attack_after", type=int, default=4, help="epochs; then the attacker is started")
@@ -301,7 +367,7 @@ def main() -> None:
     usual = statistics.median(seconds for _, seconds in list_spans(course))
     print(f"undisturbed: epochs of {usual:.1f} s, validation loss from {judge.start_loss:.3f}\n")
     print(f"| {TITLES} |\n{'|---' * len(TITLES.split('|'))}|")
-    rows = [describe("none", course, judge, usual)]
+    rows = [describe(None, course, judge, usual)]
     print(f"| {' | '.join(rows[0])} |", flush=True)
     for kind in args.attacks:
         seconds = PATIENCE * usual * (args.epochs - args.attack_after)
