@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import hostile_peer
 import processes
+import psutil
 import torch
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from safetensors.torch import load_file
@@ -69,14 +70,16 @@ class Swarm:
 
     def __init__(self, args: argparse.Namespace, folder: Path, identities: Path):
         self.args, self.folder, self.identities = args, folder, identities
-        self.prefix, self.scripts = make_prefix(), []
-        folder.mkdir()
-        self.common = ["--experiment_prefix", self.prefix, *LOOPBACK]
-        options = ["--report_to", "none", "--refresh_period", 1, "--output_dir", folder / "monitor"]
-        self.monitor = self.start("monitor", "run_training_monitor.py", *self.common, *options)
-        peers = self.monitor.wait_for(r"--initial_peers (/ip4\S+)", START_SECONDS).group(1)
-        self.common += ["--initial_peers", peers]
+        self.scripts: list[Script] = []
         self.honest: list[Script] = []
+        self.common = ["--experiment_prefix", make_prefix(), *LOOPBACK]
+        folder.mkdir()
+
+    def start_monitor(self) -> None:
+        options = ["--report_to", "none", "--refresh_period", 1, "--output_dir", self.folder / "monitor"]
+        monitor = self.start("monitor", "run_training_monitor.py", *self.common, *options)
+        peers = monitor.wait_for(r"--initial_peers (/ip4\S+)", START_SECONDS).group(1)
+        self.common += ["--initial_peers", peers]
 
     def start(self, name: str, *command: object) -> Script:
         self.scripts.append(Script(self.folder / f"{name}.log", *command))
@@ -130,9 +133,12 @@ class Swarm:
                     script.wait(10)
 
     def kill(self) -> None:
-        """Whatever happens, nothing is left behind."""
+        """Whatever happens, nothing is left behind; also where Ctrl-C is pressed twice."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         for script in self.scripts:
             script.kill()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def list_honest() -> list[str]:
@@ -143,11 +149,12 @@ class Judge:
     """Measures models on the validation split, all in the same way."""
 
     def __init__(self, args: argparse.Namespace):
+        torch.set_num_threads(1)  # others compute too
         model_args = ModelArguments(config_path="configs/demo.json", tokenizer_path=args.tokenizer_path, seed=args.seed)
         data_args = DataArguments(dataset_path=args.dataset_path)
         tokenizer, splits, _ = load_data(model_args, data_args, needs_validation=True)
         self.model = make_model(model_args, tokenizer)
-        options = dict(batch_size=32, max_samples=256)
+        options = dict(batch_size=32, max_samples=128)
         self.batches = list(make_eval_batches(splits["validation"], tokenizer, data_args, **options))
         self.start_loss = self.measure()
         #: of the undisturbed swarm, by epoch
@@ -204,6 +211,7 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
         course.attacker = swarm.start("attacker", "benchmarks/hostile_peer.py", kind, PACE, *flags)
 
     try:
+        swarm.start_monitor()
         if kind in EARLY:
             start_attacker()
             wait_until(lambda: course.acts, START_SECONDS, f"the attack, see {course.attacker.log}")
@@ -344,6 +352,35 @@ def describe(kind: str | None, course: Course, judge: Judge, usual: float) -> li
     ]
 
 
+def measure(args: argparse.Namespace) -> list[list[str]]:
+    """Print the table, and return its rows."""
+    folder = Path(tempfile.mkdtemp(prefix="attacks_"))
+    (identities := folder / "identities").mkdir()
+    judge = Judge(args)
+    print(f"{len(args.attacks)} kinds of attack, {os.cpu_count()} cores; logs are in {folder}", flush=True)
+
+    psutil.cpu_percent()
+    course = run_swarm(args, None, folder / "none", identities, 0.0)
+    judge.learn_usual(folder / "none" / list_honest()[0])
+    usual = statistics.median(seconds for _, seconds in list_spans(course))
+    print(f"undisturbed: epochs of {usual:.1f} s, validation loss from {judge.start_loss:.3f} nats")
+    # where the machine has other work, peers are taken for dead without any attack
+    print(f"{count_rounds(course)} epochs averaged by all; the processors were busy for {psutil.cpu_percent():.0f} %\n")
+    print(f"| {TITLES} |\n{'|---' * len(TITLES.split('|'))}|")
+    rows = [describe(None, course, judge, usual)]
+    print(f"| {' | '.join(rows[0])} |", flush=True)
+    for kind in args.attacks:
+        seconds = PATIENCE * usual * (args.epochs - args.attack_after)
+        try:
+            course = run_swarm(args, kind, folder / kind, identities, seconds)
+        except AssertionError as e:  # from Script: the other rows are still worth having
+            print(f"{kind}: {e}", file=sys.stderr)
+            continue
+        rows.append(describe(kind, course, judge, usual))
+        print(f"| {' | '.join(rows[-1])} |", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
@@ -357,27 +394,13 @@ def main() -> None:
     args = parser.parse_args()
     processes.IS_FORKING = True  # or each swarm spends half a minute on imports
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    folder = Path(tempfile.mkdtemp(prefix="attacks_"))
-    (identities := folder / "identities").mkdir()
-    judge = Judge(args)
-    print(f"{len(args.attacks)} kinds of attack, {os.cpu_count()} cores; logs are in {folder}", flush=True)
-
-    course = run_swarm(args, None, folder / "none", identities, 0.0)
-    judge.learn_usual(folder / "none" / list_honest()[0])
-    usual = statistics.median(seconds for _, seconds in list_spans(course))
-    print(f"undisturbed: epochs of {usual:.1f} s, validation loss from {judge.start_loss:.3f}\n")
-    print(f"| {TITLES} |\n{'|---' * len(TITLES.split('|'))}|")
-    rows = [describe(None, course, judge, usual)]
-    print(f"| {' | '.join(rows[0])} |", flush=True)
-    for kind in args.attacks:
-        seconds = PATIENCE * usual * (args.epochs - args.attack_after)
-        try:
-            course = run_swarm(args, kind, folder / kind, identities, seconds)
-        except AssertionError as e:  # from Script: the other rows are still worth having
-            print(f"{kind}: {e}", file=sys.stderr)
-            continue
-        rows.append(describe(kind, course, judge, usual))
-        print(f"| {' | '.join(rows[-1])} |", flush=True)
+    try:
+        rows = measure(args)
+    finally:  # also what was about to start; and nobody interrupts this
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
     if args.json:
         args.json.write_text(json.dumps([dict(zip(TITLES.split(" | "), row, strict=True)) for row in rows], indent=2))
 
