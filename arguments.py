@@ -491,10 +491,10 @@ class TrainerArguments(PrecisionArguments):
     max_eval_samples: int | None = flag(None, "Maximum number of validation samples; default: the whole split.")
     statistics_expiration: float = flag(600, "Seconds for which this peer's published metrics stay on the DHT.")
     backup_every_epochs: int = flag(
-        10, "Back up the state every N epochs, should parameters turn non-finite.", aliases=["--backup_every_steps"]
+        10, "With --state_path: write the state there every N epochs.", aliases=["--backup_every_steps"]
     )
     state_path: str | None = flag(
-        None, "File for that backup, resumed from if it is newer than all checkpoints: a crash then costs fewer epochs."
+        None, "File for the state, resumed from if it is newer than all checkpoints: a crash then costs fewer epochs."
     )
 
     def __post_init__(self):

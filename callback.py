@@ -1,4 +1,4 @@
-"""CollaborativeCallback: what happens around a trainer's steps: take over the state, report, evaluate, save, restore.
+"""CollaborativeCallback: what happens around a trainer's steps: take over the state, report, evaluate, save, recover.
 
 run_trainer.py calls it: at the start, after each step, and at the end. It must not cost the loop: losses are summed on
 the device and read once per epoch, records go to the DHT in the background.
@@ -60,7 +60,7 @@ logger = logging.getLogger("trainer")
 
 
 class CollaborativeCallback:
-    """The state that lives across a trainer's steps: sums since the last epoch, the backup, the progress bar.
+    """The state that lives across a trainer's steps: sums since the last epoch, the progress bar.
 
     :param groups: the arguments of the whole command line, as in TRAINER_ARGS: checkpoints note them
     :param dataset, corpus: of data.load_data
@@ -108,8 +108,6 @@ class CollaborativeCallback:
         self.rounds_before = dict(optimizer.round_seconds), LINE.traffic
         # the longest time between two steps since the last epoch
         self.longest_step, self.last_step_end = 0.0, time.monotonic()
-        # in memory unless --state_path holds it
-        self.backup: dict | None = None
         self.saved_epoch = 0
         self.history = Path(self.args.output_dir) / "history.jsonl"
         # a bar for a terminal, lines for a log file
@@ -224,7 +222,7 @@ class CollaborativeCallback:
     def on_epoch_end(self, now: float) -> None:
         """The swarm has stepped: report, and look after the parameters."""
         if not self.parameters_are_finite():
-            self.restore()
+            self.recover()
         optimizer, epoch = self.optimizer, self.optimizer.local_epoch
         self.counters["epochs"] += 1
         self.recent_seconds.append((now - self.epoch_start) / max(1, epoch - self.last_epoch))
@@ -437,24 +435,16 @@ class CollaborativeCallback:
             self.saved_epoch = state["local_epoch"]
 
     def back_up(self) -> None:
-        """Copy the state to --state_path, or in memory without one, or when that file cannot be written."""
-        state = self.collect_state()
-        is_in_file = self.args.state_path is not None and write_file(self.args.state_path, partial(torch.save, state))
-        self.backup = None if is_in_file else state
+        """Write the state to --state_path, if there is one: a crash costs the epochs since."""
+        if self.args.state_path is not None:
+            write_file(self.args.state_path, partial(torch.save, self.collect_state()))
 
-    def restore(self) -> None:
-        """Put the backup in place of parameters that are not finite any more, at the epoch at which the swarm is."""
-        optimizer = self.optimizer
-        logger.warning(f"non-finite parameters at epoch {optimizer.local_epoch}, restoring the last backup")
-        try:
-            state = load_state(self.args.state_path) if self.backup is None else self.backup
-            now = {"local_epoch": optimizer.local_epoch, "total_samples": optimizer.total_samples}
-            apply_state({**state, **now, "scaler": None, "random": None}, self.model, optimizer)
-        except CheckpointError as e:
-            logger.warning(f"the backup did not load ({e}), asking the swarm")
-            if not optimizer.load_state_from_peers():
-                logger.error("nobody sent a state: restart to continue from the newest checkpoint")
-                raise SystemExit(1) from e
+    def recover(self) -> None:
+        """Take over the swarm's state in place of parameters that are not finite any more."""
+        logger.warning(f"non-finite parameters at epoch {self.optimizer.local_epoch}: asking the swarm for its state")
+        if not self.optimizer.load_state_from_peers():
+            logger.error("nobody sent a state: restart to continue from the newest checkpoint")
+            raise SystemExit(1)
 
     def on_train_end(self) -> None:
         """Save, and withdraw the contract: a swarm that has ended must not bind the next one of the same name."""

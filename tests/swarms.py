@@ -160,13 +160,11 @@ class Swarm:
         self.peers = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
         return monitor
 
-    def start_trainers(self, *names: str, **own) -> list[Script]:
+    def start_trainers(self, *names: str, program: str = "benchmarks/paced_trainer.py", **own) -> list[Script]:
         for name in names:
             options = {"--initial_peers": self.peers, "--output_dir": self.tmp_path / name, **self.where(name)}
             options |= {f"--{flag}": value for flag, value in own.items()}
-            trainer = self.start(
-                name, "benchmarks/paced_trainer.py", self.pace, *flags(self.settings, options), **self.prefix(name)
-            )
+            trainer = self.start(name, program, self.pace, *flags(self.settings, options), **self.prefix(name))
             self.trainers[name] = trainer
         return [self.trainers[name] for name in names]
 

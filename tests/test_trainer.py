@@ -6,6 +6,7 @@ from subprocess import CompletedProcess
 import pytest
 from processes import LOOPBACK, make_prefix, run_python
 from safetensors.torch import load_file
+from swarms import Swarm
 
 from arguments import DataArguments
 from text.batches import sequence_length_at
@@ -72,16 +73,20 @@ def test_all_roles_have_the_same_ordered_parameters(facts):
     assert len(matrices) >= 8
 
 
-@pytest.mark.parametrize("where", ["memory", "file"])
-def test_parameters_that_are_not_finite_are_restored(facts, where):
-    """From the backup in memory, or from --state_path: parameters and moments bit for bit, at the swarm's epoch."""
-    restored = facts["restored"][where]
-    assert restored["finite"] == [False, True]
-    assert restored["equal"]
-    assert restored["in_memory"] is (where == "memory")
-    assert restored["epoch"] == 3
-    # the fourth of the 5,001 steps of warm-up
-    assert restored["learning_rate"] == pytest.approx(0.00176 * 4 / 5001)
+def test_parameters_that_are_not_finite_end_a_trainer_that_is_alone(facts):
+    """What --state_path holds continues."""
+    assert facts["exit_code"] == 1 and facts["is_finite"]
+
+
+def test_parameters_that_are_not_finite_are_taken_over_from_the_swarm(start, tmp_path, tiny_data):
+    swarm = Swarm(start, tmp_path, {**tiny_data, "--load_state_compression": "none"})
+    swarm.start_monitor()
+    swarm.start_trainers("a", "b")
+    swarm.start_trainers("broken", program="tests/programs/spoiled_trainer.py")
+    swarm.trainers["broken"].wait_for("non-finite parameters", 120)
+    joint = swarm.wait_for_joint_epochs(["a", "b", "broken"], 3, 60)
+    swarm.stop_together(["a", "b", "broken"], joint[0])
+    assert swarm.difference(["a", "b", "broken"]) < 1e-6
 
 
 def test_the_end_is_the_earlier_one_and_an_epoch_has_whole_batches(facts):
