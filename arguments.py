@@ -265,8 +265,8 @@ class AveragingArguments:
     )
     robust_averaging: Literal["clip", "none"] = flag(
         "clip",
-        "What becomes of what is odd, but no lie, in a round of three or more. clip: gradients count for twice the "
-        "median's length at most, and not if they point away from all others; of parameters, the median counts.",
+        "What is odd, but no lie. clip: gradients count for twice the median's length at most, and not if they point "
+        "away from all others; of parameters, the median counts.",
     )
     average_state_every: int = flag(
         10,
@@ -490,12 +490,8 @@ class TrainerArguments(PrecisionArguments):
     per_device_eval_batch_size: int = flag(32, "Samples per forward pass in evaluation.")
     max_eval_samples: int | None = flag(None, "Maximum number of validation samples; default: the whole split.")
     statistics_expiration: float = flag(600, "Seconds for which this peer's published metrics stay on the DHT.")
-    backup_every_epochs: int = flag(
-        10, "With --state_path: write the state there every N epochs.", aliases=["--backup_every_steps"]
-    )
-    state_path: str | None = flag(
-        None, "File for the state, resumed from if it is newer than all checkpoints: a crash then costs fewer epochs."
-    )
+    backup_every_epochs: int = flag(10, "Write --state_path every N epochs.", aliases=["--backup_every_steps"])
+    state_path: str | None = flag(None, "File for the state between checkpoints, resumed from if it is the newest.")
 
     def __post_init__(self):
         super().__post_init__()

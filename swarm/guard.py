@@ -14,6 +14,10 @@ from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
 MAX_LENGTH = 2.0  # of a sender's gradient, in terms of the median's (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with all the others together, below which a gradient does not count
 MAX_ANSWER = 10.0  # length of an average beside the own gradient, in terms of the same for what was averaged here
+FAR_TOO_LONG = -4.0
+# How much a peer is trusted to average: by find_own_shares, as a moving average. A single round is no proof: at the
+# beginning of a plateau, and of 64 samples, an honest gradient can point away from all others.
+TRUST_WEIGHT, LEAST_TRUST = 0.25, 0.25
 MAX_CHANGE = 0.05, 1e-3  # of parameters by their average: of their length, and of each number
 NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of nothing else infinite
 
@@ -126,18 +130,21 @@ class GuardedContainer(TensorPartContainer):
         super().register_processed_part(peer_index, part_index, part)
 
 
-def find_false_averages(sums: torch.Tensor, own_index: int, own_share: float) -> list[int]:
-    """Those peers of whose averages this peer's gradient is no part, or which are far too long, while that is not so of
-    what it averaged itself. Where it averaged nothing, none: it may itself be the odd one.
+def find_own_shares(sums: torch.Tensor, own_index: int, own_weight: float) -> dict[int, float]:
+    """How much of this peer's gradient is in what each of the others has averaged: 1 as much as there should be at
+    least, 0 nothing, -1 the contrary, FAR_TOO_LONG where it cannot be an average.
 
     :param sums: see GuardedContainer
-    :param own_share: the weight of this peer's gradient in the average
+    :param own_weight: of this peer's gradient in the average
+    :returns: by index. None where this peer averages nothing: it may itself be the odd one; nor where its gradient is
+        hardly in what it has averaged itself
     """
     own, average, product, _ = sums.T
+    others = [index for index in torch.nonzero(own).flatten().tolist() if index != own_index]
     if not own[own_index]:
-        return []
-    lengths, shares = (average / own).sqrt(), product / own  # NaN of a peer that averaged nothing
-    is_false = lengths > MAX_ANSWER * lengths[own_index].clamp(min=1.0)
-    if shares[own_index] > own_share / 2 > 0:
-        is_false |= shares < own_share / 4
-    return torch.nonzero(is_false).flatten().tolist()
+        return {}
+    lengths, shares = (average / own).sqrt(), product / own / own_weight
+    too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
+    if shares[own_index] < 0.5:
+        return {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
+    return {i: FAR_TOO_LONG if lengths[i] > too_long else float(shares[i].clamp(-1.0, 1.0)) for i in others}

@@ -20,9 +20,10 @@ from arguments import AveragingArguments
 from swarm.dht import find_answering_peers
 from swarm.guard import PeersLied
 from swarm.line import LINE, from_line
+from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_when_dead
 from swarm.progress import ProgressTracker
-from swarm.rounds import GradientAverager, OutOfStep, PeersGone, count_bits
+from swarm.rounds import GradientAverager, OutOfStep, PeersGone
 from swarm.states import StateAverager, list_params
 
 logger = logging.getLogger("swarm")

@@ -3,9 +3,8 @@
 import asyncio
 import dataclasses
 import logging
-import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
@@ -15,30 +14,33 @@ import torch
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner, AveragingMode
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.averaging.partition import BannedException
-from hivemind.compression import CompressionBase, CompressionInfo, deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.compression import CompressionInfo, deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 
 from swarm.dht import find_answering_peers, name_peers
-from swarm.guard import NO_WEIGHT, GuardedContainer, GuardedReducer, Lie, PeersLied, find_false_averages
+from swarm.guard import (
+    LEAST_TRUST,
+    NO_WEIGHT,
+    TRUST_WEIGHT,
+    GuardedContainer,
+    GuardedReducer,
+    Lie,
+    PeersLied,
+    find_own_shares,
+)
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered
+from swarm.plan import choose_part_size, count_bits, drop_small_shares, is_other_share, plan_round
 from swarm.processes import become_helper
 
 logger = logging.getLogger("swarm")
 
 FIRST_LOOK = 2.0  # seconds without data until a peer is asked whether it is there
 LOOK_PERIOD = 0.5  # seconds between two looks at a running round
-# A part takes so many seconds of the slowest line: others' messages wait behind it, and a reducer answers part by part.
-PART_SECONDS = 0.0125
-PART_BYTES = 2**14, 2**19  # at least, at most
-PREFETCH = (
-    4  # parts that are compressed ahead, and received: while one waits for a sender, the next ones are on their way
-)
-WORTH_SPARING = 3.0  # seconds that all would wait for a slow peer's last data, from which on it sends less
+PREFETCH = 4  # parts compressed ahead, and received: while one waits for a sender, the next ones are on their way
 MAX_STRIKES = 3  # failed rounds of a peer in a row, after which others do without it for a while
-MOST_TURNS = 16  # rounds in which it sends all of its parts once, at most: gradients grow old
 
 
 class OutOfStep(AllreduceException):
@@ -56,93 +58,6 @@ class PeersGone(AllreduceException):
 
     def __str__(self) -> str:
         return f"no answer from {name_peers(self.args[0])}"
-
-
-def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
-    """What each peer of a group averages, in proportion to the others: nothing where it would be fewer elements than
-    min_vector_size.
-
-    :param shares: elements that each would average
-
-    hivemind drops nobody when all shares are small, as those of equals in a large group are.
-    """
-    total = sum(shares)
-    # all peers see the same shares in the same order, and drop the same ones
-    working = sorted(range(len(shares)), key=lambda index: -shares[index])
-    while len(working) > 1 and shares[working[-1]] * total < min_vector_size * sum(shares[i] for i in working):
-        working.pop()
-    return tuple(share * (index in working) for index, share in enumerate(shares))
-
-
-def choose_part_size(bandwidths: Sequence[float | None]) -> int:
-    """Bytes of one message of a round; the same for all peers, as all see the same bandwidths.
-
-    :param bandwidths: of the group's peers, in Mbit/s
-    """
-    slowest = min((mbits for mbits in bandwidths if mbits), default=math.inf)
-    least, most = PART_BYTES
-    return int(min(max(slowest * 1e6 / 8 * PART_SECONDS, least), most))
-
-
-def count_bits(
-    tensors: Sequence[torch.Tensor], compression: CompressionBase, infos: Sequence[CompressionInfo] | None = None
-) -> float:
-    """Return the size in bits of these tensors as they are sent."""
-    infos = infos or [CompressionInfo.from_tensor(tensor) for tensor in tensors]
-    ratios = map(compression.estimate_compression_ratio, infos)
-    return 8 * sum(tensor.nbytes * ratio for tensor, ratio in zip(tensors, ratios, strict=True))
-
-
-@dataclasses.dataclass
-class RoundPlan:
-    """What each peer of a group does in a round, in the group's order; all make the same plan of what all have
-    gathered."""
-
-    fractions: tuple[float, ...]  # of the tensors, that it averages for the others
-    modes: tuple[AveragingMode, ...]
-    shares: tuple[int, ...]  # it sends each so many-th part of its own tensors, in turn; 1: all of them
-    seconds: float  # that the round takes at least
-
-
-def plan_round(
-    bits: float, fractions: Sequence[float], modes: Sequence[AveragingMode], bandwidths: Sequence[float | None]
-) -> RoundPlan:
-    """Spare the others a long wait for a peer whose line is much slower: it averages nothing for them, and sends so
-    many of its parts as it can in the time that the others need.
-
-    :param bits: of the tensors, as they are sent
-    :param bandwidths: in Mbit/s; None: not known, and taken for fast
-    """
-    senders = sum(mode != AveragingMode.AUX for mode in modes)
-    rates = [1e6 * (mbits or math.inf) for mbits in bandwidths]
-    lines = sorted(rate for rate, mode in zip(rates, modes, strict=True) if mode != AveragingMode.AUX) or rates
-    # of equals, each sends what the others average, and all of them what it averages
-    usual = 2 * bits * (senders - 1) / max(1, senders) / lines[(len(lines) - 1) // 2]
-    alone = [bits / rate * (mode != AveragingMode.AUX) for rate, mode in zip(rates, modes, strict=True)]
-    shares = tuple(
-        min(math.ceil(seconds / usual), MOST_TURNS)
-        if usual and seconds > max(1.3 * usual, usual + WORTH_SPARING)
-        else 1
-        for seconds in alone
-    )
-    if any(fraction for fraction, share in zip(fractions, shares, strict=True) if share == 1):
-        fractions = tuple(fraction * (share == 1) for fraction, share in zip(fractions, shares, strict=True))
-    # hivemind forgets to say who is auxiliary: such a peer would send all of its tensors, with a weight of zero
-    modes = tuple(
-        mode if mode == AveragingMode.AUX or fraction else AveragingMode.CLIENT
-        for mode, fraction in zip(modes, fractions, strict=True)
-    )
-    part = [fraction / sum(fractions) for fraction in fractions]
-    seconds = max(
-        (own * (1 - part[i]) / shares[i] + (senders - (own > 0)) * part[i] * bits / rates[i])
-        for i, own in enumerate(alone)
-    )
-    return RoundPlan(fractions, modes, shares, seconds)
-
-
-def is_other_share(share: int, before: int) -> bool:
-    """Whether it is worth sending a different share than before: a line's speed varies."""
-    return share != before and not (min(share, before) > 1 and 0.6 < share / before < 1.6)
 
 
 class PromptRunner(AllReduceRunner):
@@ -346,6 +261,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self.max_weight = max_weight
         #: in the averager's process: how many rounds each peer has made fail since one with it succeeded
         self._strikes: Counter[PeerID] = Counter()
+        #: in the averager's process: how much each is trusted to average, see swarm/guard.py
+        self._trust: dict[PeerID, float] = defaultdict(lambda: 1.0)
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -496,7 +413,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             if watch.done() and not watch.exception() and watch.result():
                 raise PeersGone(watch.result()) from e
             if running.done() and (left := running.result().left):
-                self._strike([left], "has left rounds")
+                self._strike(left)
             raise
         finally:
             watch.cancel()
@@ -509,23 +426,28 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         if len(averaged) < 2:  # of which this peer is one, unless it is auxiliary
             raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
         if self.max_weight is not None and self.is_urgent and self.peer_id in averaged:
-            own_index = runner.ordered_peer_ids.index(self.peer_id)
-            sums, own_share = runner.tensor_part_container.sums, min(1.0, runner.weight / self.max_weight)
-            if false := find_false_averages(sums, own_index, own_share):
-                reason = "has sent averages that this peer's gradients are no part of"
-                self._strike([runner.ordered_peer_ids[index] for index in false], reason)
-                raise AllreduceException(f"{name_peers(runner.ordered_peer_ids[i].to_bytes() for i in false)} {reason}")
+            self._judge(runner)
         for peer in averaged:
             del self._strikes[peer]
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
-    def _strike(self, peers: Iterable[PeerID], reason: str) -> None:
-        """These peers have made a round fail, which may be chance: raises PeersLied for those whose last ones all
-        ended so."""
-        self._strikes.update(peers)
-        if out := {peer: reason for peer, strikes in self._strikes.items() if strikes >= MAX_STRIKES}:
+    def _judge(self, runner: PromptRunner) -> None:
+        """Raises PeersLied for those whose averages have for some rounds not been what they should."""
+        index, weight = runner.ordered_peer_ids.index(self.peer_id), min(1.0, runner.weight / self.max_weight)
+        shares = find_own_shares(runner.tensor_part_container.sums, index, weight)
+        for peer, share in ((runner.ordered_peer_ids[index], share) for index, share in shares.items()):
+            self._trust[peer] += TRUST_WEIGHT * (share - self._trust[peer])
+        if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
+            for peer in out:
+                del self._trust[peer]
+            raise PeersLied(*describe_lies(dict.fromkeys(out, "sends averages that own gradients are no part of")))
+
+    def _strike(self, peer: PeerID) -> None:
+        """This peer was the first to leave a round, which may be chance: raises PeersLied when it always does."""
+        self._strikes[peer] += 1
+        if self._strikes[peer] >= MAX_STRIKES:
             self._strikes.clear()
-            raise PeersLied(*describe_lies(out))
+            raise PeersLied(*describe_lies({peer: "leaves all rounds"}))
 
     @property
     def _patience(self) -> float:

@@ -11,7 +11,7 @@ from processes import make_prefix, wait_until
 from programs.bad_donor import KINDS
 from swarms import epochs, start_peer
 
-from swarm.rounds import drop_small_shares
+from swarm.plan import drop_small_shares
 
 
 def joint_epochs(a, b) -> list[int]:

@@ -18,7 +18,7 @@ from swarms import Swarm
 
 from swarm.line import PAYLOAD_SHARE, Line
 from swarm.matchmaking import PromptMatchmaking
-from swarm.rounds import plan_round
+from swarm.plan import plan_round
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75
