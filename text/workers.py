@@ -15,8 +15,8 @@ import numpy as np
 def hold_signals(*numbers: int):
     """For the start of worker processes: such a signal takes effect at the end, and in this process only.
 
-    The forked processes never see it, unless they unblock it. A terminal sends Ctrl-C to all processes, but it is for this one to end the
-    others; and Python swallows an exception that a signal handler raises while it forks.
+    The forked processes do not see it unless they unblock it. A terminal sends Ctrl-C to all processes, but it is for
+    this one to end the others; and Python swallows an exception that a signal handler raises while it forks.
     """
     held: list[int] = []
     handlers = {}
