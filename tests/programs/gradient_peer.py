@@ -55,6 +55,11 @@ def make_gradient_optimizer(
     )
 
 
+def count_others(optimizer: CollaborativeOptimizer) -> int:
+    """Peers that are there, and not behind this one."""
+    return sum(record.epoch >= optimizer.local_epoch for record in optimizer.tracker.present.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--experiment_prefix", required=True)
@@ -73,7 +78,8 @@ def main() -> None:
     parser.add_argument("--mbits", type=float, help="of this peer's line, upwards")
     parser.add_argument("--averaging_timeout", type=float, default=10.0)
     parser.add_argument("--robust", action="store_true")
-    parser.add_argument("--others", type=int, default=0, help="begin when so many other peers are there")
+    parser.add_argument("--others", type=int, default=0, help="go on when so many other peers are there")
+    parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: add 1 to the parameters, as if led astray")
     args = parser.parse_args()
     setup_logging("peer")
@@ -105,10 +111,12 @@ def main() -> None:
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
     epoch = steps = 0
-    while len(optimizer.tracker.present) < args.others and not stop.is_set():
-        optimizer.tracker.announce()
-        time.sleep(0.3)
     while not stop.is_set():
+        if optimizer.local_epoch >= args.others_at:
+            while count_others(optimizer) < args.others and not stop.is_set():
+                optimizer.tracker.announce()
+                time.sleep(0.3)
+            args.others = 0  # once
         time.sleep(args.step_seconds)  # stands for the work of computing a gradient
         if args.auxiliary:
             optimizer.step()
