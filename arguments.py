@@ -49,11 +49,11 @@ def check_at_least(minimum: int, args: Any, *names: str) -> None:
             raise UserError(f"--{name} must be at least {minimum}")
 
 
-def check_positive(args: Any, *names: str, is_finite: bool = False) -> None:
-    """:raises UserError: one of these flags is given and not greater than 0, or infinite where it has to be finite"""
+def check_positive(args: Any, *names: str, most: float = math.inf) -> None:
+    """:raises UserError: one of these flags is given and not greater than 0, or greater than `most`"""
     for name in names:
-        if (value := getattr(args, name)) is not None and (not value > 0 or (is_finite and value == math.inf)):
-            raise UserError(f"--{name} must be greater than 0" + " and finite" * is_finite)
+        if (value := getattr(args, name)) is not None and not 0 < value <= most:
+            raise UserError(f"--{name} must be greater than 0{f' and at most {most:g}' if most < math.inf else ''}")
 
 
 def check_exclusive(args: Any, one: str, other: str) -> None:
@@ -186,9 +186,7 @@ class OptimizerArguments:
         2**16, "lamb_8bit only: tensors with fewer elements keep 32-bit moments. Lower it for small models. ALL PEERS."
     )
     learning_rate: float = flag(0.00176, "Peak learning rate. ALL PEERS.")
-    warmup_steps: int = flag(
-        5000, "Epochs of linear warm-up to the peak; about 1/25 of total_steps for LAMB. ALL PEERS."
-    )
+    warmup_steps: int = flag(5000, "Epochs of linear warm-up to the peak; 1/25 of total_steps for LAMB. ALL PEERS.")
     total_steps: int = flag(125_000, "Epoch at which the linear decay reaches min_learning_rate. ALL PEERS.")
     min_learning_rate: float = flag(
         0.0, "Learning rate at which the decay ends and stays: raise it for runs that go beyond total_steps. ALL PEERS."
@@ -303,8 +301,8 @@ class AveragingArguments:
                 f"--averaging_timeout {self.averaging_timeout:g} must be greater than --matchmaking_time "
                 f"{self.matchmaking_time:g}, or no round would have time to form"
             )
-        if self.bandwidth is not None and not 0 < self.bandwidth < 1e6:
-            raise UserError("--bandwidth must be greater than 0 Mbit/s (and less than a million)")
+        check_positive(self, "bandwidth", most=1e6)
+        check_positive(self, "metadata_expiration", most=3600)  # others refuse records that live longer: utils.py
         check_needs(self, "delay_grad_averaging", "delay_optimizer_step")
 
 
@@ -496,7 +494,8 @@ class TrainerArguments(PrecisionArguments):
     def __post_init__(self):
         super().__post_init__()
         check_needs(self, "eval_steps", "do_eval")
-        check_positive(self, "num_train_epochs", is_finite=True)
+        check_positive(self, "num_train_epochs", most=1e9)
+        check_positive(self, "statistics_expiration", most=3600)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
             raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
         if self.per_device_train_batch_size != "auto":
@@ -568,7 +567,7 @@ class AuxPeerArguments(ReportArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "assist_refresh", is_finite=True)
+        check_positive(self, "assist_refresh", most=1e9)
 
 
 @dataclass

@@ -20,6 +20,7 @@ gets its own process, and together they are one peer (see machine/ranks.py).
 
 import logging
 import platform
+import time
 from functools import partial
 
 from arguments import TRAINER_ARGS as GROUPS
@@ -98,8 +99,8 @@ def train(ranks: DeviceGroup, *groups) -> None:
         # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
         dht, public_key = make_dht(swarm)
         if isinstance(dataset["train"], ShardedSplit):
-            # now: the order comes from the peer's id, and a peer that has joined should not keep others waiting
-            dataset["train"].begin(data_seed(str(dht.peer_id), model_args.seed))
+            # now: a peer that has joined should not keep others waiting; restarted, it begins with another shard
+            dataset["train"].begin(data_seed(f"{dht.peer_id} {time.time()}", model_args.seed))
         contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
         contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
         averaging_args = measure_bandwidth(dht, averaging_args)

@@ -11,20 +11,27 @@ the contract that it trains by (`{prefix}_run`, RunContract). To look at the met
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import logging
 import math
+import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import multihash
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hivemind import DHT
 from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
 from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.proto import crypto_pb2
 from hivemind.utils import ValueWithExpiration, get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
@@ -35,16 +42,20 @@ logger = logging.getLogger("utils")
 # What we and hivemind store is far smaller: metrics with their signature take about 0.7 KB, a contract 2 KB, hivemind's
 # progress 0.6 KB. A whole dictionary of records must fit into one message of p2pd (4 MB), or nobody can read it.
 MAX_RECORD_BYTES = 16 * 1024
-# A record that never expires would count as a peer forever. Ours live minutes (--statistics_expiration).
-MAX_RECORD_LIFETIME = 24 * 3600.0
+# A record that never expires would count as a peer forever. Ours live minutes: --statistics_expiration and
+# --metadata_expiration allow no more than this.
+MAX_RECORD_LIFETIME = 3600.0
 # Records live for --statistics_expiration, 600 s, in which a swarm with epochs of 1 s advances 600 epochs: records
 # further apart than this do not belong to one run.
 MAX_EPOCH_GAP = 1000
 FETCH_TIMEOUT = 30.0
 MAX_MEAN_LOSS = 1000.0  # nats; a model that guesses has ln(vocabulary), about 10
 
-# hivemind's BytesWithPublicKey lets one owner add text of any length around its key, and so fill many subkeys.
-PublicKeyBytes = conbytes(regex=rb"\[owner:ssh-rsa [A-Za-z0-9+/]+=*\]\Z", max_length=1024)
+# Of 2048 bits and the usual exponent, as hivemind makes them: others take long to verify. hivemind's
+# BytesWithPublicKey lets one owner add text of any length around its key, and so fill many subkeys.
+PUBLIC_KEY = re.compile(rb"\[owner:ssh-rsa AAAAB3NzaC1yc2EAAAADAQABAAABAQ[A-Za-z0-9+/]{342}\]\Z")
+PUBLIC_KEY_LENGTH = 388
+PublicKeyBytes = conbytes(regex=PUBLIC_KEY.pattern)
 
 
 class Evaluation(BaseModel):
@@ -122,34 +133,62 @@ class MetricSchema(BaseModel):
     run: dict[PublicKeyBytes, RunContract | None]
 
 
-class DecodableValidator(RecordValidatorBase):
-    """Refuses, under every key, values that hivemind cannot decode, that are too large, or that live too long.
+@functools.lru_cache(maxsize=4096)
+def find_peer_id(public_key: bytes) -> bytes:
+    """The id of the peer that has this key: whoever connects under that id has to prove it.
 
-    One value that is not msgpack, under a key without a schema, makes `dht.get` time out for every reader of that key
-    (hivemind decodes in a callback that nobody watches), and any stranger can store one.
+    :raises ValueError: it is no public key
+    """
+    if not PUBLIC_KEY.match(public_key):
+        raise ValueError("no public key")
+    key = RSAPublicKey.from_bytes(public_key[len(b"[owner:") : -1])._public_key
+    data = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=data).SerializeToString()
+    return multihash.encode(hashlib.sha256(encoded).digest(), "sha2-256")
+
+
+class RecordValidator(RSASignatureValidator):
+    """Under every key, only records that hivemind can decode, that are small and expire soon, and that their owner has
+    signed, whose public key or peer id is the subkey; they speak for no other peer.
+
+    One value that is not msgpack makes `dht.get` time out for every reader of its key (hivemind decodes in a callback
+    that nobody watches); one without a subkey takes the place of all others; and hivemind signs nothing that is under
+    a peer's id: anybody could say there that it looks for no group (note 73).
     """
 
-    # hivemind validates in descending order: after the signature (10) is stripped and before the schemas (0), which
-    # decode too, but survive ValueError alone.
-    priority = 5
+    def __init__(self, private_key: RSAPrivateKey | None = None):
+        super().__init__(private_key)
+        self.own_id = MSGPackSerializer.dumps(find_peer_id(self.local_public_key))
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        if record.subkey != self.own_id:
+            return super().sign_value(record)
+        record = dataclasses.replace(record, subkey=MSGPackSerializer.dumps(self.local_public_key))
+        return super().sign_value(record) + self.local_public_key  # of which the id is only a digest
 
     def validate(self, record: DHTRecord) -> bool:
-        if len(record.value) + len(record.subkey or b"") > MAX_RECORD_BYTES:
-            return False
-        # NaN fails every comparison
-        if not 0 <= record.expiration_time <= get_dht_time() + MAX_RECORD_LIFETIME:
-            return False
         try:
-            MSGPackSerializer.loads(record.value)
-            subkey = MSGPackSerializer.loads(record.subkey)
+            # NaN fails every comparison
+            is_short_lived = 0 <= record.expiration_time <= get_dht_time() + MAX_RECORD_LIFETIME
+            if not is_short_lived or len(record.value) + len(record.subkey) > MAX_RECORD_BYTES:
+                return False
+            subkey, value = map(MSGPackSerializer.loads, (record.subkey, self.strip_value(record)))
+            # in other bytes than readers', the signature would not fit there: they would drop the whole dictionary
+            if MSGPackSerializer.dumps(subkey) != record.subkey or len(record.key) != DHTID.HASH_NBYTES:
+                return False
+            owner = subkey if PUBLIC_KEY.match(subkey) else record.value[-PUBLIC_KEY_LENGTH:]
+            peer_id = find_peer_id(owner)
+            if subkey == peer_id:
+                signed = record.value[:-PUBLIC_KEY_LENGTH]
+                record = dataclasses.replace(record, subkey=MSGPackSerializer.dumps(owner), value=signed)
+            is_own = not isinstance(value, dict) or value.get("peer_id", peer_id) == peer_id
+            return is_own and subkey in (owner, peer_id) and super().validate(record)
         except Exception as e:  # hostile bytes: the decoder, and the extension types it calls, raise whatever they like
-            logger.debug(f"refused a value that cannot be decoded: {e!r}")
+            logger.debug(f"refused a record that cannot be read: {e!r}")
             return False
-        # hivemind's are keys of peers, or none; others of equal expiration time cannot be compared, and readers fail
-        return subkey is None or isinstance(subkey, bytes)
 
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        return isinstance(other, DecodableValidator)
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return PUBLIC_KEY.sub(b"", super().strip_value(record))
 
 
 def make_validators(prefix: str, private_key: RSAPrivateKey | None = None) -> tuple[list[RecordValidatorBase], bytes]:
@@ -158,8 +197,8 @@ def make_validators(prefix: str, private_key: RSAPrivateKey | None = None) -> tu
     Without `private_key` the process has one key of its own, the same that hivemind signs its progress with. Readers
     without these validators can read nothing: the signature stays on the value (hivemind/dht/crypto.py).
     """
-    signature = RSASignatureValidator(private_key)
-    return [SchemaValidator(MetricSchema, prefix=prefix), signature, DecodableValidator()], signature.local_public_key
+    signature = RecordValidator(private_key)
+    return [SchemaValidator(MetricSchema, prefix=prefix), signature], signature.local_public_key
 
 
 def peer_label(public_key: bytes) -> str:

@@ -5,23 +5,28 @@ import contextlib
 import math
 import multiprocessing
 import resource
+import tempfile
 from collections.abc import Iterable
 
 import hivemind
 import numpy
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
+from hivemind.utils.crypto import RSAPrivateKey
 
 from support.console import UserError
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
 from swarm.processes import STOPPING, become_helper
+from swarm.storage import DHTProtocol
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
 TOUCHES = 60  # pings after which a lost peer is given up
 
 # Among relays to choose from, p2pd waits three minutes for a fourth one (note 30); fixed ones it asks at once.
 P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
+# A new identity is the key that this process signs with: a record can be traced to the peer that has to prove its id.
+hivemind.p2p.p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
 
 
 def check_versions(numpy_version: str = numpy.__version__) -> None:
@@ -72,6 +77,10 @@ class DHT(hivemind.DHT):
     """Finds lost peers again, and ends without a traceback when one that has asked it something ended first: a helper,
     as in each clean stop, or the peer itself, killed."""
 
+    def __init__(self, *args, identity_path: str | None = None, **kwargs):
+        with tempfile.TemporaryDirectory() as folder:  # p2pd reads a new key there, and it is needed no more
+            super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
+
     def run_in_background(self, *args, **kwargs) -> None:
         super().run_in_background(*args, **kwargs)
         self.touching = self.run_coroutine(keep_in_touch, return_future=True)
@@ -79,6 +88,7 @@ class DHT(hivemind.DHT):
 
     def run(self) -> None:
         become_helper()
+        hivemind.dht.node.DHTProtocol = DHTProtocol  # in this helper alone; there is no other way in
         try:
             super().run()
         except EOFError:

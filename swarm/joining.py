@@ -22,8 +22,10 @@ from functools import partial
 
 import hivemind
 from hivemind.dht.protocol import ValidationError
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p import P2P, P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.proto.crypto_pb2 import PrivateKey
+from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import SwarmArguments
@@ -50,7 +52,7 @@ from swarm.reachability import (
     find_relays,
 )
 from swarm.status import resolve_initial_peers
-from utils import make_validators
+from utils import RecordValidator, make_validators
 
 logger = logging.getLogger("joining")
 
@@ -142,11 +144,12 @@ def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
 
 
 def check_identity(path: str) -> None:
-    """A UserError when there is a file, and it holds no key."""
+    """Sign with the key in this file, if there is one: the peer's id is made of it. A UserError when it holds none."""
     if os.path.exists(path):
         try:
             with open(path, "rb") as f:
-                PeerID.from_identity(f.read())
+                RSAPrivateKey.process_wide().__setstate__({"_private_key": PrivateKey.FromString(f.read()).data})
+            RecordValidator()  # it may be a key of another kind or length
         except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
             reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
             raise UserError(

@@ -37,7 +37,8 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
         record.exc_info = record.exc_text = None
         if record.name.startswith(("hivemind.averaging", "asyncio")):
             return False  # CollaborativeOptimizer reports the outcome of a round
-    return not STOPPING.value
+    # each peer without --identity_path has a new one
+    return not STOPPING.value and not str(record.msg).startswith("Generating new identity")
 
 
 def quiet_hivemind_logs() -> None:

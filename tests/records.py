@@ -1,12 +1,19 @@
 """Records of a run on a real DHT, and peers that publish them: what the monitor and dashboards make of them."""
 
 import contextlib
+import functools
 import json
 import struct
+import tempfile
 from pathlib import Path
 
 import hivemind
-from hivemind.utils import get_dht_time
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.proto import crypto_pb2, dht_pb2
+from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, wait_until
 
@@ -52,17 +59,70 @@ def run_dhts(*validators_of_each: list):
             dht.shutdown()
 
 
+async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:
+    """Runs in an attacker's DHT process: hands bytes as they are to a peer, and keeps them to answer with.
+
+    A value given as a number is so many bytes: hivemind's pipe to its own process breaks on large messages.
+    """
+    key, subkey, value, expiration_time = arguments
+    if isinstance(value, int):
+        value = MSGPackSerializer.dumps(b"x" * value)
+    key_id = DHTID.generate(source=key)
+    if subkey == DHTProtocol.IS_REGULAR_VALUE:
+        node.protocol.storage.store(key_id, value, expiration_time)
+    elif subkey != DHTProtocol.IS_DICTIONARY:
+        node.protocol.storage.store_subkey(key_id, MSGPackSerializer.loads(subkey), value, expiration_time)
+    # hivemind's call_store encodes the subkey: this is the request as an attacker would send it
+    request = dht_pb2.StoreRequest(
+        keys=[key_id.to_bytes()],
+        subkeys=[subkey],
+        values=[value],
+        expiration_time=[expiration_time],
+        in_cache=[False],
+        peer=node.protocol.node_info,
+    )
+    response = await node.protocol.get_stub(to).rpc_store(request, timeout=10)
+    return list(response.store_ok)
+
+
+def attack(attacker: hivemind.DHT, victim: hivemind.DHT, *arguments) -> list[bool]:
+    """Whether the victim stored it: see send_bytes for the arguments after the victim."""
+    coroutine = functools.partial(send_bytes, to=victim.peer_id, arguments=arguments)
+    return attacker.run_coroutine(coroutine, return_future=True).result(timeout=20)
+
+
+def sign(private_key: RSAPrivateKey, key: str, subkey: bytes, value: bytes, expiration_time: float) -> bytes:
+    """The value with a signature by this key, whoever owns the subkey."""
+    record = DHTRecord(DHTID.generate(source=key).to_bytes(), subkey, value, expiration_time)
+    signature = private_key.sign(RSASignatureValidator(private_key)._serialize_record(record))
+    return value + RSASignatureValidator.SIGNATURE_FORMAT.replace(b"_value_", signature)
+
+
+def start_dht_as(key: RSAPrivateKey, initial_peers: list[str], validators: list) -> hivemind.DHT:
+    """hivemind's own DHT, whose peer id is of this key: ours take a record from nobody else."""
+    identity = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=key.to_bytes())
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(identity.SerializeToString())
+        file.flush()
+        return hivemind.DHT(
+            initial_peers=initial_peers,
+            host_maddrs=[LOOPBACK[1]],
+            start=True,
+            record_validators=validators,
+            identity_path=file.name,
+            check_if_identity_free=False,
+        )
+
+
 class Peer:
     """A peer that publishes what the test tells it to."""
 
     def __init__(self, prefix: str, initial_peer: str, validating: bool = True, key: RSAPrivateKey | None = None):
-        self.key = f"{prefix}_metrics"
-        validators, self.subkey = make_validators(prefix, key or RSAPrivateKey())
+        self.key, key = f"{prefix}_metrics", key or RSAPrivateKey()
+        validators, self.subkey = make_validators(prefix, key)
         if not validating:  # signs, but publishes anything
             validators = validators[1:2]
-        self.dht = hivemind.DHT(
-            initial_peers=[initial_peer], host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators
-        )
+        self.dht = start_dht_as(key, [initial_peer], validators)
 
     def store(self, values: dict) -> bool:
         return self.dht.store(self.key, values, subkey=self.subkey, expiration_time=get_dht_time() + 300)

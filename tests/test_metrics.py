@@ -1,21 +1,19 @@
 """Metric records between real DHTs on loopback: what a validating reader sees, and what it makes of it."""
 
 import concurrent.futures
-import functools
+import dataclasses
 import math
 
-import hivemind
 import pytest
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
-from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import make_prefix, wait_until
-from records import make_metrics, run_dhts
+from records import attack, make_metrics, run_dhts, sign
 
 import swarm  # noqa: F401 (it sets what hivemind's daemon reads: without, two peers' first dials may both fail)
 from utils import (
@@ -28,45 +26,6 @@ from utils import (
     peer_label,
     select_believable,
 )
-
-
-async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:
-    """Runs in an attacker's DHT process: hands bytes as they are to a peer, and keeps them to answer with.
-
-    A value given as a number is so many bytes: hivemind's pipe to its own process breaks on large messages.
-    """
-    key, subkey, value, expiration_time = arguments
-    if isinstance(value, int):
-        value = MSGPackSerializer.dumps(b"x" * value)
-    key_id = DHTID.generate(source=key)
-    if subkey == DHTProtocol.IS_REGULAR_VALUE:
-        node.protocol.storage.store(key_id, value, expiration_time)
-    elif subkey != DHTProtocol.IS_DICTIONARY:
-        node.protocol.storage.store_subkey(key_id, MSGPackSerializer.loads(subkey), value, expiration_time)
-    # hivemind's call_store encodes the subkey: this is the request as an attacker would send it
-    request = dht_pb2.StoreRequest(
-        keys=[key_id.to_bytes()],
-        subkeys=[subkey],
-        values=[value],
-        expiration_time=[expiration_time],
-        in_cache=[False],
-        peer=node.protocol.node_info,
-    )
-    response = await node.protocol.get_stub(to).rpc_store(request, timeout=10)
-    return list(response.store_ok)
-
-
-def attack(attacker: hivemind.DHT, victim: hivemind.DHT, *arguments) -> list[bool]:
-    """Whether the victim stored it: see send_bytes for the arguments after the victim."""
-    coroutine = functools.partial(send_bytes, to=victim.peer_id, arguments=arguments)
-    return attacker.run_coroutine(coroutine, return_future=True).result(timeout=20)
-
-
-def sign(private_key: RSAPrivateKey, key: str, subkey: bytes, value: bytes, expiration_time: float) -> bytes:
-    """The value with a signature by this key, whoever owns the subkey."""
-    record = DHTRecord(DHTID.generate(source=key).to_bytes(), subkey, value, expiration_time)
-    signature = private_key.sign(RSASignatureValidator(private_key)._serialize_record(record))
-    return value + RSASignatureValidator.SIGNATURE_FORMAT.replace(b"_value_", signature)
 
 
 def test_reader_sees_only_good_records():
@@ -116,26 +75,34 @@ def test_reader_sees_only_good_records():
 
 def test_undecodable_and_oversized_values_stop_no_reader():
     """Under keys that no schema covers (note 34), with and without subkey."""
-    prefix, expires = make_prefix(), get_dht_time() + 300
-    plain = DHTProtocol.IS_REGULAR_VALUE
-    with run_dhts(make_validators(prefix)[0], make_validators(prefix)[0], []) as (first, reader, attacker):
-        for key, subkey in ((f"{prefix}_all_averagers", plain), (f"{prefix}_group", MSGPackSerializer.dumps(b"x"))):
-            for victim in (first, reader):
-                for value in (b"\xc1", MAX_RECORD_BYTES):
+    prefix, expires, plain = make_prefix(), get_dht_time() + 300, DHTProtocol.IS_REGULAR_VALUE
+    key, attacker_key = f"{prefix}_group", RSAPrivateKey()
+    owned = MSGPackSerializer.dumps(RSASignatureValidator(attacker_key).local_public_key)
+    validators, own_key = make_validators(prefix, RSAPrivateKey())
+    with run_dhts(validators, make_validators(prefix)[0], []) as (first, reader, attacker):
+        for victim in (first, reader):
+            for value in (b"\xc1", MAX_RECORD_BYTES, MSGPackSerializer.dumps(1)):
+                for subkey in (plain, MSGPackSerializer.dumps("x"), MSGPackSerializer.dumps(b"x")):
                     assert attack(attacker, victim, key, subkey, value, expires) == [False]
-            assert reader.get(key, latest=True, return_future=True).result(timeout=20) is None
-            # a good value beside it is found
-            assert first.store(key, "good", subkey=None if subkey == plain else b"y", expiration_time=expires + 1)
-            found = reader.get(key, latest=True, return_future=True).result(timeout=20).value
-            assert (found if subkey == plain else found[b"y"].value) == "good"
-        # subkeys of another type than hivemind's cannot be compared with them, and readers fail
-        text_subkey = MSGPackSerializer.dumps("x")
-        assert attack(attacker, first, f"{prefix}_mixed", text_subkey, MSGPackSerializer.dumps(1), expires) == [False]
-        assert attack(attacker, first, f"{prefix}_large", plain, MAX_RECORD_BYTES - 10, expires) == [True]
+            signed = sign(attacker_key, key, owned, b"\xc1", expires)
+            assert attack(attacker, victim, key, owned, signed, expires) == [False]
+        assert reader.get(key, latest=True, return_future=True).result(timeout=20) is None
+        # a good value beside it is found
+        assert first.store(key, "good", subkey=own_key, expiration_time=expires + 1)
+        found = reader.get(key, latest=True, return_future=True).result(timeout=20).value
+        assert {subkey: item.value for subkey, item in found.items()} == {own_key: "good"}
+
+
+def test_records_are_small():
+    validator = make_validators("run")[0][1]
+    for size, is_small in ((MAX_RECORD_BYTES - 1500, True), (MAX_RECORD_BYTES, False)):
+        subkey, value = MSGPackSerializer.dumps(validator.local_public_key), MSGPackSerializer.dumps(b"x" * size)
+        record = DHTRecord(DHTID.generate("key").to_bytes(), subkey, value, get_dht_time() + 60)
+        assert validator.validate(dataclasses.replace(record, value=validator.sign_value(record))) is is_small
 
 
 def test_hivemind_alone_stops_at_an_undecodable_value():
-    """The day that this fails, hivemind has fixed it and DecodableValidator may go."""
+    """The day that this fails, hivemind has fixed it and RecordValidator may go."""
     with run_dhts([], []) as (victim, attacker):
         expires = get_dht_time() + 300
         assert attack(attacker, victim, "some_key", DHTProtocol.IS_REGULAR_VALUE, b"\xc1", expires) == [True]

@@ -5,6 +5,7 @@ import json
 import sys
 
 import torch
+from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from experiment.optimizer import make_optimizer
@@ -15,6 +16,7 @@ with clean_end():
     states, maddrs = [], []
     for steps in (3, 0):
         args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        RSAPrivateKey._process_wide_key = None  # two peers in one process
         dht, *_ = make_dht(args)
         maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
         torch.manual_seed(steps)

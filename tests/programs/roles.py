@@ -7,6 +7,7 @@ import sys
 import time
 
 import torch
+from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import (
     AveragingArguments,
@@ -29,6 +30,7 @@ with clean_end():
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
     facts, optimizers = {}, []  # kept: an optimizer that is collected shuts down
     for role, auxiliary in (("monitor", True), ("trainer", False)):
+        RSAPrivateKey._process_wide_key = None  # two peers in one process
         dht, public_key = make_dht(swarm)
         model = make_model(ModelArguments("configs/demo.json"), 300)
         averaging = AveragingArguments(target_batch_size=64, batch_size_lead=8)

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy
 import torch
+from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
 from experiment.model import make_model
@@ -46,6 +47,7 @@ with clean_end():
     tokenizer = load_tokenizer(tokenizer_path)
     peers = []
     for seed in (1, 2):
+        RSAPrivateKey._process_wide_key = None  # two peers in one process
         dht, _ = make_dht(swarm)
         model = make_model(ModelArguments("configs/demo.json", seed=seed), len(tokenizer))
         optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(target_batch_size=4))

@@ -8,6 +8,7 @@ import sys
 sys.path.insert(0, os.getcwd())
 
 import torch
+from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
 from experiment.model import make_model
@@ -26,6 +27,7 @@ with clean_end():
     for seed in (1, 2):
         others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]
         swarm = SwarmArguments(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        RSAPrivateKey._process_wide_key = None  # two peers in one process
         dht, _ = make_dht(swarm)
         model_args.seed = seed
         model = make_model(model_args, 300)

@@ -7,6 +7,7 @@ import time
 
 import torch
 from hivemind.averaging.control import AveragingStage
+from hivemind.utils.crypto import RSAPrivateKey
 
 import swarm.rounds
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
@@ -30,6 +31,7 @@ with clean_end():
     peers, maddrs = [], []
     for _ in range(2):
         args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        RSAPrivateKey._process_wide_key = None  # two peers in one process
         dht, *_ = make_dht(args)
         maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
         averaging = AveragingArguments(**settings, **json.loads(sys.argv[2]))

@@ -10,8 +10,12 @@ from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.utils import MSGPackSerializer, TimedStorage, get_dht_time
 from processes import run_python
 
 from support.console import UserError
@@ -228,3 +232,31 @@ def test_a_round_that_is_cancelled_twice_raises():
     """CollaborativeOptimizer.shutdown: Ctrl-C after a failed round ended with a traceback, and wrote no model."""
     assert "self._cancel.set_result(None)" in inspect.getsource(StepControl.cancel)
     assert "done()" not in inspect.getsource(StepControl.cancel)
+
+
+def test_anybody_stores_anything_in_any_number():
+    """Note 73; DHTProtocol.rpc_store in swarm/storage.py."""
+    store = inspect.getsource(DHTProtocol.rpc_store)
+    assert "remote_id" not in store and "len(value" not in store
+
+
+def test_overwritten_records_are_remembered():
+    """Note 73; forget_overwritten."""
+    storage = TimedStorage()
+    for i in range(100):
+        storage.store("key", i, get_dht_time() + 100 + i)
+    assert len(storage.data) == 1 and len(storage.expiration_heap) == 100
+
+
+def test_who_answers_says_how_long_a_dictionary_lives():
+    """Note 74; DHTProtocol.call_find in swarm/storage.py."""
+    assert "ValueWithExpiration(value_dictionary, result.expiration_time)" in inspect.getsource(DHTProtocol.call_find)
+
+
+def test_a_key_has_several_spellings_and_records_under_ids_no_signature():
+    """Notes 73 and 75; RecordValidator."""
+    key = DHTID.generate("key").to_bytes()
+    assert DHTID.from_bytes(b"\0" + key).to_bytes() == key
+    subkey = MSGPackSerializer.dumps(b"x" * 34)
+    record = hivemind.dht.validation.DHTRecord(key, subkey, MSGPackSerializer.dumps(False), get_dht_time() + 10**6)
+    assert RSASignatureValidator().validate(record)

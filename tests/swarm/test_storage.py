@@ -1,0 +1,110 @@
+"""What a stranger does to our nodes of the DHT: stores what is not its own, or too much, and answers with lies."""
+
+import functools
+import math
+
+import pytest
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.utils import MSGPackSerializer, ValueWithExpiration, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from processes import LOOPBACK, make_prefix
+from records import attack, sign, start_dht_as
+
+from swarm.dht import DHT
+from swarm.storage import PEER_BYTES, PEER_RECORDS
+from utils import find_peer_id, make_validators
+
+dumps = MSGPackSerializer.dumps
+PREFIX = make_prefix()
+KEY = f"{PREFIX}_state_averager.all_averagers"
+
+
+@pytest.fixture(scope="module")
+def peers():
+    """Two nodes of ours, and a stranger with hivemind's, its private and its public key."""
+    dhts, key = [], RSAPrivateKey()
+    try:
+        for _ in range(2):
+            RSAPrivateKey._process_wide_key = None
+            others = [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
+            validators, _ = make_validators(PREFIX)
+            dhts.append(DHT(others, host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators))
+        dhts.append(start_dht_as(key, [str(maddr) for maddr in dhts[0].get_visible_maddrs()], []))
+        yield *dhts, key, make_validators(PREFIX, key)[1]
+    finally:
+        RSAPrivateKey._process_wide_key = None
+        for dht in dhts:
+            dht.shutdown()
+
+
+def test_a_peer_stores_its_own_records_alone(peers):
+    victim, _, stranger, key, public_key = peers
+    fresh, soon, own_id = RSAPrivateKey(), get_dht_time() + 300, find_peer_id(public_key)
+    fresh_subkey = make_validators(PREFIX, fresh)[1]
+
+    def store(signer, subkey: bytes, value=1, expires=soon, key=KEY, after=b"") -> bool:
+        signed = sign(signer, key, subkey, dumps(value), expires) + after
+        return attack(stranger, victim, key, dumps(own_id) if after else subkey, signed, expires)[0]
+
+    assert store(key, dumps(public_key)) and store(key, dumps(public_key), after=public_key)
+    assert not store(fresh, dumps(fresh_subkey)), "a fresh key's"
+    assert not store(fresh, dumps(fresh_subkey), soon + 1, after=fresh_subkey), "under an id that is not the key's"
+    for subkey in (DHTProtocol.IS_REGULAR_VALUE, dumps(own_id), dumps(victim.peer_id.to_bytes())):
+        assert not attack(stranger, victim, KEY, subkey, dumps(1), soon + 1)[0], "nobody's"
+    assert not store(key, dumps(public_key), {"peer_id": b"x" * 34}, key=f"{PREFIX}_progress"), "for another peer"
+    assert not store(key, dumps(public_key), expires=get_dht_time() + 4000), "for too long"
+    passed_on = DictionaryDHTValue()
+    passed_on.store(public_key, sign(key, KEY, dumps(public_key), dumps(2), soon + 1), soon + 1)
+    assert not attack(stranger, victim, KEY, DHTProtocol.IS_DICTIONARY, dumps(passed_on), soon + 1)[0]
+    # the subkey in other bytes: the signature does not fit what others read, who would drop the whole dictionary
+    long_subkey = b"\xc6" + len(public_key).to_bytes(4, "big") + public_key
+    assert MSGPackSerializer.loads(long_subkey) == public_key and not store(key, long_subkey, expires=soon + 1)
+    found = victim.get(KEY, latest=True).value
+    assert {subkey: item.value for subkey, item in found.items()} == {public_key: 1, own_id: 1}
+
+
+async def lie(_dht, node, key, subkey, record, **attributes):
+    """Runs in the stranger's process: this answer to who asks for the key."""
+    lies = DictionaryDHTValue()
+    lies.store(subkey, *record)
+    lies.frozen, lies.__dict__ = True, lies.__dict__ | attributes
+    node.protocol.storage.data[DHTID.generate(key)] = ValueWithExpiration(lies, lies.latest_expiration_time)
+
+
+def test_readers_believe_no_strange_dictionary(peers):
+    """One that never expires ended this search and all later ones, one of a strange size made them hang."""
+    victim, reader, stranger, key, public_key = peers
+    soon = get_dht_time() + 300
+    record = sign(key, KEY, dumps(public_key), dumps(1), soon), soon
+    assert victim.store(KEY, 5, soon, subkey=victim.peer_id.to_bytes())
+    for lies in (dict(latest_expiration_time=math.inf), dict(maxsize=1), dict(maxsize="x")):
+        stranger.run_coroutine(functools.partial(lie, key=KEY, subkey=public_key, record=record, **lies))
+        for _ in range(2):
+            found = reader.get(KEY, latest=True, return_future=True).result(timeout=20)
+            assert found.value[victim.peer_id.to_bytes()].value == 5 and found.expiration_time <= soon
+
+
+async def look_at_storage(_dht, node) -> tuple[int, int, int]:
+    """Runs in a node's process: bytes of records, number of keys, and entries of all heaps."""
+    storage = node.protocol.storage
+    values = [item.value for item in storage.data.values()]
+    size = sum(len(record.value) for value in values for record in value.data.values())
+    return size, len(values), sum(len(s.expiration_heap) for s in (storage, *values))
+
+
+def test_a_peer_is_given_little_room(peers):
+    victim, _, stranger, key, public_key = peers
+    subkey, soon = dumps(public_key), get_dht_time() + 300
+    for number in range(100):
+        name = f"{PREFIX}_{number}"
+        value = sign(key, name, subkey, dumps(b"x" * (6000 if number < 5 else 10)), soon)
+        attack(stranger, victim, name, subkey, value, soon)
+    size, keys, _ = victim.run_coroutine(look_at_storage)
+    assert size < PEER_BYTES and 30 < keys <= PEER_RECORDS, (size, keys)
+    # hivemind remembers each version that was overwritten
+    for i in range(400):
+        attack(stranger, victim, KEY, subkey, sign(key, KEY, subkey, dumps(1), soon + i), soon + i)
+    _, _, entries = victim.run_coroutine(look_at_storage)
+    assert entries < 400, entries

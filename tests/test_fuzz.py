@@ -1,0 +1,150 @@
+"""Bytes from the network, of every kind that hypothesis thinks of: what reads them says what it has read, or refuses in
+the way that its callers expect, and raises nothing else. A second or two each."""
+
+import contextlib
+import dataclasses
+import json
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.dht.schema import SchemaValidator
+from hivemind.dht.validation import CompositeValidator, DHTRecord
+from hivemind.optim.progress_tracker import TrainingProgressSchema
+from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic.v1 import ValidationError
+from records import make_metrics
+
+import swarm.status
+from support.console import UserError
+from swarm.downloads import MAX_BLOCKS, read_request
+from swarm.matchmaking import read_gathered
+from utils import MAX_EPOCH_GAP, LocalMetrics, RunContract, find_peer_id, make_validators, select_believable
+
+FAST = settings(max_examples=100, deadline=None, database=None)
+
+NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats() | st.sampled_from([0, -1, 10**9, 10**15, 1e300])
+PLAIN = st.none() | st.booleans() | NUMBERS | st.text(max_size=20) | st.binary(max_size=40)
+VALUES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+)
+BYTES = st.binary(max_size=200) | VALUES.map(MSGPackSerializer.dumps)
+# what hivemind packs into types of its own: a dictionary of records, a tuple
+BYTES |= st.tuples(st.integers(0, 127), BYTES).map(
+    lambda pair: b"\xc7" + bytes([len(pair[1]) % 256, pair[0]]) + pair[1]
+)
+
+
+def vary(record: dict) -> st.SearchStrategy[dict]:
+    """The record with some fields that are anything, or missing, or one more."""
+    fields = st.sampled_from([*record, "more"])
+    changed = st.dictionaries(fields, VALUES, max_size=2).map(lambda values: {**record, **values})
+    return changed | fields.map(lambda name: {key: value for key, value in record.items() if key != name})
+
+
+METRICS = make_metrics().dict()
+EVALUATED = METRICS | {"evaluation": dict(epoch=1, loss=1.0, accuracy=0.5, samples=1)}
+PROGRESS = dict(epoch=1, samples_accumulated=1, samples_per_second=1.0, time=1.0, client_mode=False)
+RUN = dict(joined=1.0, contract={"name": "text"})
+VARIED = vary(METRICS) | vary(EVALUATED) | vary(RUN) | st.builds(dict, st.just(RUN), contract=VALUES)
+
+
+@pytest.fixture(scope="module")
+def signer() -> tuple[CompositeValidator, bytes]:
+    validators, public_key = make_validators("run", RSAPrivateKey())
+    # as hivemind's tracker adds it
+    return CompositeValidator([*validators, SchemaValidator(TrainingProgressSchema, prefix="run")]), public_key
+
+
+@FAST
+@given(key=BYTES, subkey=BYTES, value=BYTES, expires=st.floats() | st.just(get_dht_time() + 60))
+def test_strange_records_are_refused(signer, key, subkey, value, expires):
+    validator, public_key = signer
+    for own_subkey in (subkey, MSGPackSerializer.dumps(public_key)):
+        assert validator.validate(DHTRecord(key, own_subkey, value, expires)) is False  # and no exception
+
+
+@FAST
+@given(
+    name=st.sampled_from(["metrics", "run", "progress", "group"]),
+    value=VARIED | vary(PROGRESS) | VALUES,
+    is_id=st.booleans(),
+    peer_id=st.booleans() | st.binary(max_size=40),
+)
+def test_what_a_signed_record_says_is_bounded(signer, name, value, is_id, peer_id):
+    validator, public_key = signer
+    own_id = find_peer_id(public_key)
+    if isinstance(value, dict) and peer_id is not False:
+        value = value | {"peer_id": own_id if peer_id is True else peer_id}
+    subkey = MSGPackSerializer.dumps(own_id if is_id else public_key)
+    key = DHTID.generate(f"run_{name}").to_bytes()
+    record = DHTRecord(key, subkey, MSGPackSerializer.dumps(value), get_dht_time() + 60)
+    signed = dataclasses.replace(record, value=validator.sign_value(record))
+    if not validator.validate(signed):
+        return
+    assert validator.strip_value(signed) == record.value
+    assert not isinstance(value, dict) or value.get("peer_id", own_id) == own_id
+    if name == "metrics":
+        assert not is_id and 0 <= LocalMetrics.parse_obj(value).epoch <= 10**9
+    if name == "run" and value is not None:
+        assert not is_id and len(RunContract.parse_obj(value).contract) <= 32
+    # one bit less, and it is nobody's
+    assert not validator.validate(dataclasses.replace(signed, value=signed.value[:-1] + b"\0"))
+
+
+@FAST
+@given(value=VALUES | VARIED)
+def test_records_are_parsed_or_invalid(value):
+    for schema in (LocalMetrics, RunContract):
+        with contextlib.suppress(ValidationError, TypeError):
+            schema.parse_obj(value)
+
+
+@FAST
+@given(data=BYTES, parts=st.tuples(NUMBERS | st.none(), VALUES, BYTES | VALUES))
+def test_what_peers_tell_their_group(data, parts):
+    for message in (data, MSGPackSerializer.dumps(parts), MSGPackSerializer.dumps(list(parts))):
+        with contextlib.suppress(ValueError):
+            _, _, bandwidth = read_gathered(message)
+            assert bandwidth is None or 0 <= bandwidth < 1e400
+
+
+@FAST
+@given(data=BYTES, parts=st.lists(st.integers(0, 9) | st.text(max_size=9) | st.lists(NUMBERS, max_size=9), max_size=3))
+def test_what_peers_ask_for(data, parts):
+    for message in (data, MSGPackSerializer.dumps(parts)):
+        if (request := read_request(message)) is not None:
+            kinds = [int, str, list][: len(request)]
+            assert [type(part) for part in request] == kinds
+            blocks = request[2] if len(request) == 3 else []
+            assert len(blocks) <= MAX_BLOCKS and all(type(number) is int for number in blocks)
+
+
+@FAST
+@given(st.lists(st.integers(0, 10**9) | st.integers(0, 3000), max_size=30), st.none() | st.integers(0, 10**9))
+def test_believable_records_belong_together(epochs, last_epoch):
+    records = [(str(i), LocalMetrics.construct(epoch=epoch)) for i, epoch in enumerate(epochs)]
+    chosen = sorted(metrics.epoch for _, metrics in select_believable(records, last_epoch))
+    assert bool(chosen) == bool(epochs)
+    assert all(b - a <= MAX_EPOCH_GAP for a, b in zip(chosen, chosen[1:], strict=False))
+    assert not any(abs(epoch - chosen[0]) <= MAX_EPOCH_GAP and epoch not in chosen for epoch in epochs)
+
+
+MADDRS = st.sampled_from(["/ip4/1.2.3.4/tcp/80/p2p/Qm", "/p2p/", "/ip4/1.2.3.4/tcp/x", "/ip6/::/tcp/0"]) | VALUES
+PAGES = VALUES | st.fixed_dictionaries(
+    dict(experiment_prefix=st.sampled_from(["run", "other"]), multiaddrs=st.lists(MADDRS, max_size=4) | VALUES)
+)
+
+
+@FAST
+@given(body=st.binary(max_size=200) | PAGES.map(lambda page: json.dumps(page, default=str).encode()))
+def test_pages_of_others_are_read_or_one_line(body):
+    async def answer(host, port):
+        return body, "1.2.3.4"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swarm.status, "fetch_page", answer)
+        with contextlib.suppress(UserError):
+            assert all(maddr.startswith("/") for maddr in swarm.status.find_maddrs("example.org:80", "run"))
