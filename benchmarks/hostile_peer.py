@@ -245,6 +245,7 @@ def main() -> None:
         TRAINERS[kind]()
         paced_trainer.main()
     else:
+        del sys.argv[1]  # seconds per batch
         hostile_strangers.main(kind, *run_trainer.parse_arguments(*run_trainer.GROUPS))
 
 
