@@ -106,7 +106,7 @@ def test_no_limit_is_infinite():
     for number in (0.0, float("nan")):
         with pytest.raises(UserError, match="--max_grad_norm must be greater than 0$"):
             arguments.OptimizerArguments(max_grad_norm=number)
-    with pytest.raises(UserError, match="--num_train_epochs must be greater than 0 and finite"):
+    with pytest.raises(UserError, match="--num_train_epochs must be greater than 0 and at most"):
         arguments.TrainerArguments(num_train_epochs=float("inf"))
 
 

@@ -94,18 +94,12 @@ def main() -> None:
     if args.mbits:
         LINE.set_bandwidth(args.mbits, is_given=True)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
-    optimizer = make_gradient_optimizer(
-        dht,
-        args.experiment_prefix,
-        parameter,
-        args.target_batch_size,
-        args.group_size,
-        args.eight_bit,
-        args.auxiliary,
-        args.average_state_every,
-        args.averaging_timeout,
-        args.target_batch_size if args.robust else None,
+    options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
+    options |= dict(
+        averaging_timeout=args.averaging_timeout, max_weight=args.target_batch_size if args.robust else None
     )
+    sizes = args.target_batch_size, args.group_size
+    optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
         optimizer.state_averager.offer_states()
     stop = handle_stop_signals()
