@@ -53,6 +53,17 @@ def make_gradient_optimizer(
     )
 
 
+def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
+    """Until so many other peers are there, and not behind this one."""
+
+    def present() -> int:
+        return sum(record.epoch >= optimizer.local_epoch for record in optimizer.tracker.present.values())
+
+    while present() < count and not stop.is_set():
+        optimizer.tracker.announce()
+        time.sleep(0.3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--experiment_prefix", required=True)
@@ -70,7 +81,8 @@ def main() -> None:
     parser.add_argument("--average_state_every", type=int, default=10**6)
     parser.add_argument("--mbits", type=float, help="of this peer's line, upwards")
     parser.add_argument("--averaging_timeout", type=float, default=10.0)
-    parser.add_argument("--others", type=int, default=0, help="begin when so many other peers are there")
+    parser.add_argument("--others", type=int, default=0, help="go on when so many other peers are there")
+    parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: add 1 to the parameters, as if led astray")
     args = parser.parse_args()
     setup_logging("peer")
@@ -101,10 +113,10 @@ def main() -> None:
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
     epoch = steps = 0
-    while len(optimizer.tracker.present) < args.others and not stop.is_set():
-        optimizer.tracker.announce()
-        time.sleep(0.3)
     while not stop.is_set():
+        if optimizer.local_epoch >= args.others_at:
+            wait_for_others(optimizer, args.others, stop)
+            args.others = 0  # once
         time.sleep(args.step_seconds)  # stands for the work of computing a gradient
         if args.auxiliary:
             optimizer.step()
