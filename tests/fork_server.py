@@ -22,7 +22,7 @@ from pathlib import Path
 
 LIBRARIES = """
 datasets hivemind hivemind.optim.optimizer matplotlib.backends.backend_agg
-matplotlib.pyplot numpy psutil rich safetensors.torch sklearn.metrics tokenizers torch
+matplotlib.figure numpy psutil rich safetensors.torch sklearn.metrics tokenizers torch
 torch_optimizer transformers transformers.modeling_utils transformers.models.albert.modeling_albert
 transformers.models.auto.modeling_auto
 """
