@@ -55,9 +55,15 @@ def make_gradient_optimizer(
     )
 
 
-def count_others(optimizer: CollaborativeOptimizer) -> int:
-    """Peers that are there, and not behind this one."""
-    return sum(record.epoch >= optimizer.local_epoch for record in optimizer.tracker.present.values())
+def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
+    """Until so many other peers are there, and not behind this one."""
+
+    def present() -> int:
+        return sum(record.epoch >= optimizer.local_epoch for record in optimizer.tracker.present.values())
+
+    while present() < count and not stop.is_set():
+        optimizer.tracker.announce()
+        time.sleep(0.3)
 
 
 def main() -> None:
@@ -107,9 +113,7 @@ def main() -> None:
     epoch = steps = 0
     while not stop.is_set():
         if optimizer.local_epoch >= args.others_at:
-            while count_others(optimizer) < args.others and not stop.is_set():
-                optimizer.tracker.announce()
-                time.sleep(0.3)
+            wait_for_others(optimizer, args.others, stop)
             args.others = 0  # once
         time.sleep(args.step_seconds)  # stands for the work of computing a gradient
         if args.auxiliary:
