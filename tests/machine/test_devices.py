@@ -43,7 +43,12 @@ def read(path) -> dict:
 
 
 def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    def is_there(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    return list(filter(is_there, processes))
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,14 @@ import run_training_monitor
 from arguments import MonitorArguments, SwarmArguments
 from support.console import UserError
 from swarm.contract import publish_contract
-from utils import RunContract, SwarmMetrics, aggregate_metrics, keep_signing_key, make_validators, peer_label
+from utils import (
+    RunContract,
+    SwarmMetrics,
+    aggregate_metrics,
+    keep_signing_key,
+    make_validators,
+    peer_label,
+)
 from viewing.curves import draw_learning_curve
 from viewing.history import MAX_POINTS, Contributions, History, load_history
 from viewing.report import RunReport
