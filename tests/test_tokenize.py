@@ -20,6 +20,7 @@ import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
 from experiment import data
 from support.console import UserError
+from text import tokenization
 from text.documents import read_documents, read_text, split_sentences
 from text.instances import BLOCKS, KINDS, PAIRS, TEXT
 from text.stored import load_tokenized_dataset, make_tables
@@ -377,6 +378,34 @@ def test_interrupted_run_leaves_nothing(start, written, tmp_path, number, code):
     assert "Traceback" not in script.text
     assert list(folder.iterdir()) == []
     assert not script.left_processes()
+
+
+IN_WORKERS = """
+import sys
+from arguments import TokenizeArguments
+from support.console import edge
+from text.tokenization import tokenize_splits
+from text.tokenizers import load_tokenizer
+with edge():
+    args = TokenizeArguments(language="klingon", num_proc=2)
+    tokenize_splits({"train": [["One sentence."]]}, load_tokenizer(sys.argv[1]), args)
+"""
+
+
+def test_a_fault_that_a_worker_finds_is_one_line_too(written):
+    result = run_python("-c", IN_WORKERS, written / "tokenizer", expect=2)
+    *_, line = result.stderr.splitlines()
+    assert line.startswith("-c: error: no language klingon: choose one of"), result.stderr
+
+
+def test_a_bug_in_a_worker_is_not_taken_for_one_that_was_killed(written, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(tokenization, "make_instances", fail)
+    tokenizer = load_tokenizer(written / "tokenizer")
+    with pytest.raises(RuntimeError, match="(?s)Original Traceback.*a bug"):
+        tokenization.tokenize_splits({"train": [["One sentence."]]}, tokenizer, TokenizeArguments(num_proc=2))
 
 
 def test_full_blocks_are_sliced_into_tables_of_a_size_that_offsets_hold():

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,16 +99,16 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args: Tokeniz
     total = sum(count_characters(document) for documents in splits.values() for document in documents)
     parts = {name: [] for name in splits}
     num_workers = args.num_proc if args.num_proc > 1 else 0
-    # both may be sent to the workers too, which end with this process
-    held = (signal.SIGINT, signal.SIGTERM)
-    results = prepare_in_workers(ChunkEncoder(tokenizer, args), chunks, num_workers, held)
+    results = prepare_in_workers(ChunkEncoder(tokenizer, args), chunks, num_workers)
     try:
         with show_progress("tokenizing", total) as progress:
             for (name, chunk), part in zip(chunks, results, strict=True):
                 parts[name].append(part)
                 progress.update(sum(count_characters(document) for _, document in chunk))
+    except UserError as e:  # from a worker with its traceback in front
+        raise UserError(str(e).rpartition("UserError: ")[2].strip()) from None
     except RuntimeError as e:
-        if "DataLoader worker" not in str(e):
+        if not str(e).startswith("DataLoader worker"):
             raise
         raise UserError("a tokenizing process was killed, probably out of memory: lower --num_proc") from None
     if kind.has_pairs:

@@ -1,8 +1,10 @@
 """Processes that prepare batches, and never see Ctrl-C."""
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -13,8 +15,8 @@ import numpy as np
 def hold_signals(*numbers: int):
     """For the start of worker processes: such a signal takes effect at the end, and in this process only.
 
-    The forked processes never see it. A terminal sends Ctrl-C to all processes, but it is for this one to end the
-    others; and Python swallows an exception that a signal handler raises while it forks.
+    The forked processes do not see it unless they unblock it. A terminal sends Ctrl-C to all processes, but it is for
+    this one to end the others; and Python swallows an exception that a signal handler raises while it forks.
     """
     held: list[int] = []
     handlers = {}
@@ -42,14 +44,18 @@ def start_worker(_: int) -> None:
     os.setpgrp()
     # a tokenizer's threads do not survive a fork; and the number of processes is what the user wants to spend
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if sys.platform == "linux":
+        # do not outlive a killed parent: a worker that ends by itself waits until somebody has taken its last batches
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # held while it was forked; by it Python ends workers that are left at exit, and then waits for them
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
-def prepare_in_workers(prepared, keys, num_workers: int, held: tuple[int, ...] = (signal.SIGINT,)) -> Iterator:
+def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
     """prepared[key] for each of the keys, in their order, from num_workers processes, or from this one. Workers never
     see Ctrl-C: the trainer still needs batches, or a quiet end of the workers, while it shuts down.
 
-    :param held: signals that workers never see. Without SIGTERM: by it Python ends those that are left at exit
-    :raises RuntimeError: a worker was killed
+    :raises RuntimeError: "DataLoader worker ...": one was killed
     """
     if not num_workers:
         return map(prepared.__getitem__, keys)
@@ -64,5 +70,5 @@ def prepare_in_workers(prepared, keys, num_workers: int, held: tuple[int, ...] =
         multiprocessing_context="fork",
         worker_init_fn=start_worker,
     )
-    with hold_signals(*held):
+    with hold_signals(signal.SIGINT, signal.SIGTERM):
         return iter(loader)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from processes import run_python
+from processes import run_python, wait_until
 from rows import are_equal, make_batches, make_rows
 
 from arguments import DataArguments
@@ -124,6 +124,27 @@ def test_workers_outlive_ctrl_c_until_the_trainer_ends(start, dataset, tmp_path,
     script.interrupt()
     script.assert_clean_end()
     assert script.text.endswith("ended well\n"), script.text
+
+
+ENDLESS = """
+import time, numpy
+from text.workers import prepare_in_workers
+class Large:
+    def __getitem__(self, key): return numpy.zeros(10**6)
+batches = prepare_in_workers(Large(), range(1000), 2)
+next(batches)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_do_not_outlive_a_killed_trainer(start):
+    """Not even to have their last batches taken, which a pipe does not hold."""
+    script = start("script", "-c", ENDLESS)
+    script.wait_for("ready")
+    assert len(script.left_processes()) == 3
+    script.process.kill()
+    wait_until(lambda: not script.left_processes(), 20, "the workers are gone")
 
 
 # ---------------------------------------------------------------- full blocks
