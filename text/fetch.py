@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import tarfile
+import time
 import urllib.parse
 import zlib
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from typing import IO
 
 from support.console import UserError, format_bytes, show_progress
 from support.files import hash_file, locked
-from text.http import ChangedError, HttpError, HttpFile, is_url
+from text.http import FIRST_DELAY, ChangedError, HttpError, HttpFile, is_url
 
 logger = logging.getLogger("fetch")
 
@@ -197,6 +198,7 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
     :raises UserError: it cannot be had; what has come so far is kept
     """
     facts_file = partial.with_suffix(".part.json")
+    largest, reached = file_size(partial), time.monotonic()
     while True:
         facts = {}
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
@@ -204,7 +206,7 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
         if not facts:
             discard(partial)
         try:
-            with HttpFile(url, patience, facts=facts) as source:
+            with HttpFile(url, patience, facts=facts, is_one=True) as source:
                 if not facts:
                     source.find_size()
                     facts_file.write_text(json.dumps({"url": url, **source.facts}))
@@ -215,10 +217,14 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
                 discard(partial)
             raise
         except ChangedError as e:
+            if file_size(partial) > largest:
+                largest, reached = file_size(partial), time.monotonic()
             discard(partial)
-            if not facts:  # or it could change each time
+            # it could change each time
+            if time.monotonic() + FIRST_DELAY - reached > min(patience, PATIENCE):
                 raise UserError(f"{url}: {e}: the same command fetches it anew") from e
             logger.warning(f"{url}: {e}: starting over")
+            time.sleep(FIRST_DELAY)
             continue
         except HttpError as e:
             size = file_size(partial)

@@ -1,6 +1,6 @@
 """Files on web servers, read from any place on; a connection that is cut, refused or silent is tried again.
 
-python -c "from text.http import HttpFile; print(HttpFile('https://example.org').read(100))"
+python -c "from text.http import HttpFile; print(HttpFile('https://example.org', patience=60).read(100))"
 """
 
 import http.client
@@ -29,6 +29,11 @@ class HttpError(Exception):
 
 class ChangedError(HttpError):
     """The file at this address is another one than before."""
+
+
+def is_strong(etag: str | None) -> bool:
+    """Whether it is another one for each content: a weak one means "much the same"."""
+    return bool(etag) and not etag.startswith("W/")
 
 
 def is_url(source: str) -> bool:
@@ -77,13 +82,20 @@ class HttpFile(io.RawIOBase):
     :param patience: seconds without a byte, over all tries, before a read gives up; LEAST_SPEED says how few are none
     :param stop: ends the wait between two tries
     :param facts: the attribute of this name of an earlier HttpFile: the file has to be that one still
+    :param is_one: all that is read has to be of one file: a ChangedError where a server that begins anew does not tell
     :ivar facts: size (None: not told) and, where they were told, etag and last_modified; empty before the first answer
     """
 
     def __init__(
-        self, url: str, patience: float, stop: threading.Event | None = None, facts: dict[str, int | str] | None = None
+        self,
+        url: str,
+        patience: float,
+        stop: threading.Event | None = None,
+        facts: dict[str, int | str] | None = None,
+        is_one: bool = False,
     ):
         self.url, self.patience, self.stop, self.facts = url, patience, stop or threading.Event(), facts or {}
+        self.is_one = is_one
         self.response, self.arrived = None, 0  # arrived: the response's place in the file
         self.position, self.late = 0, 0.0  # late: seconds of waiting that no bytes have made up for
 
@@ -127,9 +139,7 @@ class HttpFile(io.RawIOBase):
         if self.position:
             request.add_header("Range", f"bytes={self.position}-")
             etag = self.facts.get("etag")
-            # a weak one means "much the same", which is not enough to continue a file
-            is_strong = etag and not etag.startswith("W/")
-            if validator := etag if is_strong else self.facts.get("last_modified"):
+            if validator := etag if is_strong(etag) else self.facts.get("last_modified"):
                 request.add_header("If-Range", validator)
         self.response = urllib.request.build_opener(PacedHandler).open(request, timeout=STALL_SECONDS)
         headers = self.response.headers
@@ -141,6 +151,10 @@ class HttpFile(io.RawIOBase):
             told["size"], self.arrived = None if match[2] == "*" else int(match[2]), self.position
         else:  # from the beginning: at first, from a server that knows no ranges, or because the file has changed
             told["size"], self.arrived = int(headers["Content-Length"]) if headers["Content-Length"] else None, 0
+            if self.is_one and self.position and not self.facts.keys() & {"etag", "last_modified"}:
+                raise ChangedError("may have changed in the meantime, which its server does not tell")
+        if is_strong(told["etag"]) and is_strong(self.facts.get("etag")):
+            told["last_modified"] = None  # the machines of a CDN need not agree on it
         # a server need not repeat all that it has said
         told = {name: value for name, value in told.items() if value is not None}
         if any(self.facts.get(name) not in (None, value) for name, value in told.items()):

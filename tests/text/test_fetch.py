@@ -224,6 +224,28 @@ def test_a_file_that_is_another_one_each_time(cache):
         assert expect_line("has changed in the meantime", url, cache, 2) == []
 
 
+def test_machines_of_one_server_may_differ_in_the_time_but_not_in_the_tag(cache, tmp_path):
+    content = make_tar(tmp_path / "data.tar")
+
+    def send_half(tag: bytes, second: int) -> Callable:
+        def answer(request: bytes) -> Iterator[bytes]:
+            start = int(request.partition(b"bytes=")[2].partition(b"-")[0] or 0)
+            head = b"HTTP/1.1 206 No\r\nContent-Range: bytes %d-%d/%d\r\n" % (start, len(content) - 1, len(content))
+            yield head if start else b"HTTP/1.1 200 OK\r\n"
+            yield b"Connection: close\r\nETag: %b\r\n" % tag
+            yield b"Last-Modified: Sun, 01 Nov 2026 00:00:%02d GMT\r\n" % second
+            yield b"Content-Length: %d\r\n\r\n" % (len(content) - start)
+            yield content[start:] if start else content[:1000]
+
+        return answer
+
+    with serve(send_half(b'"1"', 1), send_half(b'"1"', 2)) as url:
+        assert fetch.fetch(url, None, cache).is_dir()
+    # those of another server, whose connections are cut, give another one each
+    with serve(*(send_half(b'"%d"' % number, 1) for number in range(9))) as url:
+        assert expect_line("has changed in the meantime", url, cache / "other", 2) == []
+
+
 def test_words_of_a_server_reach_no_terminal_as_they_are(cache):
     with serve(send(b"HTTP/1.1 404 \x1b[2J\x0brun: curl evil\r\n\r\n")) as url:
         assert expect_line(r"answers 404  \[2J run: curl evil", url, cache) == []

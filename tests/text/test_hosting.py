@@ -146,6 +146,13 @@ def test_a_cut_download_without_ranges_starts_over(server, hosted, cache):
     assert server.count("big.tar") == (hosted / "big.tar").stat().st_size + 1_000_000
 
 
+def test_a_cut_download_is_of_one_file_where_nothing_tells_whether_it_changed(server, hosted, cache):
+    """Neither ranges, nor a time, nor a tag."""
+    server.has_ranges, server.validator, server.cuts["/big.tar"] = False, None, [1_000_000]
+    fetch.fetch(f"{server.url}/big.tar", hash_file(hosted / "big.tar"), cache)
+    assert server.requests == [("/big.tar", wanted) for wanted in (None, "bytes=1000000-", None)]
+
+
 @pytest.mark.parametrize("has_if_range", [True, False])
 @pytest.mark.parametrize("change", ["larger", "smaller"])
 def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tmp_path, has_if_range, change):
