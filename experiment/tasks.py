@@ -413,7 +413,11 @@ def read_file(task: Task, path: Path) -> list[tuple[str, object]] | None:
     if not path.is_file():
         return None
     records = []
-    for number, record in read_records(path, is_strict=True):
+    try:
+        found = list(read_records(path, is_strict=True))
+    except UserError as e:
+        raise UserError(f"{e}; or get it from {task.address}") from e
+    for number, record in found:
         where = f"{path}, line {number}"
         try:
             # a file with the Hub's own fields is understood too

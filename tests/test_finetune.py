@@ -534,7 +534,11 @@ def test_wrong_flags(flags, words, toy_model, tmp_path, monkeypatch, capsys):
         ),
         ("val.jsonl", '\n{"premise": "а", "hypothesis": "б", "label": "maybe"}', ["val.jsonl, line 2", "'maybe'"]),
         ("train.jsonl", '{"premise": "а", "hypothesis": "б", "idx": 1}', ["train data", "without label"]),
-        ("train.jsonl", '{"premise": "а",', ["train.jsonl, line 1", "is not JSON"]),
+        (
+            "train.jsonl",
+            '{"premise": "а",',
+            ["train.jsonl, line 1 is not JSON: fix it; or get it from https://russiansuperglue.com"],
+        ),
         ("train.jsonl", "[1]", ["train.jsonl, line 1", "premise"]),
         ("test.jsonl", b"\xff\xfe", ["test.jsonl", "is not UTF-8"]),
     ],

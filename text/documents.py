@@ -130,7 +130,8 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
     """(number of the line where it ends, record) of a .csv or .tsv file, or of JSON lines. What is wrong with it is a
     UserError.
 
-    :param is_strict: refuse rows of more columns than the header, and quotation marks that are not where csv has them
+    :param is_strict: these are records, not text: refuse rows of more columns than the header, and quotation marks that
+        are not where csv has them
     """
     text, kinds = read_text(path), find_kinds(path)
     if kinds & {".csv", ".tsv"}:
@@ -153,9 +154,8 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
             try:
                 yield number, json.loads(line)
             except ValueError:
-                raise UserError(
-                    f"{path}, line {number} is not JSON: put one object on each line, or name a file of plain text .txt"
-                ) from None
+                cure = "fix it" if is_strict else "put one object on each line, or name a file of plain text .txt"
+                raise UserError(f"{path}, line {number} is not JSON: {cure}") from None
 
 
 def take_text(record: object, column: str) -> str:

@@ -354,7 +354,7 @@ def test_labels_of_a_task_file(tmp_path):
         ({"label": "subject", "labels": ["x", "y"]}, ["without subject", "body, topic"]),
         ({"labels": [3, 4]}, ["a.jsonl, line 1", "3, 4"]),
         ({"text": "title"}, ["a.jsonl, line 1", "has no title", "found are body, topic"]),
-        ({"train": "broken.jsonl"}, ["broken.jsonl, line 2", "is not JSON"]),
+        ({"train": "broken.jsonl"}, ["broken.jsonl, line 2 is not JSON: fix it; or get it from where"]),
         ({"train": "list.jsonl"}, ["list.jsonl"]),
         ({"train": "empty.csv"}, ["empty.csv", "no record"]),
         ({"train": "ragged.csv"}, ["ragged.csv, line 2", "2 columns"]),
@@ -438,6 +438,9 @@ def test_batches_hold_every_row_once_and_rows_of_similar_length():
     padding = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches) / sum(lengths) - 1
     assert padding < 0.05  # at random: 0.8
     assert batches == order(0) != order(1)
+    # the one of 8 rows has any length
+    shorter = [lengths[batch].mean() for seed in range(30) for batch in order(seed) if len(batch) < 16]
+    assert len(shorter) == 30 and min(shorter) < 100 and 200 < sum(shorter) / 30 < 300
     # the short ones do not come first
     first = [lengths[row] for batch in batches[:31] for row in batch]
     assert 0.75 < sum(first) / len(first) / (sum(lengths) / 1000) < 1.25
