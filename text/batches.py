@@ -176,7 +176,10 @@ def group_by_length(
     if not keep_rest:
         order = np.resize(order, max(len(order) // batch_size, 1) * batch_size)
     order = order[np.argsort(lengths[order], kind="stable")]
-    batches = np.split(order, range(batch_size, len(order), batch_size))
+    cuts = np.arange(batch_size, len(order), batch_size)
+    if rest := len(order) % batch_size:  # the longest rows are not always those of the shorter batch
+        cuts[generator.integers(len(cuts) + 1) :] -= batch_size - rest
+    batches = np.split(order, cuts)
     return [batches[number] for number in generator.permutation(len(batches))]
 
 
