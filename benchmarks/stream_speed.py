@@ -54,7 +54,7 @@ def main():
         parts[name] = time.process_time() - start
         return result
 
-    tokenize = ChunkTokenizer(dataset.sources, tokenizer, seed=1)
+    tokenize = ChunkTokenizer(dataset.sources, tokenizer, seed=1, kind=dataset.kind)
     stream = iter(stream_documents(dataset.sources, seed=1))
     tokenize[512, next(stream)[1]]
     chunks = measure("reading", lambda: [chunk for _, chunk in itertools.islice(stream, 40)])

@@ -58,7 +58,7 @@ from text.documents import (
     take_text,
 )
 from text.http import HttpError, HttpFile, is_url
-from text.instances import PAIRS, InstanceKind
+from text.instances import InstanceKind
 
 logger = logging.getLogger("streams")
 
@@ -474,7 +474,7 @@ class ChunkTokenizer:
     lengths). For DataLoader's workers. Full blocks start over with each chunk, the last of which is shorter. State: the
     tokenizer's engine, in each process its own."""
 
-    def __init__(self, sources: list[Source], tokenizer, seed: int, kind: InstanceKind = PAIRS):
+    def __init__(self, sources: list[Source], tokenizer, seed: int, kind: InstanceKind):
         self.sources, self.tokenizer, self.seed, self.kind = sources, tokenizer, seed, kind
         self.encoder = None
 
