@@ -294,7 +294,7 @@ def test_a_trainer_tokenizes_text_once_and_finds_it_again(written, tmp_path, cap
     [
         ({"train_file": "none.txt"}, ["no file none.txt"]),
         ({"train_file": "empty.txt"}, ["no text", "empty.txt"]),
-        ({"dataset_name": "."}, ["--dataset_name .", "no dataset"]),
+        ({"dataset_name": "."}, ["the dataset . cannot be read"]),
         ({"dataset_name": "texts", "text_column": "body"}, ["columns text", "--text_column"]),
         ({"dataset_name": "texts", "language": "klingon"}, ["no language klingon", "russian"]),
         ({"dataset_name": "org/none"}, ["org/none", "--train_file"]),

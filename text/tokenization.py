@@ -183,8 +183,8 @@ def load_hub_splits(
     :param name: of a dataset on the Hub or in a folder, and of its configuration if one is to be named
     :param alternative: flags that need no connection
     """
-    flag, is_folder = f"--dataset_name {name[0]}", Path(name[0]).is_dir()
-    with contextlib.nullcontext() if is_folder else hub(f"the dataset {name[0]}", alternative):
+    what, is_folder = f"the dataset {name[0]}", Path(name[0]).is_dir()
+    with contextlib.nullcontext() if is_folder else hub(what, alternative):
         import datasets  # now: it looks once whether there is a connection
 
         try:
@@ -192,17 +192,17 @@ def load_hub_splits(
         except (OSError, ValueError) as e:
             if not is_folder:
                 raise
-            raise UserError(f"{flag} holds no dataset ({first_line(e)})") from e
+            raise UserError(f"{what} cannot be read ({first_line(e)})") from e
     if "train" not in found:
-        raise UserError(f"{flag} has no split train, but {', '.join(found)}: use another one")
+        raise UserError(f"{what} has no split train, but {', '.join(found)}: use another one")
     splits = {}
     for split in [name for name in ("train", "validation") if name in found]:
         if text_column not in found[split].column_names:
             columns = ", ".join(found[split].column_names)
-            raise UserError(f"{flag} has the columns {columns}: give one in --text_column")
+            raise UserError(f"{what} has the columns {columns}: give one in --text_column")
         texts = [text or "" for text in found[split][text_column]]
         if any(not isinstance(text, str) for text in texts):
-            raise UserError(f"{flag}: {text_column} is not text: give --text_column")
+            raise UserError(f"{what}: {text_column} is not text: give --text_column")
         first = next((text for text in texts if text.strip()), "")
         if WIKITEXT_TITLE.match(first.strip("\n")):
             splits[split] = split_articles(texts)
