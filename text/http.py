@@ -152,7 +152,7 @@ class HttpFile(io.RawIOBase):
         else:  # from the beginning: at first, from a server that knows no ranges, or because the file has changed
             told["size"], self.arrived = int(headers["Content-Length"]) if headers["Content-Length"] else None, 0
             if self.is_one and self.position and not self.facts.keys() & {"etag", "last_modified"}:
-                raise ChangedError("may have changed in the meantime, which its server does not tell")
+                raise ChangedError("was cut off, and its server does not tell whether it is still the same")
         if is_strong(told["etag"]) and is_strong(self.facts.get("etag")):
             told["last_modified"] = None  # the machines of a CDN need not agree on it
         # a server need not repeat all that it has said
