@@ -230,9 +230,8 @@ def test_watch_shows_the_swarm_and_leaves_no_trace(start, tmp_path):
     with run_peers(prefix, address, True) as (peer,):
         peer.publish(make_metrics(7, loss=8.5, mini_steps=2, total_samples=1234).dict())
         expires = get_dht_time() + 300
-        report = LocalTrainingProgress(
-            peer_id=b"x", epoch=7, samples_accumulated=100, samples_per_second=10.0, time=expires, client_mode=True
-        )
+        numbers = dict(epoch=7, samples_accumulated=100, samples_per_second=10.0, time=expires)
+        report = LocalTrainingProgress(peer_id=peer.dht.peer_id.to_bytes(), client_mode=True, **numbers)
         assert peer.dht.store(f"{prefix}_progress", report.dict(), subkey=peer.subkey, expiration_time=expires)
         contract = RunContract(joined=1.0, contract={"target_batch_size": "4096"})
         assert publish_contract(peer.dht, prefix, peer.subkey, contract, 300).result(timeout=30)
