@@ -209,7 +209,12 @@ def test_watch_shows_the_swarm_and_leaves_no_trace(start, tmp_path):
         peer.publish(make_metrics(7, loss=8.5, mini_steps=2, total_samples=1234).dict())
         expires = get_dht_time() + 300
         report = LocalTrainingProgress(
-            peer_id=b"x", epoch=7, samples_accumulated=100, samples_per_second=10.0, time=expires, client_mode=True
+            peer_id=peer.dht.peer_id.to_bytes(),
+            epoch=7,
+            samples_accumulated=100,
+            samples_per_second=10.0,
+            time=expires,
+            client_mode=True,
         )
         assert peer.dht.store(f"{prefix}_progress", report.dict(), subkey=peer.subkey, expiration_time=expires)
         contract = RunContract(joined=1.0, contract={"target_batch_size": "4096"})
