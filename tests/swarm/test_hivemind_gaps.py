@@ -254,7 +254,7 @@ def test_who_answers_says_how_long_a_dictionary_lives():
 
 
 def test_a_key_has_several_spellings_and_records_under_ids_no_signature():
-    """Notes 73 and 75; RecordValidator."""
+    """Note 73; RecordValidator."""
     key = DHTID.generate("key").to_bytes()
     assert DHTID.from_bytes(b"\0" + key).to_bytes() == key
     subkey = MSGPackSerializer.dumps(b"x" * 34)
