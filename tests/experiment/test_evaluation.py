@@ -100,7 +100,7 @@ def test_loss_perplexity_and_accuracy_are_those_of_plain_transformers(tmp_path, 
     ids=str,
 )
 def test_an_evaluation_is_an_optional_and_bounded_part_of_the_record(change, is_accepted):
-    (schema, _, _), subkey = make_validators("run")
+    (schema, _), subkey = make_validators("run")
     key, subkey = DHTID.generate(source="run_metrics").to_bytes(), MSGPackSerializer.dumps(subkey)
     value = MSGPackSerializer.dumps(make_metrics(3).dict() | change)
     assert "evaluation" not in make_metrics(3).dict()
