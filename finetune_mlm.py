@@ -288,6 +288,13 @@ def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return -log_probability.masked_fill(~right.any(dim=1), 0.0)
 
 
+def order_batches(rows: list[Row], batch_size: int, generator: np.random.Generator) -> list[np.ndarray]:
+    """Batches as row numbers, each row once, by the lengths that they are padded to: more rows to choose from for a
+    batch, and no more padding."""
+    lengths = np.array([-(-row.length // PADDING) for row in rows])
+    return group_by_length(lengths, batch_size, generator, keep_rest=True)
+
+
 def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.AbstractContextManager:
     precision = torch.float16 if args.fp16 else torch.bfloat16
     return torch.autocast(device.type, precision, enabled=args.fp16 or args.bf16)
@@ -340,9 +347,7 @@ def tune(
     with tqdm(total=total, desc=f"{task.name}, seed {seed}", unit="step", disable=None, leave=False) as bar:
         for epoch in range(1, args.num_train_epochs + 1):
             model.train()
-            # by the lengths that they are padded to: more rows to choose from for a batch, and no more padding
-            lengths = np.array([-(-row.length // PADDING) for row in rows["train"]])
-            batches = group_by_length(lengths, args.batch_size, generator, keep_rest=True)
+            batches = order_batches(rows["train"], args.batch_size, generator)
             # on the device, so that it is not waited for in each step
             loss_sum, right_sum = torch.zeros((), device=device), torch.zeros((), device=device)
             for start in range(0, len(batches), args.grad_acc_steps):

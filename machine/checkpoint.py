@@ -172,6 +172,8 @@ def check_files(folder: Path) -> None:
 def claim_folders(args: TrainerArguments) -> None:
     """Make --output_dir and the folder of --state_path, keep other peers out of the former, and sign with the key that
     is kept there."""
+    if args.state_path and os.path.isdir(args.state_path):
+        raise UserError(f"--state_path {args.state_path} is a folder: name a file, e.g. {args.state_path}/state.pt")
     make_folder("--state_path", os.path.dirname(args.state_path or ""))
     lock_folder("--output_dir", args.output_dir)
     keep_signing_key(Path(args.output_dir) / "signing_key")

@@ -16,7 +16,9 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -112,7 +114,8 @@ def check_file_limit() -> Check:
     """Raises the limit of open files itself as far as the system allows."""
     limit = raise_file_limit()
     cure = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
-    return judge("open files", f"{limit:,} at most", cure, is_warning=limit < ENOUGH_FILES)
+    finding = f"{limit:,} at most" if limit < math.inf else "no limit"
+    return judge("open files", finding, cure, is_warning=limit < ENOUGH_FILES)
 
 
 def check_disk(folder: str, parameters: int, kept: int) -> Check:
@@ -246,11 +249,15 @@ class Table:
             print(format_check(check), flush=True)
 
     @contextlib.contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """The line with which this would have ended a trainer is one of the table."""
+    def attempt(self, what: str, **others: str) -> Iterator[None]:
+        """The line with which this would have ended a trainer is one of the table.
+
+        :param others: names that it has instead, each where its text matches that
+        """
         try:
             yield
         except UserError as e:
+            what = next((name for name, pattern in others.items() if re.search(pattern, str(e))), what)
             self.add(Check(what, "fatal", str(e)))
 
 
@@ -271,7 +278,7 @@ def run_preflight(*groups) -> int:
         table.add(Check("device", "ok", ", ".join(map(str, devices))))
     with table.attempt("model"):
         objective = find_objective(model_args)
-        with table.attempt("dataset"):
+        with table.attempt("dataset", tokenizer="no (readable )?tokenizer|the tokenizer "):
             tokenizer, dataset, corpus = load_data(model_args, data_args, args.do_eval)
             table.add(Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer.name_or_path}"))
             for name, split in dataset.items():
@@ -332,7 +339,7 @@ def check_swarm(
     :returns: its trainers' reports, and the averaging arguments with the bandwidth that was measured
     """
     reports, prefix = [], swarm.experiment_prefix
-    with table.attempt("joining"):
+    with table.attempt("joining", clock="this machine's clock"):
         swarm = check_addresses(swarm)
         reasons = {} if swarm.use_ipfs else asyncio.run(explain_unreachable(swarm.initial_peers))
         is_alone = bool(reasons) and all(reasons.values())  # one that answers is enough

@@ -69,7 +69,8 @@ def try_out(model: PreTrainedModel, where: str) -> None:
     batch |= {"labels": torch.where(torch.arange(8) > 0, ids, -100), "sentence_order_label": torch.tensor([0, 1])}
     buffers = {name: value.clone() for name, value in dict(model.named_buffers()).items() if name in model.state_dict()}
     try:
-        with torch.random.fork_rng(devices=[]):
+        # to compile, as flex_attention does, would take ten seconds
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             compute_losses(model.train(), move_batch(batch, cpu))["loss"].backward()
             if model.objective.is_causal:
                 with torch.no_grad():

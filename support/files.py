@@ -104,7 +104,7 @@ def append_line(path: str | Path, line: str) -> None:
 
 def read_json(path: Path) -> dict:
     """The object in a file; an empty one where there is none, or it is damaged."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(FileNotFoundError, ValueError):
         if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
             return found
     return {}
@@ -134,7 +134,8 @@ def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> boo
         write(unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             flush_to_disk(path)
-        if target.is_dir():  # a folder that is not empty cannot be replaced by a rename
+        # a folder that is not empty cannot be replaced by a rename; by a file it shall not be
+        if unfinished.is_dir() and target.is_dir():
             target.rename(replaced)
         unfinished.rename(target)
         flush_to_disk(target.parent)

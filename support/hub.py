@@ -16,8 +16,8 @@ def hub(what: str, alternative: str):
     retries and a traceback."""
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE", "0")
-    if not before[0] and not is_reachable(constants.ENDPOINT):
+    was_offline, variable = constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")
+    if not was_offline and not is_reachable(constants.ENDPOINT):
         constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"  # the cache may have it
     try:
         yield
@@ -28,7 +28,11 @@ def hub(what: str, alternative: str):
         ) from e
     finally:
         # who uploads later finds out for itself
-        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = before
+        constants.HF_HUB_OFFLINE = was_offline
+        if variable is None:  # 0 would overrule TRANSFORMERS_OFFLINE
+            os.environ.pop("HF_HUB_OFFLINE", None)
+        else:
+            os.environ["HF_HUB_OFFLINE"] = variable
 
 
 @functools.cache

@@ -141,7 +141,7 @@ async def measure_rate(node: DHTNode, peer_id: PeerID, is_up: bool) -> float:
         calls = [node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue) for _ in range(requests)]
         try:
             answers = await asyncio.wait_for(asyncio.gather(*calls), MEASURE_PATIENCE)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             break
         if not is_up and any(len(answer.value) != MEASURE_BYTES for answer in answers):
             raise ValueError("its answer is too short")

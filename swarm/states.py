@@ -487,7 +487,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         try:
             if await asyncio.wait_for(download.fetch(note_failure), timeout):
                 return download.tensors
-        except asyncio.TimeoutError:
+        except TimeoutError:
             for donor in download.donors:
                 note_failure(donor.peer, UnusableState(f"it has not come within {timeout:.0f} s"))
         return None

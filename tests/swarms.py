@@ -1,4 +1,5 @@
-"""Swarms of the scripts that users run, on loopback or an emulated network: starts them, and reads what they write."""
+"""Swarms of the scripts that users run, or of paced ones, on loopback or an emulated network: starts them, and reads
+what they write."""
 
 import json
 import time

@@ -102,6 +102,16 @@ def test_a_wrong_flag_is_one_line(flags, words, monkeypatch):
     assert all(word in line for word in words), line
 
 
+def test_no_limit_is_infinite():
+    arguments.OptimizerArguments(max_grad_norm=float("inf"))
+    arguments.MonitorArguments(refresh_period=float("inf"))
+    for number in (0.0, float("nan")):
+        with pytest.raises(UserError, match="--max_grad_norm must be greater than 0$"):
+            arguments.OptimizerArguments(max_grad_norm=number)
+    with pytest.raises(UserError, match="--num_train_epochs must be greater than 0 and finite"):
+        arguments.TrainerArguments(num_train_epochs=float("inf"))
+
+
 @pytest.mark.parametrize(
     "module", [module for module, path in MODULES.items() if "= parse_arguments(" in path.read_text()]
 )

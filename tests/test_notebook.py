@@ -1,11 +1,13 @@
 """The notebook, executed cell by cell against a swarm on loopback, and what may not be in the committed file."""
 
+import ast
 import asyncio
 import contextlib
 import json
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import nbclient
@@ -15,7 +17,7 @@ import pytest
 from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
-from arguments import TokenizeArguments
+from arguments import TRAINER_ARGS, TokenizeArguments, parse_arguments
 from text.hosting import make_archive
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
@@ -121,6 +123,33 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
     other.assert_clean_end(60)
     monitor.assert_clean_end(60)
     wait_until(lambda: not find_processes(str(output_dir)), 10, "no process of the notebook's is left")
+
+
+def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
+    trees = [ast.parse(re.sub("(?m)^[%!].*$", "", source)) for source in cells]
+    for tree in trees:
+        compile(tree, str(NOTEBOOK), "exec")
+    *_, measure, join, _ = trees
+    settings = {"dataset_url": "https://example.org/data.tar.gz", "dataset_sha256": "0" * 64, "more_flags": ""}
+    settings |= {"experiment_prefix": "run", "initial_peers": "/ip4/127.0.0.1/tcp/1/p2p/Qm 127.0.0.1:8080"}
+    measured, names = [], {"settings": settings, "has_gpu": True, "shlex": shlex, "sys": sys, "folder": Path("out")}
+    sizes = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
+    names["run"] = lambda *command: measured.append(command) or sizes
+    exec(compile(measure, str(NOTEBOOK), "exec"), names)
+    # what the cell that joins starts, without starting it
+    [begin] = [node for node in join.body if ast.unparse(node).startswith("command = ")]
+    [start] = [node for node in ast.walk(join) if isinstance(node, ast.Call) and "Popen" in ast.unparse(node.func)]
+    names["command"] = eval(ast.unparse(begin.value), names)
+    _, script, *words = eval(ast.unparse(start.args[0]), names)
+    assert script == "run_trainer.py" and [command[:2] for command in measured] == [("-m", "machine.preflight")]
+    for flags in (words, measured[0][2:]):
+        monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
+        swarm, *_, data, args = parse_arguments(*TRAINER_ARGS)
+        assert swarm.experiment_prefix == "run" and data.dataset_path == settings["dataset_url"] and args.fp16
+        if flags is words:
+            assert swarm.client_mode and len(swarm.initial_peers) == 2 and args.output_dir == "out"
+            assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
 
 
 def test_committed_notebook_has_no_outputs_and_no_keys():

@@ -20,6 +20,7 @@ import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
 from experiment import data
 from support.console import UserError
+from support.hub import hub
 from text.documents import read_documents, read_text, split_sentences
 from text.instances import BLOCKS, KINDS, PAIRS, TEXT
 from text.stored import load_tokenized_dataset, make_tables
@@ -362,6 +363,19 @@ def test_no_hub(tmp_path, monkeypatch):
         line = refuse(tokenize_wikitext103, *flags, "--cache_dir", tmp_path / "home")
         assert "Hugging Face Hub" in line and cure in line
         assert {path.name for path in tmp_path.iterdir()} <= {"home"}
+
+
+@pytest.mark.parametrize("variable", [None, "0"])
+def test_the_hub_leaves_the_environment_as_it_was(monkeypatch, variable):
+    """Set to 0, the one would overrule TRANSFORMERS_OFFLINE."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    if variable is None:
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+    with hub("it", "another"):
+        assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert os.environ.get("HF_HUB_OFFLINE") == variable and not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

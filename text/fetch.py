@@ -297,7 +297,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     unfinished.mkdir()
-    # Python before 3.10.12 and 3.11.4 has no filters; what they refuse is refused below
+    # Python before 3.11.4 has no filters; what they refuse is refused below
     options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     try:
         with tarfile.open(file, "r:*") as archive:

@@ -105,7 +105,7 @@ class CheckpointHandler:
             if metrics and not is_saving and self.is_due(metrics.epoch):
                 self.wanted_epoch = metrics.epoch
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch)
-        elif self.download.done():
+        elif self.download.done() and history:  # none yet of a run that has just started over
             loaded, self.arrival = self.download.result(), self.arrival or time.monotonic()
             is_ahead = loaded is not None and loaded[0]["epoch"] > history[-1]["epoch"]
             if is_ahead and time.monotonic() < self.arrival + REPORT_WAIT:

@@ -36,7 +36,7 @@ class History(list):
                 self.validation[:] = self.validation[::2]
         if len(self) > 1 and self.find_stretch(self[-1]) == self.find_stretch(self[-2]):
             self.pop()
-        if len(self) == MAX_POINTS:
+        while len(self) >= MAX_POINTS:  # where epochs are missing, one thinning may take none
             self.stride *= 2
             first = {self.find_stretch(entry): entry for entry in reversed(self)}
             self[:] = reversed(first.values())

@@ -35,8 +35,10 @@ class Publisher:
         self.repo_id, self.interval, self.folder = repo_id, interval, folder
         self.record = folder / "uploaded.json"
         self.thread = self.last_failure = None
-        record = read_json(self.record)
-        self.uploaded = record if record.get("repo_id") == repo_id else {}
+        self.uploaded = {}
+        with contextlib.suppress(OSError):
+            if (record := read_json(self.record)).get("repo_id") == repo_id:
+                self.uploaded = record
         # a clock that was set back must not put it off forever
         wait = self.uploaded.get("time", 0) + interval - time.time()
         self.next_upload = time.monotonic() + min(max(wait, 0), interval)
@@ -79,7 +81,9 @@ class Publisher:
 
 def read_stamp(folder: Path) -> dict:
     """What a checkpoint's training_state.json says of it; nothing when that is damaged."""
-    return read_json(folder / "training_state.json")
+    with contextlib.suppress(OSError):
+        return read_json(folder / "training_state.json")
+    return {}
 
 
 def find_token() -> str | None:

@@ -30,7 +30,7 @@ class Observer:
         if swarm.client_mode:
             who = "an auxiliary peer" if is_aux else "a monitor"
             raise UserError(f"--client_mode is for trainers: others must be able to reach {who}")
-        self.prefix, self.period = swarm.experiment_prefix, args.refresh_period
+        self.prefix, self.period = swarm.experiment_prefix, min(args.refresh_period, threading.TIMEOUT_MAX)
         self.assists = is_aux and args.assist_in_averaging
         self.needs_model = self.assists or archive_args.store_checkpoints
         self.report = RunReport(args, swarm)
@@ -82,16 +82,19 @@ class Observer:
             self.archive = CheckpointHandler(self.groups, model, tokenizer, self.optimizer)
 
     def watch(self) -> None:
-        """In a thread: look at the metrics until the end, once more then."""
-        is_last = False
-        while not is_last:
-            is_last = STOP_REQUESTED.wait(self.period)
-            if metrics := self.report.update(self.dht, is_last):
-                self.news.append(metrics)
-                if self.contract:
-                    # once more: the first trainers may have come after this peer
-                    compare_with_run(self.dht, self.prefix, self.contract)
-                    self.contract = None
+        """In a thread: look at the metrics, at once and until the end, and a last time then."""
+        self.look()
+        while not STOP_REQUESTED.wait(self.period):
+            self.look()
+        self.report.update(self.dht, is_last=True)
+
+    def look(self) -> None:
+        if metrics := self.report.update(self.dht):
+            self.news.append(metrics)
+            if self.contract:
+                # once more: the first trainers may have come after this peer
+                compare_with_run(self.dht, self.prefix, self.contract)
+                self.contract = None
 
     def step(self) -> SwarmMetrics | None:
         """Go on with what is due, without waiting; the metrics of the newest epoch, once.
@@ -102,7 +105,8 @@ class Observer:
             self.watching.result()
         metrics = self.news.pop() if self.news else None
         if self.archive:
-            self.archive.step(metrics, self.report.history)
+            # as it is now: the thread that watches changes it, and empties it where the run has started over
+            self.archive.step(metrics, list(self.report.history))
         return metrics
 
     def finish(self) -> None:

@@ -62,7 +62,7 @@ class RunReport:
             summary = self.load_summary()
         except OSError as e:
             raise UserError(
-                f"--output_dir {args.output_dir} cannot be written ({e.strerror}): choose another folder"
+                f"--output_dir {args.output_dir} cannot be read and written ({e.strerror}): choose another folder"
             ) from e
         #: what was reported last, be it by an earlier process
         self.last = SwarmMetrics(**pick(self.history[-1], SwarmMetrics)) if self.history else None

@@ -12,6 +12,7 @@ import pytest
 import torch
 from finetune_data import BOW, QUERY, RECORDS, write_lines
 from hub_server import Commit, HubServer
+from processes import run_python
 from torch.nn.functional import cross_entropy
 from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -28,9 +29,8 @@ from experiment.tasks import (
     make_examples,
     predict_majority,
 )
-from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained
+from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained, order_batches
 from support.console import UserError
-from text.batches import group_by_length
 
 CPU = torch.device("cpu")
 
@@ -427,10 +427,10 @@ def test_what_was_cut_away_cannot_be_chosen_and_gives_no_gradient():
 
 def test_batches_hold_every_row_once_and_rows_of_similar_length():
     lengths = np.random.default_rng(1).integers(5, 500, 1000)
+    rows = [Row([{"input_ids": [0] * length}], [], [0]) for length in lengths]
 
     def order(seed: int) -> list[list[int]]:
-        batches = group_by_length(-(-lengths // 8), 16, np.random.default_rng(seed), keep_rest=True)
-        return [batch.tolist() for batch in batches]
+        return [batch.tolist() for batch in order_batches(rows, 16, np.random.default_rng(seed))]
 
     batches = order(0)
     assert sorted(row for batch in batches for row in batch) == list(range(1000))
@@ -521,8 +521,11 @@ def test_the_hub(tmp_path, monkeypatch):
                 assert all((a.texts, a.right, a.spans) == (b.texts, b.right, b.spans) for a, b in pairs)
         assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
     # where no server is, and nothing in the cache
-    set_hub(HF_HUB_CACHE=str(tmp_path / "empty"), ENDPOINT="http://127.0.0.1:1")
-    with pytest.raises(UserError, match="cannot be loaded from the Hub") as error:
-        load_examples(TASKS["terra"], tmp_path)
-    [line] = str(error.value).splitlines()
-    assert "TERRa/train.jsonl" in line
+    code = (
+        "from experiment.tasks import TASKS, load_examples\n"
+        "from support.console import edge\n"
+        f"with edge(): load_examples(TASKS['terra'], {str(tmp_path)!r})"
+    )
+    env = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "empty")}
+    [line] = run_python("-c", code, expect=2, env=env).stderr.splitlines()
+    assert "cannot be loaded from the Hub" in line and "TERRa/train.jsonl" in line

@@ -36,9 +36,9 @@ def apply_recipe(copy: Path, name: str) -> None:
     (copy / name).write_text(text)
 
 
-def run(copy: Path, program: str, *words: object) -> dict:
+def run(copy: Path, program: str, *words: object, **options) -> dict:
     """What a program prints of the copy, in which it runs."""
-    result = run_python(ROOT / "tests" / "programs" / program, *words, cwd=copy, timeout=180, expect=0)
+    result = run_python(ROOT / "tests" / "programs" / program, *words, cwd=copy, timeout=180, expect=0, **options)
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -53,7 +53,8 @@ def test_each_file_has_one_recipe():
 def test_a_model_with_a_head_of_your_own(copy, tiny_data):
     apply_recipe(copy, "experiment/model.py")
     (copy / "bert-4.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
-    facts = run(copy, "few_steps.py", *STEPS, "--config_path", "bert-4.json", *sum(tiny_data.items(), ()))
+    words = [*STEPS, "--config_path", "bert-4.json", *sum(tiny_data.items(), ())]
+    facts = run(copy, "few_steps.py", *words, is_real=True)
     assert (facts["model"], facts["objective"], facts["layers"]) == ("BertWithWideHead", "mlm", 4)
     assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
 

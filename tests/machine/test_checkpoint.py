@@ -25,6 +25,7 @@ from machine.checkpoint import (
     CheckpointError,
     check_weights,
     choose_state,
+    claim_folders,
     find_checkpoints,
     load_state,
 )
@@ -121,6 +122,17 @@ def test_the_newest_of_folder_and_file_is_taken(saved, tmp_path, caplog):
         assert choose_state(arguments, model, "a") == tmp_path / "checkpoint-4"
         [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
         assert str(file) in warning
+
+
+def test_a_folder_is_no_state_file(tmp_path):
+    """It was replaced, with all that was in it."""
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "weights").touch()
+    assert not write_file(folder, "a state")
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "weights"]
+    with pytest.raises(UserError, match=f"--state_path {folder} is a folder"):
+        claim_folders(TrainerArguments(output_dir=str(tmp_path), state_path=str(folder)))
 
 
 def test_what_is_beyond_the_chosen_state_is_set_aside(saved, tmp_path):

@@ -3,13 +3,23 @@
 import asyncio
 import contextlib
 import os
+import re
+import resource
 import socket
 
 import pytest
-from processes import LOOPBACK, make_prefix, run_python, wait_until
+from hivemind.dht.protocol import ValidationError
+from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 from swarms import TRAINER, flags, start_monitor
 
-from arguments import AveragingArguments
+from arguments import (
+    AveragingArguments,
+    DataArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    TrainerArguments,
+)
 from machine.preflight import (
     Check,
     check_announced,
@@ -18,10 +28,12 @@ from machine.preflight import (
     check_connection,
     check_disk,
     check_epoch_time,
+    check_file_limit,
     check_memory,
     check_step_time,
     estimate_round_seconds,
     format_check,
+    run_preflight,
 )
 from swarm.addresses import explain_silence
 
@@ -93,6 +105,25 @@ def test_the_file_limit_is_raised_where_the_system_allows():
     assert run_python("-c", code, "hard", expect=0).stdout.split() == ["warning", "256"]
 
 
+def test_no_limit_of_open_files(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert check_file_limit().finding == "no limit"
+
+
+def test_tokenizer_and_clock_have_lines_of_their_own(monkeypatch, capsys, tmp_path):
+    def be_late(**_):
+        raise ValidationError("local: 3601.0, peer: 1.0")
+
+    monkeypatch.setattr("swarm.joining.DHT", be_late)
+    monkeypatch.setattr("machine.preflight.quiet_hivemind_logs", lambda: None)
+    model_args = ModelArguments(str(ROOT / "configs/demo.json"), tokenizer_path=str(tmp_path / "none"))
+    groups = [SwarmArguments("a"), model_args, OptimizerArguments(), AveragingArguments()]
+    args = TrainerArguments(output_dir=str(tmp_path), device="cpu")
+    assert run_preflight(*groups, DataArguments(streaming=True), args) == 2
+    fatal = [line[8:].split() for line in capsys.readouterr().out.splitlines() if line.startswith("fatal")]
+    assert [what for what, *_ in fatal] == ["tokenizer", "clock"], fatal
+
+
 def test_silence_is_explained():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
@@ -154,6 +185,7 @@ def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     prefix = make_prefix()
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
     own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--output_dir": tmp_path / "out"}
+    del own["--bandwidth"]  # it is measured
     preflight = ["run_trainer.py", "--preflight", *LOOPBACK, *flags(own)]
     good = start("good", *preflight, "--initial_peers", peers)
     assert good.wait(90) == 0, good.text
@@ -161,6 +193,7 @@ def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
     for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "connection", "settings"):
         assert table[what] == "ok", good.text
     assert {"step time", "epoch time", "bandwidth", "own addresses"} < set(table), good.text
+    assert re.search("bandwidth: measured .* Mbit/s up", good.text), good.text
     assert good.text.splitlines()[-1].startswith("ready to train")
     assert not os.path.exists(tmp_path / "out")  # it trains and writes nothing
 

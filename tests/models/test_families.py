@@ -163,11 +163,7 @@ def test_the_type_decides_what_is_learned(write):
         ("t5", {}, ["t5 needs more than one text"]),
         ("bart", dict(objective="clm"), ["bart needs more than one text"]),
         ("gemma3", {}, ["gemma3 needs more than one text", "the part that reads text"]),
-        # it compiles, for ten seconds
-        pytest.param(
-            *("bert", dict(attn_implementation="flex_attention"), ["--attn_implementation flex_attention", "dropout"]),
-            marks=pytest.mark.slow,
-        ),
+        ("bert", dict(attn_implementation="flex_attention"), ["--attn_implementation flex_attention", "dropout"]),
         ("xlnet", {}, ["xlnet sees the words that it is to predict"]),
         ("ibert", {}, ["ibert gathers statistics"]),
         ("esm", {}, ["esm cannot be trained on text alone"]),
@@ -362,7 +358,9 @@ slow = pytest.mark.slow
 def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, tmp_path, tiny_data, text_data, name):
     """Two trainers and an auxiliary peer that keeps their states."""
     data = text_data if name in CAUSAL else tiny_data
-    own = {"--config_path": write(name), "--max_steps": 7, "--total_steps": 40, "--target_batch_size": 256}
+    # larger epochs than gpt2's do for those that learn more slowly
+    target = 256 if name == "gpt2" else 1024
+    own = {"--config_path": write(name), "--max_steps": 7, "--total_steps": 40, "--target_batch_size": target}
     own |= {"--target_group_size": 2}
     shared = {
         flag: value for flag, value in (TRAINER | own).items() if not flag.startswith(("--per", "--gradient", "--d"))

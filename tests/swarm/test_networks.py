@@ -15,15 +15,19 @@ STATUS_PORT = 8080
 # epochs long enough for a newcomer to see the others before it has stepped alone: at this pace, 2.4 s alone
 PACED_TRAINER = ("benchmarks/paced_trainer.py", 0.1)
 PAIR = {"--target_group_size": 2, "--target_batch_size": 384}
+# each measures its line
+ON_NET = {name: value for name, value in TRAINER.items() if name != "--bandwidth"}
 
 
-def start_on(start, net: netlab.Net, host: str, name: str, *command: object) -> Script:
-    return start(name, *command, prefix=net.prefix(host))
+def start_on(start, net: netlab.Net, host: str, name: str, *command: object, **options) -> Script:
+    return start(name, *command, prefix=net.prefix(host), **options)
 
 
-def start_trainer_on(start, net: netlab.Net, tmp_path: Path, host: str, prefix: str, peers: str, *groups: dict):
+def start_trainer_on(
+    start, net: netlab.Net, tmp_path: Path, host: str, prefix: str, peers: str, *groups: dict, **options
+) -> Script:
     own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / host}
-    return start_on(start, net, host, host, *PACED_TRAINER, *flags(TRAINER, own, *groups))
+    return start_on(start, net, host, host, *PACED_TRAINER, *flags(ON_NET, own, *groups), **options)
 
 
 def start_monitor_on(start, net: netlab.Net, host: str, tmp_path: Path, prefix: str) -> tuple[Script, str]:
@@ -57,7 +61,8 @@ def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net
     monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
     public = start_trainer_on(start, net, tmp_path, "public", prefix, address, pair)
     wait_until(lambda: history(tmp_path, "public"), 90, "an epoch")
-    walled = start_trainer_on(start, net, tmp_path, "walled", prefix, f"{net.ip('server')}:{STATUS_PORT}", pair)
+    joining = f"{net.ip('server')}:{STATUS_PORT}"
+    walled = start_trainer_on(start, net, tmp_path, "walled", prefix, joining, pair, is_real=True)
     walled.wait_for(
         rf"cannot reach this peer at {net.ip('walled')}, port \d+ .*: continuing in client mode, 1 peer", 60
     )
@@ -164,7 +169,7 @@ def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
     for name, peers in zip(names, (address, f"[::1]:{port}"), strict=True):
         more = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
         more |= PAIR
-        trainers.append(start(name, *PACED_TRAINER, *flags(TRAINER, tiny_data, local, more)))
+        trainers.append(start(name, *PACED_TRAINER, *flags(ON_NET, tiny_data, local, more)))
     wait_until(lambda: joint_epochs(tmp_path, "first") >= 3, 90, "three epochs averaged by both")
 
     if shutil.which("faketime"):

@@ -19,7 +19,8 @@ from text.tokenizers import load_tokenizer
 
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
-    """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights."""
+    """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights. Batches
+    are paced, so that the epochs do not end before it is there."""
     prefix, epochs = make_prefix(), 12
     together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3}
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
@@ -92,12 +93,13 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
         "--target_batch_size": batch_size,
         "--max_steps": epochs,
         "--target_group_size": 2,
-        "--per_device_train_batch_size": 32,
         "--do_eval": [],
     }
     prefix = make_prefix()
     _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
-    trainers = [start_trainer(start, tmp_path, name, prefix, peers, curve) for name in ("first", "second")]
+    trainers = [start_trainer(start, tmp_path, "first", prefix, peers, curve, is_real=True)]
+    trainers[0].wait_for(r"hivemind [\d.]+, torch")  # the imports are over, in which the second would go alone
+    trainers.append(start_trainer(start, tmp_path, "second", prefix, peers, curve))
     for trainer in trainers:
         trainer.assert_clean_end(180)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second")]
@@ -110,11 +112,11 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     model, device = make_model(ModelArguments(config_path="configs/demo.json"), len(tokenizer)), torch.device("cpu")
     optimizer = make_local_optimizer(options, make_param_groups(model))
     scheduler = make_scheduler(options, optimizer)
-    batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=32, seed=1))
+    batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1))
     for _ in range(epochs):
         optimizer.zero_grad()
-        for _ in range(batch_size // 32):
-            (model(**move_batch(next(batches), device))["loss"] * 32 / batch_size).backward()
+        for _ in range(batch_size // 16):
+            (model(**move_batch(next(batches), device))["loss"] * 16 / batch_size).backward()
         optimizer.step()
         scheduler.step()
     validation = make_eval_batches(dataset["validation"], tokenizer, DataArguments(), batch_size=32)

@@ -13,10 +13,10 @@ from arguments import DataArguments
 from experiment import data
 from support.console import UserError
 from text.batches import (
+    IndexedBatches,
     check_data_arguments,
     cut_rows,
     data_seed,
-    group_by_length,
     sequence_length_at,
 )
 from text.instances import BLOCKS, PAIRS, TEXT
@@ -45,10 +45,10 @@ def test_padding_stays_below_a_tenth(dataset, tokenizer, batch_size):
     assert 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks) < 0.1
 
 
-def test_each_pass_has_every_row_once_in_a_new_order():
-    lengths = np.random.default_rng(0).integers(8, 65, 1000)
-    generator = np.random.default_rng(3)
-    passes = [group_by_length(lengths, 8, generator) for _ in range(3)]
+def test_each_pass_has_every_row_once_in_a_new_order(dataset):
+    batches = IndexedBatches(dataset, lambda *_: None, DataArguments())
+    lengths, order = batches.lengths, batches.order(8, seed=3)
+    passes = [[next(order)[0] for _ in range(125)] for _ in range(3)]
     for rows in passes:
         assert sorted(np.concatenate(rows)) == list(range(1000))
     assert len({tuple(np.concatenate(rows)) for rows in passes}) == 3

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import huggingface_hub
@@ -173,6 +174,14 @@ def save(tmp_path, tiny_data):
         return folder
 
     return save_epoch
+
+
+def test_a_state_that_comes_when_the_run_has_just_started_over_waits_for_its_epoch(tmp_path):
+    handler = make_handler(tmp_path)
+    handler.download = Future()
+    handler.download.set_result(({"epoch": 5}, []))
+    handler.step(None, [])
+    assert handler.download is not None
 
 
 def test_the_hub_gets_a_whole_checkpoint_without_the_donor(hub, save, tmp_path):

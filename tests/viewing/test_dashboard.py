@@ -18,6 +18,7 @@ from swarms import start_monitor
 
 import run_training_monitor
 from arguments import MonitorArguments, SwarmArguments
+from support.console import UserError
 from swarm.contract import publish_contract
 from utils import RunContract, SwarmMetrics, aggregate_metrics, keep_signing_key, make_validators, peer_label
 from viewing.curves import draw_learning_curve
@@ -52,6 +53,14 @@ def test_history_is_thinned_out_evenly(monkeypatch):
     assert epochs == sorted(set(epochs)) and epochs[-1] == 11_999 and len(epochs) <= 100
     history.add({"epoch": 6_000, "begins_anew": True})
     assert [entry["epoch"] for entry in history] == [6_000] and history.stride == 1
+
+    # an observer that misses most epochs
+    history = History()
+    for epoch in range(1, 10_001, 5):
+        history.add({"epoch": epoch})
+        assert history[-1]["epoch"] == epoch and len(history) <= 100
+    gaps = numpy.diff([entry["epoch"] for entry in history])
+    assert len(history) >= 50 and max(gaps) < history.stride + 5
 
 
 def test_history_is_read_as_it_was_written(tmp_path):
@@ -189,6 +198,12 @@ def test_long_runs_are_read_and_drawn_in_little_memory(tmp_path):
     grown = process.memory_info().rss - before
     print(f"\n{len(report.history)} points, read in {read:.1f} s, drawn in {drawn:.1f} s, {grown / 2**20:.0f} MB more")
     assert grown < 60 * 2**20
+
+
+def test_a_summary_that_cannot_be_read_is_not_overwritten(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(UserError, match=f"--output_dir {tmp_path} cannot be read"):
+        RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
 
 
 # Runs a script in a terminal, 80 columns wide, and passes on what it shows.
