@@ -63,9 +63,9 @@ def line_swarm(start, tmp_path, tiny_data, net: netlab.Net):
 
 def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm):
     names = ["a", "b", "c"]
-    swarm = line_swarm(names)
+    swarm = line_swarm(names, pace=0.5, compression="8bit")  # half as long as the rounds of the slow tests
     first = swarm.wait_for_joint_epochs(names, 1, 240)[0]
-    joint = swarm.wait_for_joint_epochs(names, 8, 8 * (2 * ROUND_SECONDS + 20), after=first)
+    joint = swarm.wait_for_joint_epochs(names, 8, 8 * (ROUND_SECONDS + 20), after=first)
     assert joint == list(range(first + 1, first + len(joint) + 1)), "none was missed"
     for name in names:
         assert not re.search("averaging failed|no answer|is gone", swarm.trainers[name].text)
