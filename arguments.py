@@ -49,20 +49,11 @@ def check_at_least(minimum: int, args: Any, *names: str) -> None:
             raise UserError(f"--{name} must be at least {minimum}")
 
 
-<<<<<<< HEAD
 def check_positive(args: Any, *names: str, most: float = math.inf) -> None:
     """:raises UserError: one of these flags is given and not greater than 0, or greater than `most`"""
     for name in names:
         if (value := getattr(args, name)) is not None and not 0 < value <= most:
             raise UserError(f"--{name} must be greater than 0{f' and at most {most:g}' if most < math.inf else ''}")
-=======
-def check_positive(args: Any, *names: str, is_finite: bool = False, most: float = math.inf) -> None:
-    """:raises UserError: one of these flags is given and not greater than 0, more than `most`, or not finite"""
-    for name in names:
-        if (value := getattr(args, name)) is not None and not 0 < value <= (1e300 if is_finite else most):
-            bound = f" and at most {most:g}" if most < math.inf else " and finite" * is_finite
-            raise UserError(f"--{name} must be greater than 0{bound}")
->>>>>>> h-store
 
 
 def check_exclusive(args: Any, one: str, other: str) -> None:
@@ -503,11 +494,7 @@ class TrainerArguments(PrecisionArguments):
     def __post_init__(self):
         super().__post_init__()
         check_needs(self, "eval_steps", "do_eval")
-<<<<<<< HEAD
         check_positive(self, "num_train_epochs", most=1e9)
-=======
-        check_positive(self, "num_train_epochs", is_finite=True)
->>>>>>> h-store
         check_positive(self, "statistics_expiration", most=3600)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
             raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
