@@ -132,7 +132,7 @@ class GuardedContainer(TensorPartContainer):
 
 def find_own_shares(sums: torch.Tensor, own_index: int, own_weight: float) -> dict[int, float]:
     """How much of this peer's gradient is in what each of the others has averaged: 1 as much as there should be at
-    least, 0 nothing, -1 the contrary, FAR_TOO_LONG where it cannot be an average.
+    least, 0 nothing, -0.5 the contrary, FAR_TOO_LONG where it cannot be an average.
 
     :param sums: see GuardedContainer
     :param own_weight: of this peer's gradient in the average
@@ -147,4 +147,4 @@ def find_own_shares(sums: torch.Tensor, own_index: int, own_weight: float) -> di
     too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
     if shares[own_index] < 0.5:
         return {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-    return {i: FAR_TOO_LONG if lengths[i] > too_long else float(shares[i].clamp(-1.0, 1.0)) for i in others}
+    return {i: FAR_TOO_LONG if lengths[i] > too_long else float(shares[i].clamp(-0.5, 1.0)) for i in others}

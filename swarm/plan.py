@@ -11,6 +11,7 @@ from hivemind.compression import CompressionBase, CompressionInfo
 # A part takes so many seconds of the slowest line: others' messages wait behind it, and a reducer answers part by part.
 PART_SECONDS = 0.0125
 PART_BYTES = 2**14, 2**19  # at least, at most
+LEAST_SHARE = 1 / 32  # of the tensors, that a peer averages
 WORTH_SPARING = 3.0  # seconds that all would wait for a slow peer's last data, from which on it sends less
 MOST_TURNS = 16  # rounds in which it sends all of its parts once, at most: gradients grow old
 
@@ -29,6 +30,18 @@ def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int,
     while len(working) > 1 and shares[working[-1]] * total < min_vector_size * sum(shares[i] for i in working):
         working.pop()
     return tuple(share * (index in working) for index, share in enumerate(shares))
+
+
+def give_all_a_share(fractions: Sequence[float], modes: Sequence[AveragingMode]) -> tuple[float, ...]:
+    """At least a small one to each peer that can average: by what it averages itself it judges what the others do.
+
+    :param fractions: of the tensors, that each would average; a fast line may have all of them
+    """
+    least = LEAST_SHARE * sum(fractions)
+    return tuple(
+        max(fraction, least) if mode == AveragingMode.NODE else fraction
+        for fraction, mode in zip(fractions, modes, strict=True)
+    )
 
 
 def choose_part_size(bandwidths: Sequence[float | None]) -> int:

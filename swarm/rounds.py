@@ -32,7 +32,7 @@ from swarm.guard import (
 )
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered
-from swarm.plan import choose_part_size, count_bits, drop_small_shares, is_other_share, plan_round
+from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
 from swarm.processes import become_helper
 
 logger = logging.getLogger("swarm")
@@ -350,8 +350,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     async def _run_allreduce_inplace_(self, tensors, group_info, *, peer_fractions, **kwargs) -> None:
         """hivemind's, with a runner of our own."""
-        peer_fractions = drop_small_shares(peer_fractions, self.allreduce_kwargs["min_vector_size"])
         modes = [read_gathered(data)[0] for data in group_info.gathered]
+        shares = give_all_a_share(peer_fractions, modes)
+        peer_fractions = drop_small_shares(shares, self.allreduce_kwargs["min_vector_size"])
         bandwidths = [read_gathered(data)[2] for data in group_info.gathered]
         bits = count_bits(tensors, kwargs["compression"], kwargs["tensor_infos"])
         make_plan = partial(plan_round, bits, peer_fractions, modes)
@@ -438,8 +439,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         for peer, share in ((runner.ordered_peer_ids[index], share) for index, share in shares.items()):
             self._trust[peer] += TRUST_WEIGHT * (share - self._trust[peer])
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
-            for peer in out:
-                del self._trust[peer]
+            self._trust |= dict.fromkeys(out, 2 * LEAST_TRUST)  # when they are back
             raise PeersLied(*describe_lies(dict.fromkeys(out, "sends averages that own gradients are no part of")))
 
     def _strike(self, peer: PeerID) -> None:
