@@ -14,7 +14,7 @@ from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
 MAX_LENGTH = 2.0  # of a sender's gradient, in terms of the median's (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with all the others together, below which a gradient does not count
 MAX_ANSWER = 10.0  # length of an average beside the own gradient, in terms of the same for what was averaged here
-FAR_TOO_LONG = -4.0
+REVERSED, FAR_TOO_LONG = -1.0, -4.0
 # How much a peer is trusted to average: by find_own_shares, as a moving average. A single round is no proof: at the
 # beginning of a plateau, and of 64 samples, an honest gradient can point away from all others.
 TRUST_WEIGHT, LEAST_TRUST = 0.25, 0.25
@@ -132,7 +132,7 @@ class GuardedContainer(TensorPartContainer):
 
 def find_own_shares(sums: torch.Tensor, own_index: int, own_weight: float) -> dict[int, float]:
     """How much of this peer's gradient is in what each of the others has averaged: 1 as much as there should be at
-    least, 0 nothing, -0.5 the contrary, FAR_TOO_LONG where it cannot be an average.
+    least, 0 nothing, REVERSED the contrary, FAR_TOO_LONG where it cannot be an average.
 
     :param sums: see GuardedContainer
     :param own_weight: of this peer's gradient in the average
@@ -147,4 +147,5 @@ def find_own_shares(sums: torch.Tensor, own_index: int, own_weight: float) -> di
     too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
     if shares[own_index] < 0.5:
         return {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-    return {i: FAR_TOO_LONG if lengths[i] > too_long else float(shares[i].clamp(-0.5, 1.0)) for i in others}
+    least = REVERSED if shares[own_index] >= 1 else REVERSED / 2
+    return {i: FAR_TOO_LONG if lengths[i] > too_long else float(shares[i].clamp(least, 1.0)) for i in others}

@@ -11,9 +11,11 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
 from swarm.line import LINE, from_line
+from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
 
@@ -32,6 +34,22 @@ def read_gathered(data: bytes) -> tuple[AveragingMode, object, float | None]:
         raise ValueError(f"what a peer tells its group cannot be read ({e!r})") from e
 
 
+def sign_standing(standing: list) -> list:
+    """What a peer gathers of itself, with its public key and a signature: leaders pass it on."""
+    key = RSAPrivateKey.process_wide()
+    return [*standing, b"[owner:%s]" % key.get_public_key().to_bytes(), key.sign(MSGPackSerializer.dumps(standing))]
+
+
+def is_signed(standing: object, peer_id: PeerID) -> bool:
+    """Whether this peer itself has gathered that."""
+    try:
+        *standing, owner, signature = standing
+        is_own = find_peer_id(owner) == peer_id.to_bytes()
+        return is_own and RSAPublicKey.from_bytes(owner[7:-1]).verify(MSGPackSerializer.dumps(standing), signature)
+    except Exception:  # hostile bytes: the decoders raise whatever they like
+        return False
+
+
 class PromptMatchmaking(Matchmaking):
     """Starts a group as soon as the epoch has ended here and every peer that is known to be there has come.
 
@@ -44,6 +62,8 @@ class PromptMatchmaking(Matchmaking):
     #: ids (bytes) of the other peers that should come, and of those that do not answer; see `expect`
     expected: frozenset[bytes] = frozenset()
     silent: frozenset[bytes] = frozenset()
+    #: leaders that have forged what followers say of themselves
+    forgers: set[PeerID] = set()
     #: how many of these and this peer have to come, once a group is looked for in earnest
     at_least = 1
 
@@ -60,11 +80,16 @@ class PromptMatchmaking(Matchmaking):
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         """hivemind's, which waits for a leader that is frozen or cut off until matchmaking_time has passed."""
-        if leader.to_bytes() in self.silent:
+        if leader.to_bytes() in self.silent or leader in self.forgers:
             return None
         self.joining = joining = asyncio.create_task(super()._request_join_group(leader))
         try:
-            return await asyncio.shield(joining)
+            group = await asyncio.shield(joining)
+            if group is not None and not self.is_true(group):
+                logger.warning(f"peer {leader} has forged what others say of themselves: following it no more")
+                self.forgers.add(leader)
+                return None
+            return group
         except asyncio.CancelledError:
             # it is this peer that does not look for a group any more
             if not joining.cancelled() or asyncio.current_task().cancelling():
@@ -72,6 +97,14 @@ class PromptMatchmaking(Matchmaking):
                 await asyncio.wait({joining})
                 raise
             return None
+
+    def is_true(self, group: GroupInfo) -> bool:
+        """Whether the leader passes on what the members have said, this peer among them."""
+        members = dict(zip(group.peer_ids, group.gathered, strict=True))
+        if members.get(self.peer_id) != self.step_control.data_for_gather:
+            return False
+        is_signing = isinstance(read_gathered(self.step_control.data_for_gather)[1], list)
+        return not is_signing or all(is_signed(read_gathered(data)[1], peer) for peer, data in members.items())
 
     async def leader_assemble_group(self) -> GroupInfo:
         for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.silent]:
@@ -96,6 +129,8 @@ class PromptMatchmaking(Matchmaking):
             own = read_gathered(self.step_control.data_for_gather)[1] if self.step_control else None
             if isinstance(own, list) and isinstance(theirs, list) and own[1] and own[:1] < theirs[:1]:
                 raise ValueError("it is further than this peer, which would close its group before its epoch ends")
+            if isinstance(own, list) and not is_signed(theirs, context.remote_id):
+                raise ValueError("it has not signed what it says of itself")
         except (ValueError, TypeError) as e:  # the whole group would fail
             logger.debug(f"refused {context.remote_id}: {e}")
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)

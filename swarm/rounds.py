@@ -23,6 +23,7 @@ from swarm.dht import find_answering_peers, name_peers
 from swarm.guard import (
     LEAST_TRUST,
     NO_WEIGHT,
+    REVERSED,
     TRUST_WEIGHT,
     GuardedContainer,
     GuardedReducer,
@@ -31,7 +32,7 @@ from swarm.guard import (
     find_own_shares,
 )
 from swarm.line import LINE, from_line
-from swarm.matchmaking import PromptMatchmaking, read_gathered
+from swarm.matchmaking import PromptMatchmaking, read_gathered, sign_standing
 from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
 from swarm.processes import become_helper
 
@@ -441,6 +442,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
             self._trust |= dict.fromkeys(out, 2 * LEAST_TRUST)  # when they are back
             raise PeersLied(*describe_lies(dict.fromkeys(out, "sends averages that own gradients are no part of")))
+        if min(shares.values(), default=0.0) <= REVERSED:
+            raise AllreduceException("an average points away from what was sent for it")
 
     def _strike(self, peer: PeerID) -> None:
         """This peer was the first to leave a round, which may be chance: raises PeersLied when it always does."""
@@ -497,8 +500,9 @@ def describe_lies(lies: dict[PeerID, str]) -> tuple[list[bytes], str]:
 
 
 def is_round_state(item: object) -> bool:
-    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, history digest]."""
-    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str]
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, history digest],
+    signed, see sign_standing."""
+    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, bytes, bytes]
 
 
 class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
@@ -527,7 +531,7 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         super().__init__(*args, **kwargs)
 
     def schedule_step(self, *args, **kwargs):
-        return super().schedule_step(*args, gather=self.round_state, **kwargs)
+        return super().schedule_step(*args, gather=sign_standing(self.round_state), **kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
