@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 # Of a test that starts scripts, in terms of one that does not: most of its time is waiting.
 WEIGHT_OF_A_START = 60
 # and of files whose tests start programs in other ways
-WEIGHTS = {"test_devices.py": 1000, "test_line.py": 800, "test_tokenize.py": 400}
+WEIGHTS = {"test_devices.py": 1000, "test_line.py": 1300, "test_tokenize.py": 400}
 
 
 def pytest_addoption(parser):

@@ -71,7 +71,7 @@ def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm):
         assert not re.search("averaging failed|no answer|is gone", swarm.trainers[name].text)
     for epoch in joint:
         norms = [swarm.history(name)[epoch]["grad_norm"] for name in names]
-        assert norms == pytest.approx([norms[0]] * 3, rel=1e-2)  # of what was rounded to 8 bits
+        assert norms == pytest.approx([norms[0]] * 3, rel=5e-2)  # each has what was rounded to 8 bits for it
 
 
 def usual_seconds(swarm: Swarm, name: str, epochs: list[int]) -> float:
