@@ -50,7 +50,9 @@ def choose_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor
         cosines = products[senders][:, senders] / norms / norms[:, None]
         with_others = cosines.sum(1) - 1
         of_others = (cosines.sum() - 1 - 2 * with_others).clamp(min=0).sqrt()  # length of the sum of their directions
-        factors[senders[with_others < OPPOSED * of_others]] = 0.0
+        is_opposed = with_others < OPPOSED * of_others
+        if 2 * is_opposed.sum() < len(senders):  # of few numbers, all may point away from each other
+            factors[senders[is_opposed]] = 0.0
     return factors
 
 

@@ -39,6 +39,8 @@ def test_of_odd_gradients_little_counts():
     *honest, factor = factors_of(torch.cat((gradients[:3], 100 * torch.randn(1, 5000) / 5000**0.5)))
     assert 0 < factor * 100 < 2.1 * lengths[:3].max() and min(honest) == 1
     assert factors_of(torch.cat((gradients[:3], torch.zeros(1, 5000)))) == [1, 1, 1, 1]
+    three_ways = torch.tensor([[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]])
+    assert factors_of(three_ways) == pytest.approx([1, 1, 1])
     of_two = factors_of(torch.stack((gradients[0], -10 * gradients[0])))
     assert of_two == pytest.approx([1, 0.2])  # who is right?
 
