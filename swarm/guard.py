@@ -27,10 +27,10 @@ class Lie(AllreduceException):
 
 
 class PeersLied(AllreduceException):
-    """These peers have made rounds fail. Arguments: their ids (bytes), and what they did, in words."""
+    """These peers have made rounds fail. Argument: what each has done, in words."""
 
     def __str__(self) -> str:
-        return self.args[1]
+        return "; ".join(f"{peer} {lie}" for peer, lie in self.args[0].items())
 
 
 def choose_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -426,7 +426,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self._load_averaged_gradients_into_optimizer_()
         group_id, *sent, lies = next(iter(group.values()))
         self.grad_averager.keep_unsent(*sent)
-        self.tracker.ban(*lies)
+        self.tracker.ban(lies)
         self.averaged_with = len(group)
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
@@ -582,7 +582,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         except AveragingFailed as e:
             cause = e.__cause__
             if isinstance(cause, PeersLied):
-                self.tracker.ban(*cause.args)
+                self.tracker.ban(cause.args[0])
             if self.auxiliary:
                 # nothing of its own is lost; where the trainers are, it looks in the next step
                 self._retry_after = time.monotonic()

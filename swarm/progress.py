@@ -37,7 +37,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         #: when peers were found silent, or until when they are banned, in seconds of the DHT's time
         self.silent: dict[bytes, float] = {}
         #: how often each has lied
-        self.lies: Counter[bytes] = Counter()
+        self.lies: Counter[PeerID] = Counter()
         self.last_fetch = -float("inf")
         #: the epoch in which peers that are behind have been waited for long enough
         self.impatient_epoch = -1
@@ -151,16 +151,16 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {len(self.present)} other peers")
             self.fetch_soon(0.0)
 
-    def ban(self, peer_ids: Iterable[bytes], reason: str) -> None:
+    def ban(self, lies: dict[PeerID, str]) -> None:
         """These peers have lied in a round, and do not count for a while, four times as long each time.
 
-        :param reason: who has done what
+        :param lies: what each has done, in words
         """
-        for peer_id in peer_ids:
-            self.lies[peer_id] += 1
-            self.silent[peer_id] = get_dht_time() + BAN_SECONDS * 4 ** (self.lies[peer_id] - 1)
-        if peer_ids:
-            logger.warning(f"peer {reason}: no rounds with it for a while")
+        for peer, lie in lies.items():
+            self.silent[peer.to_bytes()] = get_dht_time() + BAN_SECONDS * 4 ** self.lies[peer]
+            self.lies[peer] += 1
+            logger.warning(f"peer {peer} {lie}: no rounds with it for a while")
+        if lies:
             self.fetch_soon(0.0)
 
     def fetch_soon(self, seconds: float) -> None:

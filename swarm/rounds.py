@@ -410,7 +410,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             # another peer was first to find out, and has left the round; ask to the end, or the next group would wait
             if (running := self._running_groups[group_info.group_id]).done():
                 if lies := running.result().lies:
-                    raise PeersLied(*describe_lies(lies)) from e
+                    raise PeersLied(lies) from e
                 await asyncio.wait({watch}, timeout=2 * self._patience + 0.5)
             if watch.done() and not watch.exception() and watch.result():
                 raise PeersGone(watch.result()) from e
@@ -441,7 +441,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             self._trust[peer] += TRUST_WEIGHT * (share - self._trust[peer])
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
             self._trust |= dict.fromkeys(out, 2 * LEAST_TRUST)  # when they are back
-            raise PeersLied(*describe_lies(dict.fromkeys(out, "sends averages that own gradients are no part of")))
+            raise PeersLied(dict.fromkeys(out, "sends averages that own gradients are no part of"))
         if min(shares.values(), default=0.0) <= REVERSED:
             raise AllreduceException("an average points away from what was sent for it")
 
@@ -450,7 +450,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._strikes[peer] += 1
         if self._strikes[peer] >= MAX_STRIKES:
             self._strikes.clear()
-            raise PeersLied(*describe_lies({peer: "leaves all rounds"}))
+            raise PeersLied({peer: "leaves all rounds"})
 
     @property
     def _patience(self) -> float:
@@ -492,11 +492,6 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 runner.finalize(exception=PeersGone(gone))
                 return gone
         return []
-
-
-def describe_lies(lies: dict[PeerID, str]) -> tuple[list[bytes], str]:
-    """Who has lied, and how, in words."""
-    return [peer.to_bytes() for peer in lies], "; ".join(f"{peer} {lie}" for peer, lie in lies.items())
 
 
 def is_round_state(item: object) -> bool:
@@ -562,8 +557,7 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
             )
         averaged = await super()._aggregate_with_group(group_info, **kwargs)
         runner = self._running_groups[group_info.group_id].result()
-        lies = describe_lies(runner.lies)
-        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, self._unsent, lies))
+        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, self._unsent, runner.lies))
 
     def step(self, *args, **kwargs):
         self._in_flight = self._snapshot()

@@ -40,16 +40,21 @@ def is_url(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
+def still_late(late: float, since: float, count: int) -> float:
+    """Seconds of waiting that no bytes have made up for, after so many have come since then."""
+    return max(0.0, late + time.monotonic() - since - count / LEAST_SPEED)
+
+
 class PacedReader(socket.SocketIO):
     """What comes over a connection; a TimeoutError where it comes too slowly: the timeout of a socket begins anew with
-    each byte. A byte makes up for 1 / LEAST_SPEED seconds of waiting, and STALL_SECONDS may be missing."""
+    each byte, where here STALL_SECONDS may be missing in all."""
 
     late, most = 0.0, 2**17  # most: bytes of headers, and of interim answers before them
 
     def readinto(self, buffer) -> int:
         start = time.monotonic()
         count = super().readinto(buffer)
-        self.late = max(0.0, self.late + time.monotonic() - start - count / LEAST_SPEED)
+        self.late = still_late(self.late, start, count)
         self.most -= count
         if self.late > STALL_SECONDS:
             raise TimeoutError(f"fewer than {LEAST_SPEED:,} bytes a second came")
@@ -97,7 +102,7 @@ class HttpFile(io.RawIOBase):
         self.url, self.patience, self.stop, self.facts = url, patience, stop or threading.Event(), facts or {}
         self.is_one = is_one
         self.response, self.arrived = None, 0  # arrived: the response's place in the file
-        self.position, self.late = 0, 0.0  # late: seconds of waiting that no bytes have made up for
+        self.position, self.late = 0, 0.0  # late: over all connections
 
     def readable(self) -> bool:
         return True
@@ -183,7 +188,7 @@ class HttpFile(io.RawIOBase):
                     self.connect()
                 piece = read()
                 if piece or self.facts["size"] in (None, self.position):
-                    self.late = max(0.0, self.late + time.monotonic() - start - len(piece) / LEAST_SPEED)
+                    self.late = still_late(self.late, start, len(piece))
                     return piece
                 reason = f"the connection was cut after {self.position:,} of {self.facts['size']:,} bytes"
             except urllib.error.HTTPError as e:
