@@ -47,6 +47,7 @@ def start_worker(_: int) -> None:
     if sys.platform == "linux":
         # do not outlive a killed parent: a worker that ends by itself waits until somebody has taken its last batches
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        signal.sigtimedwait([signal.SIGTERM], 0)  # one that was sent to the group while this process was still in it
     # held while it was forked; by it Python ends workers that are left at exit, and then waits for them
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 

@@ -147,6 +147,20 @@ def test_workers_do_not_outlive_a_killed_trainer(start):
     wait_until(lambda: not script.left_processes(), 20, "the workers are gone")
 
 
+HASTY = """
+import os, signal
+from text.workers import prepare_in_workers
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+batches = prepare_in_workers(range(100), range(100), 2)
+assert list(batches) == list(range(100))
+"""
+
+
+def test_workers_outlive_an_end_of_the_group_that_they_have_not_left_yet():
+    """torchrun, or a scheduler, ends a process group: it is for the trainer to end its workers."""
+    run_python("-c", HASTY, expect=0)
+
+
 # ---------------------------------------------------------------- full blocks
 
 
