@@ -14,6 +14,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
+from swarm.guard import PeersLied
 from swarm.line import LINE, from_line
 from utils import find_peer_id
 
@@ -62,8 +63,6 @@ class PromptMatchmaking(Matchmaking):
     #: ids (bytes) of the other peers that should come, and of those that do not answer; see `expect`
     expected: frozenset[bytes] = frozenset()
     silent: frozenset[bytes] = frozenset()
-    #: leaders that have forged what followers say of themselves
-    forgers: set[PeerID] = set()
     #: how many of these and this peer have to come, once a group is looked for in earnest
     at_least = 1
 
@@ -80,16 +79,11 @@ class PromptMatchmaking(Matchmaking):
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
         """hivemind's, which waits for a leader that is frozen or cut off until matchmaking_time has passed."""
-        if leader.to_bytes() in self.silent or leader in self.forgers:
+        if leader.to_bytes() in self.silent:
             return None
         self.joining = joining = asyncio.create_task(super()._request_join_group(leader))
         try:
-            group = await asyncio.shield(joining)
-            if group is not None and not self.is_true(group):
-                logger.warning(f"peer {leader} has forged what others say of themselves: following it no more")
-                self.forgers.add(leader)
-                return None
-            return group
+            return await asyncio.shield(joining)
         except asyncio.CancelledError:
             # it is this peer that does not look for a group any more
             if not joining.cancelled() or asyncio.current_task().cancelling():
@@ -98,13 +92,16 @@ class PromptMatchmaking(Matchmaking):
                 raise
             return None
 
-    def is_true(self, group: GroupInfo) -> bool:
-        """Whether the leader passes on what the members have said, this peer among them."""
-        members = dict(zip(group.peer_ids, group.gathered, strict=True))
-        if members.get(self.peer_id) != self.step_control.data_for_gather:
-            return False
-        is_signing = isinstance(read_gathered(self.step_control.data_for_gather)[1], list)
-        return not is_signing or all(is_signed(read_gathered(data)[1], peer) for peer, data in members.items())
+    async def follower_assemble_group(self, leader: PeerID, message: averaging_pb2.MessageFromLeader) -> GroupInfo:
+        """hivemind's, where the leader passes on what the members have said, this peer among them; else PeersLied."""
+        own = self.step_control.data_for_gather
+        said = dict(zip(map(PeerID, message.ordered_peer_ids), message.gathered, strict=False))
+        is_true = said.get(self.peer_id) == own and len(said) == len(message.gathered)
+        if is_true and isinstance(read_gathered(own)[1], list):
+            is_true = all(is_signed(read_gathered(data)[1], peer) for peer, data in said.items())
+        if not is_true:
+            raise PeersLied({leader: "forges what its followers say of themselves"})
+        return await super().follower_assemble_group(leader, message)
 
     async def leader_assemble_group(self) -> GroupInfo:
         for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.silent]:

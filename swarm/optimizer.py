@@ -404,7 +404,10 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             super()._maybe_schedule_state_averaging()
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
-        if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
+        control = self.scheduled_grads
+        if control is not None and (control.triggered or control.done()):
+            if control.done() and not control.cancelled() and isinstance(control.exception(), PeersLied):
+                self.tracker.ban(control.exception().args[0])
             # hivemind steps alone when the group that it looked for in advance failed, while others are there
             self.scheduled_grads = None
         if not self.delay_grad_averaging:
@@ -430,12 +433,9 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.averaged_with = len(group)
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
-            present, took_part = self.tracker.present, {peer_id.to_bytes() for peer_id in group}
-            self._last_group = took_part - {self.dht.peer_id.to_bytes()}
+            self._last_group = {peer_id.to_bytes() for peer_id in group} - {self.dht.peer_id.to_bytes()}
             self._expect_for_parameters()
-            absent = [
-                peer_id for peer_id in self.tracker.peers_at_epoch if peer_id in present and peer_id not in took_part
-            ]
+            present, absent = self.tracker.present, self.tracker.note_round(self._last_group)
             # nobody can ping a peer in client mode
             self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
             self._question(absent)

@@ -18,6 +18,7 @@ from utils import select_believable
 logger = logging.getLogger("swarm")
 
 BAN_SECONDS = 60.0
+MAX_ABSENCES = 3  # rounds in a row to which a peer that says it is there does not come
 
 
 class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
@@ -36,8 +37,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.others: dict[bytes, LocalTrainingProgress] = {}
         #: when peers were found silent, or until when they are banned, in seconds of the DHT's time
         self.silent: dict[bytes, float] = {}
-        #: how often each has lied
+        #: how often each has lied, and to how many rounds in a row it has not come
         self.lies: Counter[PeerID] = Counter()
+        self.absences: Counter[bytes] = Counter()
         self.last_fetch = -float("inf")
         #: the epoch in which peers that are behind have been waited for long enough
         self.impatient_epoch = -1
@@ -162,6 +164,21 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             logger.warning(f"peer {peer} {lie}: no rounds with it for a while")
         if lies:
             self.fetch_soon(0.0)
+
+    def note_round(self, took_part: Iterable[bytes]) -> list[bytes]:
+        """These peers were in the round that has just succeeded.
+
+        :returns: who of those that are there was not
+        """
+        present = self.present
+        absent = [peer_id for peer_id in self.peers_at_epoch if peer_id in present and peer_id not in took_part]
+        for peer_id in took_part:
+            del self.absences[peer_id]
+        # who is behind may be making the step of the others
+        self.absences.update(p for p in absent if present[p].epoch >= self.local_progress.epoch)
+        missing = [peer_id for peer_id in absent if self.absences[peer_id] >= MAX_ABSENCES]
+        self.ban(dict.fromkeys(map(PeerID, missing), "says that it is there, and comes to no round"))
+        return absent
 
     def fetch_soon(self, seconds: float) -> None:
         """Look at the swarm's progress again after this time."""

@@ -109,6 +109,13 @@ class PromptRunner(AllReduceRunner):
                 awaited.add(peer)
         return [peer for peer in awaited if peer != self.peer_id]
 
+    def list_laggards(self) -> list[PeerID]:
+        """Those without whom this peer's part of the round would go on; where it is done, who has not answered."""
+        reducer, awaited = self.tensor_part_reducer, self.list_awaited()
+        received = zip(self.sender_peer_ids, reducer.num_parts_received, strict=True)
+        late = [peer for peer, count in received if peer in awaited and count <= reducer.current_part_index]
+        return awaited if reducer.finished.is_set() else late
+
     def is_sent(self, peer_index: int, part_index: int) -> bool:
         before = sum(self.tensor_part_container.num_parts_by_peer[:peer_index])
         return (before + part_index) % self.share == self.turn
@@ -468,10 +475,17 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}
         quiet_for = max(FIRST_LOOK, LINE.round_seconds / 8)
         known = self._silent  # which is older than what they have sent in this round
+        looks = (LINE.next_chunk_timeout + 2 * LINE.round_seconds) / LOOK_PERIOD  # none while this peer is frozen
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
             if runner.has_slowed():  # all are sooner done with another plan
                 runner.finalize(exception=AllreduceException("this peer's line has become slower"))
+                return []
+            looks -= 1
+            laggards = runner.list_laggards() if looks < 0 else []
+            if 0 < 2 * len(laggards) < runner.group_size:  # else it is this peer's own line that is slow
+                runner.lies |= dict.fromkeys(laggards, "keeps a round waiting")
+                runner.finalize(exception=PeersLied(runner.lies))
                 return []
             quiet_since = time.monotonic() - quiet_for
             # clients cannot be asked

@@ -1,13 +1,16 @@
 """gradient_peer.py, whose first argument says how it lies in rounds. Run by tests/swarm/test_guard.py."""
 
+import asyncio
 import math
 import sys
 
 import torch
+from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import TensorPartReducer
 
 from support.console import setup_logging
 from swarm.guard import GuardedReducer
+from swarm.matchmaking import PromptMatchmaking
 from swarm.processes import clean_end
 from swarm.rounds import PromptRunner
 from tests.programs import gradient_peer
@@ -25,6 +28,49 @@ ANSWERED = {
     "reversed": lambda average: -average,
     "none": lambda average: average * math.nan,
 }
+
+
+def drip(_: str) -> None:
+    generate = PromptRunner._generate_input_for_peer
+
+    async def send_slowly(self, peer_index: int):
+        print("lying", flush=True)
+        async for message in generate(self, peer_index):
+            await asyncio.sleep(3.5)
+            yield message
+
+    PromptRunner._generate_input_for_peer = send_slowly
+
+
+def lead(_: str) -> None:
+    """As its followers' leader, make the standing of one that of another."""
+
+    async def look_first(self, step):
+        self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = 0.5
+        return await Matchmaking.look_for_group(self, step)
+
+    async def follow_nobody(self, leader):
+        return None
+
+    async def forge(self):
+        print("lying", flush=True)
+        if self.current_followers:
+            next(iter(self.current_followers.values())).gather = self.step_control.data_for_gather
+        return await Matchmaking.leader_assemble_group(self)
+
+    PromptMatchmaking.look_for_group, PromptMatchmaking._request_join_group = look_first, follow_nobody
+    PromptMatchmaking.leader_assemble_group = forge
+
+
+def stay_away(_: str) -> None:
+    async def find_nobody(self, step):
+        print("lying", flush=True)
+        await asyncio.sleep(3600)
+
+    PromptMatchmaking.look_for_group = find_nobody
+
+
+HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away}
 
 
 def lie_as_sender(kind: str) -> None:
@@ -66,7 +112,7 @@ def lie_as_reducer(kind: str) -> None:
 
 if __name__ == "__main__":
     kind = sys.argv.pop(1)
-    (lie_as_sender if kind in SENT else lie_as_reducer)(kind)
+    HOLDS_UP.get(kind, lie_as_sender if kind in SENT else lie_as_reducer)(kind)
     setup_logging("hostile")
     with clean_end():
         gradient_peer.main()

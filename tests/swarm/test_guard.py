@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from processes import make_prefix, wait_until
-from programs.hostile_peer import ANSWERED, SENT
+from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
 from swarms import epochs, start_peer
 
 from swarm.guard import GuardedContainer, GuardedReducer, Lie, choose_factors, find_own_shares
@@ -115,7 +115,7 @@ def test_a_false_average_is_found():
         give_averages(own, [*own[:3750].chunk(3), true[3]], are_parameters=True)
 
 
-KINDS = [*SENT, *ANSWERED]
+KINDS = [*SENT, *ANSWERED, *HOLDS_UP]
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "nan")) for kind in KINDS])
