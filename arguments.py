@@ -80,6 +80,7 @@ class SwarmArguments:
         "Peers through which to join the run: multiaddrs as the monitor prints them, e.g. "
         "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer with --status_port. Default: none, a new swarm.",
     )
+    new_run: bool = flag(False, "Begin a run of its own, although the initial peers serve another one.")
     use_ipfs: bool = flag(
         False, "Find the initial peers through the public IPFS network, by their ids alone: /p2p/XXXX."
     )
@@ -89,9 +90,7 @@ class SwarmArguments:
         "IPv6. host:port is accepted too, with '[::]:*' for all addresses and any port.",
         aliases=["--dht_listen_on"],
     )
-    announce_maddrs: list[str] = flag(
-        [], "Multiaddrs to announce, if different from those listened on: your public IP and forwarded port."
-    )
+    announce_maddrs: list[str] = flag([], "Multiaddrs to announce, if others: your public IP and forwarded port.")
     use_google_dns: bool = flag(
         False,
         "Ask --public_ip_url (Google is not asked) for this machine's public address and announce it, with the ports "

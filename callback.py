@@ -37,13 +37,14 @@ from machine.training import evaluate
 from support.console import UserError
 from support.files import append_line, read_json_lines, write_file
 from swarm.addresses import select_for_others
-from swarm.contract import publish_contract
+from swarm.contract import confirm_contract, publish_contract
 from swarm.joining import warn_of_local_addresses
 from swarm.line import LINE
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import StatusServer
+from swarm.vouching import MAX_WORKERS, Statement, vouch
 from utils import (
     Evaluation,
     LocalMetrics,
@@ -51,6 +52,7 @@ from utils import (
     compute_seconds,
     describe_evaluation,
     format_evaluation,
+    name_worker,
     perplexity,
 )
 from viewing.dashboards import Dashboard, start_trainer_dashboard
@@ -148,6 +150,7 @@ class CollaborativeCallback:
         """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
         over the swarm's state, when there is a swarm that is further than this peer."""
         self.resume(saved_state)
+        self.vouch()
         self.dashboard = start_trainer_dashboard(self.args, self.prefix, self.arguments, saved_state is not None)
         logger.info(
             f"run {self.prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
@@ -255,6 +258,8 @@ class CollaborativeCallback:
             warn_of([check_step_time(step_seconds, self.batch_size), *checks])
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
+        confirm_contract(self.dht, self.prefix, self.contract)
+        self.vouch()
         self.metrics = metrics
         self.publish()
         validation, is_last = {}, epoch >= self.final_epoch
@@ -292,11 +297,18 @@ class CollaborativeCallback:
             self.save()
         self.last_epoch, self.epoch_start = epoch, now
 
+    def vouch(self) -> None:
+        """Tell newcomers that were given this peer's address what they need to know of the run."""
+        workers = [self.dht.peer_id.to_bytes(), *self.optimizer.last_group][:MAX_WORKERS]
+        vouch(self.dht, Statement(prefix=self.prefix, contract=self.contract, workers=workers))
+
     def publish(self) -> None:
         """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""
-        evaluation = {"evaluation": self.evaluation} if self.args.eval_steps else {}
+        more = {"evaluation": self.evaluation} if self.args.eval_steps else {}
+        if self.optimizer.averaged_with > 1:
+            more["partners"] = [name_worker(peer_id) for peer_id in self.optimizer.last_group][:MAX_WORKERS]
         try:
-            record = LocalMetrics.parse_obj(self.metrics | evaluation).dict()
+            record = LocalMetrics.parse_obj(self.metrics | more).dict()
         except ValidationError as e:
             # a loss that has run away, say: the others would refuse the record
             logger.warning(f"epoch {self.metrics['epoch']} is not reported: {list_errors(e)}")

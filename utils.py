@@ -18,6 +18,8 @@ import logging
 import math
 import re
 import statistics
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +31,14 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils import ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
-from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, constr, root_validator
+from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
 logger = logging.getLogger("utils")
 
@@ -48,7 +51,9 @@ MAX_RECORD_LIFETIME = 3600.0
 # Records live for --statistics_expiration, 600 s, in which a swarm with epochs of 1 s advances 600 epochs: records
 # further apart than this do not belong to one run.
 MAX_EPOCH_GAP = 1000
+WORKER_PATIENCE = 60.0  # seconds, at least, without an epoch of those that have worked
 FETCH_TIMEOUT = 30.0
+WORKER_NAME = 12  # characters of a peer's id, its last ones
 MAX_MEAN_LOSS = 1000.0  # nats; a model that guesses has ln(vocabulary), about 10
 
 # Of 2048 bits and the usual exponent, as hivemind makes them: others take long to verify. hivemind's
@@ -71,7 +76,7 @@ class LocalMetrics(BaseModel):
     """What one peer reports after an epoch. Numbers are strict: an int where a float is expected is refused.
 
     Every field is bounded on both sides, and comparisons with NaN are false, so that NaN and infinity are refused too.
-    The two that are optional are left out of a record where there is nothing to say: older peers refuse what they do
+    Those that are optional are left out of a record where there is nothing to say: older peers refuse what they do
     not know.
     """
 
@@ -94,6 +99,8 @@ class LocalMetrics(BaseModel):
     client_mode: StrictBool  # accepts no incoming connection
     evaluation: Evaluation | None = None  # the newest one, of a peer with --do_eval --eval_steps
     final_epoch: conint(strict=True, ge=0, le=10**9) | None = None  # at which this peer ends, if not with the schedule
+    # whose gradients it has seen in the last average, see name_worker
+    partners: conlist(constr(strict=True, min_length=WORKER_NAME, max_length=WORKER_NAME), max_items=64) | None = None
 
     def dict(self, **options) -> dict:
         return super().dict(**{**options, "exclude_none": True})
@@ -239,26 +246,80 @@ def fetch_dictionary(dht: DHT, key: str, timeout: float) -> dict[bytes, ValueWit
     return entry.value if entry is not None and isinstance(entry.value, dict) else {}
 
 
-def fetch_records(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[str, tuple[LocalMetrics, float]]:
+def name_worker(peer_id: bytes) -> str:
+    """How peers' metrics name those that they average with: no stranger can make itself an id that ends so."""
+    return str(PeerID(peer_id))[-WORKER_NAME:]
+
+
+class Workers:
+    """Which peers have worked for a run: others that have worked name them as partners in their averages. What
+    strangers publish, be it under 10,000 keys, counts for nothing.
+
+    At first all count who publish metrics, and whenever none of the others has made an epoch for a while.
+    """
+
+    def __init__(self, ids: Iterable[bytes] = ()):
+        """:param ids: of peers that are known to have worked"""
+        #: ids of those that have
+        self.ids = set(ids)
+        #: of these, those whose metrics are there
+        self.present: set[bytes] = set()
+        self.epochs: dict[bytes, int] = {}
+        self.named_by: dict[bytes, set[bytes]] = {}
+        self.until = 0.0  # when those are forgotten, if none of them makes an epoch
+
+    def select(self, records: dict[bytes, LocalMetrics]) -> set[bytes]:
+        """The ids of those that count.
+
+        :param records: the newest of each peer, by its id
+        """
+        now, epochs = time.monotonic(), {peer_id: metrics.epoch for peer_id, metrics in records.items()}
+        present = self.ids & epochs.keys()
+        if any(epochs[peer_id] != self.epochs.get(peer_id) for peer_id in present):
+            seconds = statistics.median(records[peer_id].epoch_seconds for peer_id in present)
+            self.until = now + max(WORKER_PATIENCE, 3 * seconds)
+        elif now >= self.until:
+            self.ids = present = set(epochs)
+        self.epochs = epochs
+        newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
+        current = [peer_id for peer_id in present if epochs[peer_id] >= newest - 1]
+        names = {name_worker(peer_id): peer_id for peer_id in epochs}
+        self.named_by = {peer_id: self.named_by.get(peer_id, set()) for peer_id in epochs}
+        for peer_id in current:
+            for partner in filter(None, map(names.get, records[peer_id].partners or ())):
+                self.named_by[partner].add(peer_id)
+        # one of them alone, of several, may be a liar that names others of its keys
+        enough = max(1, min(2, len(current)))
+        self.ids |= {peer_id for peer_id, by in self.named_by.items() if len(by - {peer_id}) >= enough}
+        self.present = self.ids & epochs.keys()
+        return self.present
+
+
+def fetch_records(
+    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: Workers | None = None
+) -> dict[str, tuple[LocalMetrics, float]]:
     """All peers' newest metrics by label, each with its expiration time, which tells a newer record from an older one.
 
     :param timeout: seconds to wait for the DHT; the result is empty when it does not answer
+    :param workers: learns from all of them who has worked; the result is theirs alone
     """
     records = {}
     for public_key, item in fetch_dictionary(dht, f"{prefix}_metrics", timeout).items():
         try:
-            records[peer_label(public_key)] = LocalMetrics.parse_obj(item.value), item.expiration_time
+            records[public_key] = LocalMetrics.parse_obj(item.value), item.expiration_time
         except (ValidationError, TypeError) as e:  # validated on arrival; what comes here is a defect, not an attack
             logger.debug(f"ignored a malformed record: {e}")
-    return dict(sorted(records.items()))
+    if workers:
+        of_workers = workers.select({find_peer_id(public_key): metrics for public_key, (metrics, _) in records.items()})
+        records = {key: record for key, record in records.items() if find_peer_id(key) in of_workers}
+    return dict(sorted({peer_label(public_key): record for public_key, record in records.items()}.items()))
 
 
-def fetch_metrics(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> list[tuple[str, LocalMetrics]]:
-    """All peers' newest metrics as (peer label, metrics), in the order of labels; empty when the DHT does not answer.
-
-    :param timeout: seconds to wait for the DHT
-    """
-    return [(label, metrics) for label, (metrics, _) in fetch_records(dht, prefix, timeout).items()]
+def fetch_metrics(
+    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: Workers | None = None
+) -> list[tuple[str, LocalMetrics]]:
+    """The same as (peer label, metrics), in the order of labels."""
+    return [(label, metrics) for label, (metrics, _) in fetch_records(dht, prefix, timeout, workers).items()]
 
 
 def fetch_progress(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[str, LocalTrainingProgress]:

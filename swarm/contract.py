@@ -3,16 +3,18 @@
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import NoReturn
 
-import hivemind
 from hivemind.utils import get_dht_time
 
 from support.console import UserError
+from swarm.dht import DHT
+from swarm.vouching import ask_initial_peers
 from utils import FETCH_TIMEOUT, RunContract, fetch_dictionary
 
 
-def fetch_contracts(dht: hivemind.DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[bytes, RunContract]:
+def fetch_contracts(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[bytes, RunContract]:
     """The contracts that live trainers have published, by their public keys.
 
     :param timeout: seconds to wait for the DHT; the result is empty when it does not answer
@@ -29,27 +31,17 @@ class RunSchedule:
     total_steps: int | None = None  # epochs, at the end of which the learning rate is lowest
 
 
-def find_run_schedule(dht: hivemind.DHT, prefix: str, timeout: float) -> RunSchedule | None:
-    """Return the schedule in the contract that most trainers have published; None while there is none.
+def read_schedule(contract: RunContract) -> RunSchedule:
+    """What a contract says of its run's course."""
 
-    :param timeout: seconds to wait for the DHT
-    """
-    contracts = [contract.contract for contract in fetch_contracts(dht, prefix, timeout).values()]
+    def find_number(name: str, pattern: str) -> int | None:
+        match = re.fullmatch(pattern, contract.contract.get(name, ""), re.ASCII)
+        return int(match[1]) if match else None
 
-    def find_most_frequent(name: str, pattern: str) -> int | None:
-        matches = [re.fullmatch(pattern, contract.get(name, ""), re.ASCII) for contract in contracts]
-        numbers = Counter(int(match[1]) for match in matches if match)
-        return numbers.most_common(1)[0][0] if numbers else None
-
-    schedule = RunSchedule(
-        find_most_frequent("target_batch_size", r"(\d{1,9})"), find_most_frequent("schedule", r".*\btotal (\d{1,9})")
-    )
-    return schedule if contracts else None
+    return RunSchedule(find_number("target_batch_size", r"(\d{1,9})"), find_number("schedule", r".*\btotal (\d{1,9})"))
 
 
-def publish_contract(
-    dht: hivemind.DHT, prefix: str, public_key: bytes, contract: RunContract | None, expiration: float
-):
+def publish_contract(dht: DHT, prefix: str, public_key: bytes, contract: RunContract | None, expiration: float):
     """Store this peer's signed contract for `expiration` seconds, or withdraw it with None, without waiting."""
     return dht.store(
         f"{prefix}_run",
@@ -60,13 +52,16 @@ def publish_contract(
     )
 
 
-def find_differences(mine: RunContract, others: list[RunContract]) -> list[str]:
+def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:
+    """The one that most hold, among equals the eldest."""
+    contracts = sorted(contracts, key=lambda contract: contract.joined)
+    votes = Counter(tuple(sorted(contract.contract.items())) for contract in contracts)
+    return max(contracts, key=lambda contract: votes[tuple(sorted(contract.contract.items()))], default=None)
+
+
+def find_differences(mine: RunContract, others: Iterable[RunContract]) -> list[str]:
     """Where my contract differs from the one that most others hold (among equals the eldest), one text per term."""
-    if not others:
-        return []
-    votes = Counter(tuple(sorted(other.contract.items())) for other in others)
-    joined = {tuple(sorted(other.contract.items())): -other.joined for other in sorted(others, key=lambda o: -o.joined)}
-    theirs = dict(max(votes, key=lambda terms: (votes[terms], joined[terms])))
+    theirs = (choose_contract(others) or mine).contract
     names = sorted(set(theirs) | set(mine.contract))
     return [
         f"{name}: the run has {theirs.get(name, 'none')}, you have {mine.contract.get(name, 'none')}"
@@ -82,28 +77,34 @@ def stop_different(prefix: str, differences: list[str]) -> NoReturn:
     )
 
 
-def compare_with_run(dht: hivemind.DHT, prefix: str, contract: dict[str, str]) -> int:
-    """A UserError where this contract differs from the live trainers'; for who helps them, and binds nobody.
+def find_binding(dht: DHT, prefix: str, own_key: bytes = b"") -> list[RunContract]:
+    """What a peer has to train by: what those in --initial_peers vouch for, if that is only that nobody has worked yet;
+    where none of them answers, what live trainers have published, as anybody can."""
+    if dht.vouched:
+        return [dht.vouched.contract] if dht.vouched.contract else []
+    return [other for key, other in fetch_contracts(dht, prefix).items() if key != own_key]
 
-    :returns: the number of these trainers
+
+def compare_with_run(dht: DHT, prefix: str, contract: dict[str, str]) -> int:
+    """A UserError where this contract differs from the run's; for who helps it, and binds nobody.
+
+    :returns: the number of contracts that it was compared with
     """
-    others = list(fetch_contracts(dht, prefix).values())
+    others = find_binding(dht, prefix)
     if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
         stop_different(prefix, differences)
     return len(others)
 
 
-def join_run(
-    dht: hivemind.DHT, prefix: str, public_key: bytes, contract: dict[str, str], expiration: float
-) -> RunContract:
-    """Compare this peer's contract with the live trainers' and publish it; a UserError where they differ.
+def join_run(dht: DHT, prefix: str, public_key: bytes, contract: dict[str, str], expiration: float) -> RunContract:
+    """Compare this peer's contract with the run's and publish it; a UserError where they differ.
 
     Peers that start at the same moment see nobody, so each looks again after it has published: then at least one of two
-    sees the other, and only elder peers count.
+    sees the other, and only elder peers count. Where nobody has worked yet, see `confirm_contract`.
     """
     mine = RunContract(joined=get_dht_time(), contract=contract)
     for published in (False, True):
-        others = [other for key, other in fetch_contracts(dht, prefix).items() if key != public_key]
+        others = find_binding(dht, prefix, public_key)
         if published:
             others = [other for other in others if other.joined < mine.joined]
         if differences := find_differences(mine, others):
@@ -113,3 +114,11 @@ def join_run(
         if not published:
             publish_contract(dht, prefix, public_key, mine, expiration).result(timeout=30)
     return mine
+
+
+def confirm_contract(dht: DHT, prefix: str, mine: RunContract) -> None:
+    """At an epoch's end, for who joined before anybody had worked: stop if the run is not the one it took it for."""
+    if dht.vouched and not dht.vouched.contract:
+        dht.vouched = ask_initial_peers(dht, prefix, map(str, dht.initial_peers or ()), is_new_run=True)
+        if dht.vouched and (differences := find_differences(mine, find_binding(dht, prefix))):
+            stop_different(prefix, differences)

@@ -19,6 +19,7 @@ from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
 from swarm.processes import STOPPING, become_helper
 from swarm.storage import DHTProtocol
+from swarm.vouching import Statement
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
 TOUCHES = 60  # pings after which a lost peer is given up
@@ -76,6 +77,9 @@ def raise_file_limit() -> float:
 class DHT(hivemind.DHT):
     """Finds lost peers again, and ends without a traceback when one that has asked it something ended first: a helper,
     as in each clean stop, or the peer itself, killed."""
+
+    #: what the peers in --initial_peers say of the run; None where nobody does
+    vouched: Statement | None = None
 
     def __init__(self, *args, identity_path: str | None = None, **kwargs):
         with tempfile.TemporaryDirectory() as folder:  # p2pd reads a new key there, and it is needed no more

@@ -42,7 +42,7 @@ from swarm.addresses import (
     select_for_others,
 )
 from swarm.dht import DHT, check_versions, raise_file_limit
-from swarm.processes import exit_when_dead, quiet_hivemind_logs
+from swarm.processes import exit_when_dead, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
     answer_newcomers,
     find_direct_averagers,
@@ -52,6 +52,7 @@ from swarm.reachability import (
     find_relays,
 )
 from swarm.status import resolve_initial_peers
+from swarm.vouching import answer_vouching, ask_initial_peers
 from utils import RecordValidator, make_validators
 
 logger = logging.getLogger("joining")
@@ -79,6 +80,11 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
             logger.warning(f"others cannot reach this peer {where}: check --announce_maddrs and the firewall")
         elif is_reachable is False:
             dht = restart_unreachable(swarm, validators, dht, where)
+    try:
+        dht.vouched = ask_initial_peers(dht, swarm.experiment_prefix, swarm.initial_peers, swarm.new_run)
+    except UserError:
+        shut_down(dht)
+        raise
     exit_when_dead(dht, "DHT")
     connected = dht.run_coroutine(partial(find_direct_peers, swarm.initial_peers))
     if silent := [maddr for maddr in swarm.initial_peers if maddr not in connected and not swarm.use_ipfs]:
@@ -189,6 +195,7 @@ def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
     except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
         raise UserError(explain_failed_start(swarm, str(e))) from e
     dht.run_coroutine(answer_newcomers)
+    dht.run_coroutine(partial(answer_vouching, prefix=swarm.experiment_prefix))
     return dht
 
 

@@ -68,7 +68,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
     _patient_from = 0  # the epoch before which nobody who is behind is waited for
     _questions: list = []  # pings in flight
-    _last_group: frozenset[bytes] = frozenset()  # ids of the others in the last round
+    #: ids of the others in the last round
+    last_group: frozenset[bytes] = frozenset()
     #: of an auxiliary peer: when its epoch began
     _epoch_start = -float("inf")
 
@@ -283,7 +284,10 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self._download_after = time.monotonic() + RETRY_AFTER
                 return False
             loaded = loaded or self.state_averager.load_state_from_peers(
-                wanted, donors, avoid=list(self.tracker.silent), timeout=self._download_timeout
+                wanted,
+                donors or list(self.tracker.trusted),
+                avoid=list(self.tracker.silent),
+                timeout=self._download_timeout,
             )
         if not loaded:
             ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
@@ -338,7 +342,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._download_after = time.monotonic() + pause
 
     def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
-        return ProgressTracker(
+        tracker = ProgressTracker(
             dht=self.dht,
             prefix=self.run_id,
             target_batch_size=target_batch_size,
@@ -347,6 +351,8 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             start=True,
             **kwargs,
         )
+        tracker.vouched = set(self.dht.vouched.workers if self.dht.vouched else ())
+        return tracker
 
     def _make_state_averager(self, **kwargs) -> StateAverager:
         averager = StateAverager(
@@ -396,7 +402,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         later, by download, has no part in it."""
         others = self.tracker.peers_at_epoch
         if self._averages_in_step() and not self.auxiliary:
-            others = self._last_group & self.tracker.present.keys()
+            others = self.last_group & self.tracker.present.keys()
         self.state_averager.set_expected_peers(others, silent=self.tracker.silent)
 
     def _maybe_schedule_state_averaging(self) -> None:
@@ -431,14 +437,16 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         self.grad_averager.keep_unsent(*sent)
         self.tracker.ban(lies)
         self.averaged_with = len(group)
+        self.last_group = frozenset(peer_id.to_bytes() for peer_id in group) - {self.dht.peer_id.to_bytes()}
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
-            self._last_group = {peer_id.to_bytes() for peer_id in group} - {self.dht.peer_id.to_bytes()}
             self._expect_for_parameters()
-            present, absent = self.tracker.present, self.tracker.note_round(self._last_group)
+            present, absent = self.tracker.present, self.tracker.note_round(self.last_group)
             # nobody can ping a peer in client mode
             self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
             self._question(absent)
+        else:
+            self.tracker.partners.clear()  # in other groups there are many whom this peer has not met
 
     def _wait_for_round(self, control) -> dict:
         """The round's result. While no group is found, look whether anybody is there, and whether the others are here.

@@ -40,6 +40,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         #: how often each has lied, and to how many rounds in a row it has not come
         self.lies: Counter[PeerID] = Counter()
         self.absences: Counter[bytes] = Counter()
+        #: ids of peers that have been in rounds with this one, and of those that its --initial_peers vouch for
+        self.partners: set[bytes] = set()
+        self.vouched: set[bytes] = set()
         self.last_fetch = -float("inf")
         #: the epoch in which peers that are behind have been waited for long enough
         self.impatient_epoch = -1
@@ -90,13 +93,17 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 del self.silent[peer_id]
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
-        # one peer alone does not lift the epoch of all, as whoever claims one has a state for it to give; newcomers, at
-        # epoch 0, have no say
-        epochs = sorted((r.epoch for r in (self.local_progress, *self.present.values()) if r.epoch), reverse=True)
-        for key, entry in counted.items() if len(epochs) > 2 else ():
-            if entry.value["epoch"] > epochs[1]:
-                lowered = {**entry.value, "epoch": epochs[1], "samples_accumulated": 0}
-                counted[key] = ValueWithExpiration(lowered, entry.expiration_time)
+        # strangers do not lift the epoch of all, nor does one peer alone, as whoever claims one has a state for it to
+        # give; newcomers, at epoch 0, have no say; and nobody ends epochs by samples who never brings any to a round
+        believed = [record for peer_id, record in self.present.items() if peer_id in self.trusted]
+        believed = [self.local_progress, *(believed or self.present.values())]
+        epochs = sorted((record.epoch for record in believed), reverse=True)
+        highest = epochs[len([epoch for epoch in epochs if epoch]) > 2]
+        for key, entry in counted.items():
+            is_stranger = bool(self.partners) and entry.value["peer_id"] not in (*self.partners, own_id)
+            if entry.value["epoch"] > highest or is_stranger:
+                lowered = {"epoch": min(entry.value["epoch"], highest), "samples_accumulated": 0}
+                counted[key] = ValueWithExpiration({**entry.value, **lowered}, entry.expiration_time)
         if all(record.client_mode for record in self.present.values()):
             # hivemind would not look at their epochs, as clients give no state; here they do
             for key, entry in counted.items():
@@ -115,6 +122,11 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     def present(self) -> dict[bytes, LocalTrainingProgress]:
         """Newest records of the other peers that are not silent, by peer id."""
         return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
+
+    @property
+    def trusted(self) -> set[bytes]:
+        """Ids of peers that are known to have worked."""
+        return self.partners | self.vouched
 
     @property
     def is_impatient(self) -> bool:
@@ -172,6 +184,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         """
         present = self.present
         absent = [peer_id for peer_id in self.peers_at_epoch if peer_id in present and peer_id not in took_part]
+        self.partners |= set(took_part)
         for peer_id in took_part:
             del self.absences[peer_id]
         # who is behind may be making the step of the others

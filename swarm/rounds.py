@@ -109,12 +109,16 @@ class PromptRunner(AllReduceRunner):
                 awaited.add(peer)
         return [peer for peer in awaited if peer != self.peer_id]
 
-    def list_laggards(self) -> list[PeerID]:
-        """Those without whom this peer's part of the round would go on; where it is done, who has not answered."""
+    def list_laggards(self, are_reducers: bool) -> list[PeerID]:
+        """Those without whom this peer's part of the round would go on.
+
+        :param are_reducers: where it is done, who has not answered, though that one may be waiting for a sender itself
+        """
         reducer, awaited = self.tensor_part_reducer, self.list_awaited()
+        if reducer.finished.is_set():
+            return awaited if are_reducers else []
         received = zip(self.sender_peer_ids, reducer.num_parts_received, strict=True)
-        late = [peer for peer, count in received if peer in awaited and count <= reducer.current_part_index]
-        return awaited if reducer.finished.is_set() else late
+        return [peer for peer, count in received if peer in awaited and count <= reducer.current_part_index]
 
     def is_sent(self, peer_index: int, part_index: int) -> bool:
         before = sum(self.tensor_part_container.num_parts_by_peer[:peer_index])
@@ -482,7 +486,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 runner.finalize(exception=AllreduceException("this peer's line has become slower"))
                 return []
             looks -= 1
-            laggards = runner.list_laggards() if looks < 0 else []
+            # who waits for a sender itself is the first to say so
+            laggards = runner.list_laggards(are_reducers=looks < -10) if looks < 0 else []
             if 0 < 2 * len(laggards) < runner.group_size:  # else it is this peer's own line that is slow
                 runner.lies |= dict.fromkeys(laggards, "keeps a round waiting")
                 runner.finalize(exception=PeersLied(runner.lies))

@@ -7,12 +7,13 @@ from collections import deque
 from arguments import AuxPeerArguments
 from support.console import UserError
 from swarm.addresses import stop_unreachable
-from swarm.contract import compare_with_run
+from swarm.contract import compare_with_run, find_differences, stop_different
 from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
 from swarm.status import StatusServer
-from utils import SwarmMetrics
+from swarm.vouching import MAX_WORKERS, Statement, vouch
+from utils import RunContract, SwarmMetrics
 from viewing.report import RunReport
 
 LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
@@ -36,6 +37,9 @@ class Observer:
         self.report = RunReport(args, swarm)
         self.page = StatusServer(swarm.status_port, self.prefix) if swarm.status_port is not None else None
         self.dht, _ = make_dht(swarm)
+        if self.dht.vouched:
+            self.report.workers.ids |= set(self.dht.vouched.workers)
+            vouch(self.dht, self.dht.vouched)
         # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
         if self.dht.client_mode and (is_aux or self.needs_model):
             shut_down(self.dht)
@@ -91,9 +95,14 @@ class Observer:
     def look(self) -> None:
         if metrics := self.report.update(self.dht):
             self.news.append(metrics)
-            if self.contract:
+            # what this peer has seen of the run, and who is there
+            contract, workers = self.report.course.contract, list(self.report.workers.present)[:MAX_WORKERS]
+            vouch(self.dht, Statement(prefix=self.prefix, contract=contract, workers=workers))
+            if self.contract and contract:
                 # once more: the first trainers may have come after this peer
-                compare_with_run(self.dht, self.prefix, self.contract)
+                mine = RunContract(joined=contract.joined, contract=self.contract)
+                if differences := find_differences(mine, [contract]):
+                    stop_different(self.prefix, differences)
                 self.contract = None
 
     def step(self) -> SwarmMetrics | None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import hivemind
 
 from support.console import format_duration
-from swarm.contract import RunSchedule, find_run_schedule
-from utils import LocalMetrics
+from swarm.contract import RunSchedule, choose_contract, fetch_contracts, read_schedule
+from utils import LocalMetrics, RunContract, Workers, find_peer_id
 
 RECENT_EPOCHS = 20  # whose median time tells when a run ends
 SCHEDULE_PERIOD = 60.0  # seconds between two looks at what never changes in a run
@@ -21,6 +21,8 @@ class RunCourse:
 
     def __init__(self, prefix: str):
         self.prefix, self.schedule, self.next_look = prefix, RunSchedule(), 0.0
+        #: that of most who have worked
+        self.contract: RunContract | None = None
 
     def measure(
         self,
@@ -28,14 +30,18 @@ class RunCourse:
         epoch: int,
         records: list[tuple[str, LocalMetrics]],
         recent_seconds: Iterable[float],
+        workers: Workers,
     ) -> dict[str, float]:
         """Like measure_progress; it may wait for the DHT.
 
         :param records: the trainers' newest ones
         """
         now = time.monotonic()
-        if now >= self.next_look and (schedule := find_run_schedule(dht, self.prefix, SCHEDULE_TIMEOUT)):
-            self.schedule, self.next_look = schedule, now + SCHEDULE_PERIOD
+        if now >= self.next_look:
+            found = fetch_contracts(dht, self.prefix, SCHEDULE_TIMEOUT)
+            contract = choose_contract(it for key, it in found.items() if find_peer_id(key) in workers.ids)
+            if contract:
+                self.contract, self.schedule, self.next_look = contract, read_schedule(contract), now + SCHEDULE_PERIOD
         final_epoch = find_final_epoch(records, self.schedule.total_steps)
         return measure_progress(epoch, final_epoch, self.schedule.target_batch_size, recent_seconds)
 

@@ -20,6 +20,7 @@ from utils import (
     FETCH_TIMEOUT,
     Evaluation,
     SwarmMetrics,
+    Workers,
     aggregate_metrics,
     describe_evaluation,
     fetch_records,
@@ -73,7 +74,7 @@ class RunReport:
         #: arguments to show beside the curves
         self.config = asdict(swarm) | asdict(args)
         self.dashboard, self.alive_peers = Dashboard(), 0
-        self.course, self.progress = RunCourse(self.prefix), {}
+        self.course, self.progress, self.workers = RunCourse(self.prefix), {}, Workers()
         self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
         self.table_period = FIRST_TABLE_PERIOD
 
@@ -105,7 +106,7 @@ class RunReport:
         :param is_last: hurry, and draw the curve in any case
         """
         last_epoch = self.last.epoch if self.last else None
-        records = fetch_records(dht, self.prefix, FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT)
+        records = fetch_records(dht, self.prefix, FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT, self.workers)
         believable = select_believable([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
         current = aggregate_metrics(believable, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
@@ -123,7 +124,7 @@ class RunReport:
         if is_new:
             self.last, self.older_reads = current, 0
             recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [current.epoch_seconds]
-            self.progress = self.course.measure(dht, current.epoch, believable, recent)
+            self.progress = self.course.measure(dht, current.epoch, believable, recent, self.workers)
             logger.info(
                 f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
                 f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"

@@ -32,6 +32,7 @@ from swarm.processes import handle_stop_signals, shut_down
 from utils import (
     LocalMetrics,
     SwarmMetrics,
+    Workers,
     aggregate_metrics,
     fetch_metrics,
     fetch_progress,
@@ -77,16 +78,16 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     stop = handle_stop_signals()
     losses: deque[float] = deque(maxlen=48)  # as many bars as fit
     seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
-    course, last_epoch = RunCourse(prefix), None
+    course, workers, last_epoch = RunCourse(prefix), Workers(dht.vouched.workers if dht.vouched else ()), None
     with open_screen() as show:
         while True:
-            snapshot = take_snapshot(dht, prefix, last_epoch)
+            snapshot = take_snapshot(dht, prefix, last_epoch, workers)
             is_new = snapshot.swarm is not None and snapshot.swarm.epoch != last_epoch
             if is_new:
                 last_epoch = snapshot.swarm.epoch
                 losses.append(snapshot.swarm.loss)
                 seconds.append(snapshot.swarm.epoch_seconds)
-            progress = course.measure(dht, last_epoch or 0, list(snapshot.metrics.items()), seconds)
+            progress = course.measure(dht, last_epoch or 0, list(snapshot.metrics.items()), seconds, workers)
             if show:
                 show(snapshot, prefix, progress, losses)
             elif is_new:
@@ -96,8 +97,8 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     shut_down(dht)
 
 
-def take_snapshot(dht: hivemind.DHT, prefix: str, last_epoch: int | None) -> SwarmSnapshot:
-    records = select_believable(fetch_metrics(dht, prefix, FETCH_TIMEOUT), last_epoch)
+def take_snapshot(dht: hivemind.DHT, prefix: str, last_epoch: int | None, workers: Workers) -> SwarmSnapshot:
+    records = select_believable(fetch_metrics(dht, prefix, FETCH_TIMEOUT, workers), last_epoch)
     # both have an epoch, and both may hold an absurd one
     progress = select_believable(list(fetch_progress(dht, prefix, FETCH_TIMEOUT).items()), last_epoch)
     return SwarmSnapshot(dict(records), dict(progress), aggregate_metrics(records, last_epoch))
