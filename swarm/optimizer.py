@@ -66,6 +66,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     _download_after = -float("inf")  # time before which no download is tried
     _download_from = 0  # the swarm's epoch before which none is tried
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
+    _has_waited = False  # for the last round, as long as others are waited for
     _patient_from = 0  # the epoch before which nobody who is behind is waited for
     _questions: list = []  # pings in flight
     #: ids of the others in the last round
@@ -441,9 +442,10 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
             self._expect_for_parameters()
-            present, absent = self.tracker.present, self.tracker.note_round(self.last_group)
-            # nobody can ping a peer in client mode
-            self.tracker.leave_out(peer_id for peer_id in absent if present[peer_id].client_mode)
+            present, absent = self.tracker.present, self.tracker.note_round(self.last_group, self._has_waited)
+            # nobody can ping a peer in client mode; one that has just reported is late, and would be so forever
+            quiet = [peer_id for peer_id in absent if present[peer_id].time < get_dht_time() - FIRST_LOOK]
+            self.tracker.leave_out(peer_id for peer_id in quiet if present[peer_id].client_mode)
             self._question(absent)
         else:
             self.tracker.partners.clear()  # in other groups there are many whom this peer has not met
@@ -457,7 +459,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         start = last = time.monotonic()
         asked, next_look, next_sign = get_dht_time(), start + FIRST_LOOK, start + SIGN_PERIOD
         patience = LINE.round_seconds / 2 if self.local_epoch >= self._patient_from else 0.0
-        answer, has_waited, at_least = None, False, 1
+        answer, self._has_waited, at_least = None, False, 1
         while True:
             deadline = start + self.averaging_timeout  # which follows the group's bandwidths
             if last >= next_sign and not self.auxiliary:
@@ -482,13 +484,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.grad_averager.set_expected_peers(self.tracker.peers_at_epoch, at_least, self.tracker.silent)
                 continue
             waited = time.monotonic() - start
-            if waited > self.matchmaking_time and not has_waited:
-                has_waited = True
+            if waited > self.matchmaking_time and not self._has_waited:
+                self._has_waited = True
                 self._leave_out_idle(asked, at_most=len(self.tracker.peers_at_epoch) // 2)
             others = self.tracker.peers_at_epoch
             if not self._averages_in_step():
                 at_least = 1
-            elif not has_waited:
+            elif not self._has_waited:
                 at_least = 1 + len(others)
             else:  # most of them: two halves of a swarm would continue with different states. In the end, anybody, but
                 # not while they may be busy with a round that this peer has left

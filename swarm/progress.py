@@ -18,7 +18,7 @@ from utils import select_believable
 logger = logging.getLogger("swarm")
 
 BAN_SECONDS = 60.0
-MAX_ABSENCES = 3  # rounds in a row to which a peer that says it is there does not come
+MAX_ABSENCES = 3  # rounds in a row for which a peer is waited for in vain that says it is there
 
 
 class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
@@ -94,16 +94,15 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
         # strangers do not lift the epoch of all, nor does one peer alone, as whoever claims one has a state for it to
-        # give; newcomers, at epoch 0, have no say; and nobody ends epochs by samples who never brings any to a round
+        # give; newcomers, at epoch 0, have no say
         believed = [record for peer_id, record in self.present.items() if peer_id in self.trusted]
         believed = [self.local_progress, *(believed or self.present.values())]
         epochs = sorted((record.epoch for record in believed), reverse=True)
         highest = epochs[len([epoch for epoch in epochs if epoch]) > 2]
         for key, entry in counted.items():
-            is_stranger = bool(self.partners) and entry.value["peer_id"] not in (*self.partners, own_id)
-            if entry.value["epoch"] > highest or is_stranger:
-                lowered = {"epoch": min(entry.value["epoch"], highest), "samples_accumulated": 0}
-                counted[key] = ValueWithExpiration({**entry.value, **lowered}, entry.expiration_time)
+            if entry.value["epoch"] > highest:
+                lowered = {**entry.value, "epoch": highest, "samples_accumulated": 0}
+                counted[key] = ValueWithExpiration(lowered, entry.expiration_time)
         if all(record.client_mode for record in self.present.values()):
             # hivemind would not look at their epochs, as clients give no state; here they do
             for key, entry in counted.items():
@@ -177,9 +176,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         if lies:
             self.fetch_soon(0.0)
 
-    def note_round(self, took_part: Iterable[bytes]) -> list[bytes]:
+    def note_round(self, took_part: Iterable[bytes], has_waited: bool) -> list[bytes]:
         """These peers were in the round that has just succeeded.
 
+        :param has_waited: for the others, in vain
         :returns: who of those that are there was not
         """
         present = self.present
@@ -188,7 +188,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         for peer_id in took_part:
             del self.absences[peer_id]
         # who is behind may be making the step of the others
-        self.absences.update(p for p in absent if present[p].epoch >= self.local_progress.epoch)
+        self.absences.update(p for p in absent if has_waited and present[p].epoch >= self.local_progress.epoch)
         missing = [peer_id for peer_id in absent if self.absences[peer_id] >= MAX_ABSENCES]
         self.ban(dict.fromkeys(map(PeerID, missing), "says that it is there, and comes to no round"))
         return absent
