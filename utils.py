@@ -275,11 +275,12 @@ class Workers:
         """
         now, epochs = time.monotonic(), {peer_id: metrics.epoch for peer_id, metrics in records.items()}
         present = self.ids & epochs.keys()
-        if any(epochs[peer_id] != self.epochs.get(peer_id) for peer_id in present):
+        has_epoch = any(epochs[peer_id] != self.epochs.get(peer_id) for peer_id in present)
+        if not has_epoch and now >= self.until:
+            self.ids = present = set(epochs)
+        if present and (has_epoch or now >= self.until):
             seconds = statistics.median(records[peer_id].epoch_seconds for peer_id in present)
             self.until = now + max(WORKER_PATIENCE, 3 * seconds)
-        elif now >= self.until:
-            self.ids = present = set(epochs)
         self.epochs = epochs
         newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
         current = [peer_id for peer_id in present if epochs[peer_id] >= newest - 1]

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import hashlib
 import math
 
 import pytest
@@ -20,9 +21,11 @@ from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,
     RunContract,
+    Workers,
     aggregate_metrics,
     fetch_metrics,
     make_validators,
+    name_worker,
     peer_label,
     select_believable,
 )
@@ -183,3 +186,44 @@ def test_absurd_epochs_hide_nobody():
 
 def test_peer_label_is_the_same_in_every_process():
     assert peer_label(b"[owner:ssh-rsa AAAA]") == "34c2b293"
+
+
+def make_ids(kind: str, count: int) -> list[bytes]:
+    return [b"\x12\x20" + hashlib.sha256(f"{kind}{number}".encode()).digest() for number in range(count)]
+
+
+def name(peer_ids: list[bytes]) -> list[str]:
+    return [name_worker(peer_id) for peer_id in peer_ids[:64]]
+
+
+def test_figures_are_those_of_peers_that_have_worked(monkeypatch):
+    honest, strangers, late = make_ids("honest", 3), make_ids("stranger", 2000), make_ids("late", 1)[0]
+    workers = Workers()
+    assert workers.select({}) == set()
+    first = {peer_id: make_metrics(1, partners=name([p for p in honest if p != peer_id])) for peer_id in honest}
+    assert workers.select({honest[0]: first[honest[0]]}) == {honest[0]}  # who reports first
+    assert workers.select(first) == set(honest)
+    false = {peer_id: make_metrics(10**6, loss=0.0, partners=name(strangers)) for peer_id in strangers}
+    assert workers.select(first | false) == set(honest) == workers.present
+
+    # one of them lies, and names strangers; then two name one who came late
+    def report(epoch: int, *partners: list[bytes]) -> dict:
+        return {peer: make_metrics(epoch, partners=name(of)) for peer, of in zip(honest, partners, strict=True)}
+
+    second = report(2, honest, honest, [*honest, *strangers])
+    assert workers.select(second | false | {late: make_metrics(2)}) == set(honest)
+    third = report(3, [*honest, late], honest, strangers) | {late: make_metrics(3, partners=name(honest))}
+    assert workers.select(third | false) == set(honest)
+    fourth = report(4, honest, [*honest, late], strangers) | {late: make_metrics(4, partners=name(honest))}
+    assert workers.select(fourth | false) == {*honest, late}
+    # the others have left: what is left of their records does not keep out who comes now
+    fifth, new = {**fourth, late: make_metrics(9, partners=name(make_ids("new", 1)))}, make_ids("new", 1)[0]
+    assert workers.select(fifth | {new: make_metrics(9)}) == {*honest, late}
+    sixth = {**fourth, late: make_metrics(20, partners=name([new])), new: make_metrics(20)}
+    assert workers.select({late: sixth[late], new: sixth[new]}) == {late, new}
+    # where none of them has made an epoch for long, anybody may begin
+    monkeypatch.setattr("utils.WORKER_PATIENCE", -1.0)
+    others = {peer_id: make_metrics(1, epoch_seconds=0.0) for peer_id in strangers[:2]}
+    known = Workers(honest)
+    known.select({peer_id: make_metrics(7, epoch_seconds=0.0) for peer_id in honest})
+    assert known.select(others) == set(strangers[:2])

@@ -1,0 +1,100 @@
+"""Who was given a peer's address believes that peer, not what strangers have stored about the run."""
+
+import contextlib
+from functools import partial
+
+import pytest
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from processes import LOOPBACK, make_prefix, wait_until
+
+from support.console import UserError
+from swarm.contract import compare_with_run, confirm_contract, join_run, publish_contract
+from swarm.dht import DHT
+from swarm.vouching import Statement, answer_vouching, ask_initial_peers, ask_to_vouch, set_statement, vouch
+from utils import RunContract, make_validators
+
+
+@contextlib.contextmanager
+def run_peer(prefix: str, *others: DHT):
+    """A node of ours, as make_dht starts it, and its key."""
+    RSAPrivateKey._process_wide_key = None
+    validators, public_key = make_validators(prefix)
+    dht = DHT(addresses(*others), host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators)
+    try:
+        dht.run_coroutine(partial(answer_vouching, prefix=prefix))
+        yield dht, public_key
+    finally:
+        RSAPrivateKey._process_wide_key = None
+        dht.shutdown()
+
+
+def addresses(*dhts: DHT) -> list[str]:
+    return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
+
+
+def make_contract(**terms: str) -> RunContract:
+    return RunContract(joined=get_dht_time(), contract=terms)
+
+
+def tell(dht: DHT, asking: DHT, statement: Statement) -> None:
+    vouch(dht, statement)
+    ask = partial(ask_to_vouch, peers=[dht.peer_id])
+    wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
+
+
+async def set_nonsense(dht, node, values: dict) -> None:
+    await set_statement(dht, node, Statement.construct(**values))
+
+
+def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
+    prefix, contract = make_prefix(), make_contract(learning_rate="0.1")
+    with run_peer(prefix) as (one, _), run_peer(prefix, one) as (two, _), run_peer(prefix, one, two) as (newcomer, _):
+        ask = partial(ask_initial_peers, newcomer, is_new_run=False)
+        assert ask(prefix, addresses(one)) == Statement(prefix=prefix)
+        assert ask(prefix, []) is None
+        with pytest.raises(UserError, match=f"{one.peer_id} in --initial_peers serves run '{prefix}', not 'other'"):
+            ask("other", addresses(one))
+        assert ask_initial_peers(newcomer, "other", addresses(one), is_new_run=True) is None
+
+        tell(one, newcomer, Statement(prefix=prefix, contract=contract, workers=[b"a", b"b"]))
+        tell(two, newcomer, Statement(prefix=prefix, workers=[b"b", b"c"]))
+        found = ask(prefix, addresses(one, two))
+        assert found.contract == contract and found.workers == [b"a", b"b", b"c"]
+        tell(two, newcomer, Statement(prefix=prefix, contract=make_contract(learning_rate="0.2")))
+        with pytest.raises(UserError, match=f"disagree.*{one.peer_id}, {two.peer_id}"):
+            ask(prefix, addresses(one, two))
+        for values in (
+            dict(prefix=7),
+            dict(prefix=prefix, workers=[b"x" * 100]),
+            dict(prefix=prefix, workers=[b"x"] * 10_000),
+            dict(prefix=prefix, contract={"joined": 0.0, "contract": {"a": "\033[2J"}}),
+        ):
+            two.run_coroutine(partial(set_nonsense, values=values))
+            assert ask(prefix, addresses(one, two)).contract == contract and ask(prefix, addresses(two)) is None
+
+
+def test_a_strangers_contract_locks_nobody_out():
+    prefix, terms = make_prefix(), {"learning_rate": "0.1"}
+    with (
+        run_peer(prefix) as (monitor, _),
+        run_peer(prefix, monitor) as (stranger, key),
+        run_peer(prefix, monitor) as (newcomer, own_key),
+    ):
+        publish_contract(stranger, prefix, key, make_contract(learning_rate="9"), 300).result(timeout=30)
+        with pytest.raises(UserError, match="the run has 9, you have 0.1"):  # where nobody vouches for anything
+            join_run(newcomer, prefix, own_key, terms, 300)
+        newcomer.vouched = ask_initial_peers(newcomer, prefix, addresses(monitor), False)
+        mine = join_run(newcomer, prefix, own_key, terms, 300)
+        assert compare_with_run(newcomer, prefix, terms) == 0
+        confirm_contract(newcomer, prefix, mine)
+        # now somebody has worked, by other terms
+        tell(monitor, newcomer, Statement(prefix=prefix, contract=make_contract(learning_rate="0.2")))
+        with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
+            confirm_contract(newcomer, prefix, mine)
+        with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
+            join_run(newcomer, prefix, own_key, terms, 300)
+        tell(monitor, newcomer, Statement(prefix=prefix, contract=make_contract(**terms)))
+        newcomer.vouched = Statement(prefix=prefix)
+        confirm_contract(newcomer, prefix, mine)
+        assert newcomer.vouched.contract.contract == terms
