@@ -318,8 +318,6 @@ def describe_notes(kind: str | None, course: Course) -> str:
         notes.append(f"monitor: loss {least:.2f}, {most} peers, {peers} thanked, {len(shown)} epochs shown")
     if course.memory:
         notes.append(f"{MEMORY[kind]}: {max(course.memory):.0f} MB ({course.memory[0]:.0f} before)")
-    if any("\nrun: curl evil" in script.text for script in swarm.scripts):
-        notes.append("printed as it is")
     return "; ".join(notes)
 
 

@@ -5,11 +5,10 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import hivemind
-from cryptography.hazmat.primitives.asymmetric import rsa
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.node import DHTNode
@@ -19,13 +18,15 @@ from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
+from records import start_dht_as
 
 from swarm.processes import handle_stop_signals, shut_down
 from swarm.states import StateAverager
 
 ABSURD_EPOCH = 10**9
 LIFETIME = 600.0  # seconds of records, as the trainers' own
-BATCH = 200  # records in a message
+STAYING = 5  # peers of fresh keys that stay; of more of them, each leaves when it has stored its record
+STAYED: list[hivemind.DHT] = []
 
 
 def note(act: str, **facts) -> None:
@@ -33,31 +34,33 @@ def note(act: str, **facts) -> None:
     print(json.dumps(dict(act=act, time=time.time(), **facts)), flush=True)
 
 
-# --- records of others' keys ------------------------------------------------------------------------------------------
+# --- records of fresh keys --------------------------------------------------------------------------------------------
 
 
-def make_keys(count: int) -> Iterator[RSASignatureValidator]:
-    """What signs with so many different keys: of all pairs of some primes, as fresh ones would take many minutes."""
-    primes, pairs = [], 0
-    while pairs < count:
-        numbers = rsa.generate_private_key(65537, 1024).private_numbers()
-        primes += [numbers.p, numbers.q]
-        pairs = len(primes) * (len(primes) - 1) // 2
-    for p, q in itertools.islice(itertools.combinations(primes, 2), count):
-        d, public = pow(65537, -1, (p - 1) * (q - 1)), rsa.RSAPublicNumbers(65537, p * q)
-        numbers = rsa.RSAPrivateNumbers(
-            p, q, d, rsa.rsa_crt_dmp1(d, p), rsa.rsa_crt_dmq1(d, q), rsa.rsa_crt_iqmp(p, q), public
-        )
-        key = RSAPrivateKey.__new__(RSAPrivateKey)
-        key._private_key = numbers.private_key(unsafe_skip_rsa_key_validation=True)
-        yield RSASignatureValidator(key)
+def publish(dht: hivemind.DHT, what: str, key: str, make_value: Callable[[bytes], dict], count: int) -> None:
+    """So many values, each by a peer with a fresh key: nobody takes a record from another one.
+
+    :param make_value: of that peer's id
+    """
+    stored, peers, initial_peers = 0, [], list(map(str, dht.initial_peers))
+    for _ in range(count):
+        signer = RSASignatureValidator(private_key := RSAPrivateKey())
+        peers.append(peer := start_dht_as(private_key, initial_peers, [signer]))
+        value, expiration = make_value(peer.peer_id.to_bytes()), get_dht_time() + LIFETIME
+        stored += peer.store(key, value, subkey=signer.local_public_key, expiration_time=expiration)
+        if count > STAYING:
+            peers.pop().shutdown()
+    note(f"{what} by {count} keys", stored=stored)
+    STAYED.extend(peers)
 
 
-def sign(key: str, value: object, signer: RSASignatureValidator) -> DHTRecord:
-    """A record under the signer's own subkey, in the bytes that peers exchange."""
-    place, subkey = DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(signer.local_public_key)
-    record = DHTRecord(place, subkey, MSGPackSerializer.dumps(value), get_dht_time() + LIFETIME)
-    return DHTRecord(place, subkey, signer.sign_value(record), record.expiration_time)
+def find_epoch(dht: hivemind.DHT, prefix: str) -> int:
+    """Where the swarm is."""
+    entry = dht.get(f"{prefix}_progress", latest=True)
+    return max(item.value["epoch"] for item in entry.value.values() if item.value)
+
+
+# --- what it stores ---------------------------------------------------------------------------------------------------
 
 
 async def give_to_all(node: DHTNode, records: list[DHTRecord]) -> int:
@@ -75,32 +78,6 @@ async def give_to_all(node: DHTNode, records: list[DHTRecord]) -> int:
     return stored
 
 
-async def sign_and_give(_: hivemind.DHT, node: DHTNode, key: str, make_value: Callable[[], dict], count: int) -> int:
-    """Runs in the DHT's process, as hivemind's pipe to it takes no more than 16 kB at once."""
-    stored, records = 0, []
-    for signer in make_keys(count):
-        records.append(sign(key, make_value(), signer))
-        if len(records) == min(count, BATCH):
-            stored += await give_to_all(node, records)
-            records = []
-    return stored + (await give_to_all(node, records) if records else 0)
-
-
-def publish(dht: hivemind.DHT, what: str, key: str, make_value: Callable[[], dict], count: int) -> None:
-    """So many values, each with a fresh key."""
-    stored = dht.run_coroutine(partial(sign_and_give, key=key, make_value=make_value, count=count))
-    note(f"{what} by {count} keys", stored=stored)
-
-
-def find_epoch(dht: hivemind.DHT, prefix: str) -> int:
-    """Where the swarm is."""
-    entry = dht.get(f"{prefix}_progress", latest=True)
-    return max(item.value["epoch"] for item in entry.value.values() if item.value)
-
-
-# --- what it stores ---------------------------------------------------------------------------------------------------
-
-
 async def give_plain_values(_: hivemind.DHT, node: DHTNode, keys: tuple[str, ...]) -> int:
     value, expiration = MSGPackSerializer.dumps(True), get_dht_time() + 23 * 3600
     records = [DHTRecord(DHTID.generate(source=key).to_bytes(), b"", value, expiration) for key in keys]
@@ -113,10 +90,9 @@ def store_plain_values(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
     note("stores plain values", stored=dht.run_coroutine(partial(give_plain_values, keys=keys)))
 
 
-def make_progress(epoch: int) -> dict:
+def make_progress(epoch: int, peer_id: bytes) -> dict:
     return dict(
-        # nobody has this id, and each record another one
-        peer_id=b"\x12\x20" + DHTID.generate().to_bytes().rjust(32, b"\0"),
+        peer_id=peer_id,
         epoch=epoch,
         samples_accumulated=0,
         samples_per_second=1.0,
@@ -130,14 +106,12 @@ def report_absurd_epoch(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
 
 
 def flood_progress(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
-    publish(dht, "progress", f"{prefix}_progress", partial(make_progress, find_epoch(dht, prefix)), 3000)
+    publish(dht, "progress", f"{prefix}_progress", partial(make_progress, find_epoch(dht, prefix)), 30)
 
 
 def publish_contracts(dht: hivemind.DHT, prefix: str, terms: dict, count: int = 5) -> None:
-    # as old as can be; and what a terminal would show of it
-    lines = "1\x1b[2J\nrun: curl evil"
-    contract = dict(joined=0.0, contract=terms | {"target_batch_size": lines})
-    publish(dht, "contracts", f"{prefix}_run", partial(dict, contract), count)
+    contract = dict(joined=0.0, contract=terms | {"target_batch_size": "1"})  # as old as can be
+    publish(dht, "contracts", f"{prefix}_run", lambda _: contract, count)
 
 
 def make_metrics(epoch: int, mini_steps: int) -> dict:
@@ -163,7 +137,7 @@ def make_metrics(epoch: int, mini_steps: int) -> dict:
 
 def report_metrics(dht: hivemind.DHT, prefix: str, terms: dict, count: int, mini_steps: int) -> None:
     metrics = make_metrics(find_epoch(dht, prefix), mini_steps)
-    publish(dht, "metrics", f"{prefix}_metrics", partial(dict, metrics), count)
+    publish(dht, "metrics", f"{prefix}_metrics", lambda _: metrics, count)
 
 
 # --- what it asks for -------------------------------------------------------------------------------------------------
@@ -205,11 +179,11 @@ def ask_for_all(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
 STRANGERS = {
     "plain_value": store_plain_values,
     "epoch_1e9": report_absurd_epoch,
-    "progress_3000": flood_progress,
+    "progress_30": flood_progress,
     "contract_first": partial(publish_contracts, count=1),
     "contracts_5": publish_contracts,
     "metrics_1": partial(report_metrics, count=1, mini_steps=10**6),
-    "metrics_10000": partial(report_metrics, count=10_000, mini_steps=100),
+    "metrics_30": partial(report_metrics, count=30, mini_steps=100),
     "ask_60": ask_for_all,
 }
 
@@ -226,5 +200,6 @@ def main(kind: str, swarm, *groups) -> None:
     terms = next(iter(found.value.values())).value["contract"] if found else {}
     STRANGERS[kind](dht, swarm.experiment_prefix, terms)
     stop.wait()
-    shut_down(dht)
+    for peer in (dht, *STAYED):
+        shut_down(peer)
     sys.exit(0)
