@@ -56,7 +56,7 @@ RELAY = math.inf  # the epoch that auxiliary peers declare: as new as any client
 DOWNLOAD_TRIES = 16  # passes over all donors until one has the epoch that is wanted
 LONE_TRIES = 3  # of these in which a state is not taken that one donor alone has, where others could agree
 
-MAX_GIVING = 2  # peers that a client, or an auxiliary peer, gives states to at once
+MAX_GIVING, MAX_GIVING_RELAYED = 8, 2  # peers that a trainer gives states to at once; a client, or an auxiliary peer
 MAX_SNAPSHOTS = 2  # states that a donor keeps for those who fetch them
 KEPT, IN_USE = 30.0, 5.0  # seconds without a request until a snapshot is dropped, and until it makes room for another
 LONGEST_KEPT = 1200.0  # seconds after which a snapshot is dropped in any case
@@ -186,10 +186,11 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             yield message
 
     def _is_busy_without(self, peer: PeerID) -> bool:
-        """Whether a volunteer's line at home serves enough other peers."""
+        """Whether a volunteer's line at home serves enough other peers; they ask another one, or again."""
         now = time.monotonic()
         self._asked = {other: at for other, at in self._asked.items() if now - at < IN_USE}
-        if self.mode != AveragingMode.NODE and peer not in self._asked and len(self._asked) >= MAX_GIVING:
+        most = MAX_GIVING if self.mode == AveragingMode.NODE else MAX_GIVING_RELAYED
+        if peer not in self._asked and len(self._asked) >= most:
             return True
         self._asked[peer] = now
         return False
@@ -271,7 +272,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                     if is_description:
                         metadata = self.serializer.loads(message.metadata)
                         self._origins[int(metadata["epoch"]), str(metadata["lineage"])[:MAX_HISTORY_DIGEST]] = peer
-                        self._origins = dict(list(self._origins.items())[-2 * MAX_GIVING :])
+                        self._origins = dict(list(self._origins.items())[-2 * MAX_GIVING_RELAYED :])
                         message.metadata = self.serializer.dumps(metadata | {"origin": str(peer)})
                     passed += 1
                     yield message

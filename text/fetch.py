@@ -36,6 +36,7 @@ logger = logging.getLogger("fetch")
 
 PATIENCE = 60.0  # seconds without a byte, over all tries, before a start gives up
 KEEP_FREE = 10**9  # bytes of the disk, which is not ours alone
+MAX_HEADER = 2**20  # bytes of what an archive says of a file
 
 
 class NoRoomError(UserError):
@@ -309,6 +310,17 @@ def read_index(file: Path, source: str) -> list[Shard]:
     return shards
 
 
+class BoundedInfo(tarfile.TarInfo):
+    """A member of an archive; tarfile reads headers of any size into memory."""
+
+    @classmethod
+    def frombuf(cls, *args) -> tarfile.TarInfo:
+        member = super().frombuf(*args)
+        if not (member.isreg() or member.isdir()) and member.size > MAX_HEADER:
+            raise tarfile.ReadError(f"a header of {member.size:,} bytes")
+        return member
+
+
 def unpack(file: Path, source: str, folder: Path) -> None:
     """Unpack an archive to `folder`, which appears when it is complete.
 
@@ -322,7 +334,7 @@ def unpack(file: Path, source: str, folder: Path) -> None:
     # Python before 3.11.4 has no filters; what they refuse is refused below
     options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     try:
-        with tarfile.open(file, "r:*") as archive:
+        with tarfile.open(file, "r:*", tarinfo=BoundedInfo) as archive:
             for member in archive:
                 path = PurePosixPath(member.name)
                 if not (member.isreg() or member.isdir()) or path.is_absolute() or ".." in path.parts:

@@ -276,6 +276,13 @@ def test_an_archive_of_names_of_names(cache, tmp_path):
     assert expect_line("is damaged", str(tmp_path / "data.tar"), cache) == []
 
 
+def test_an_archive_with_an_endless_header(cache, tmp_path):
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = tarfile.XHDTYPE, 2**33
+    (tmp_path / "data.tar").write_bytes(header.tobuf() + bytes(2048))
+    assert expect_line("a header of 8,589,934,592 bytes", str(tmp_path / "data.tar"), cache) == []
+
+
 def test_an_index_names_files_beside_it_alone(cache):
     for name in ("../a.tar", "/a.tar", "http://a/b", "a\nb", "a\x1b[2J", ["a"], 10_000 * "/"):
         entry = {"name": name, "sha256": 64 * "0", "size": 1}
