@@ -9,13 +9,21 @@ that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad
 """
 
 import ipaddress
-import math
 import re
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field
-from typing import Any, Literal, NoReturn
+from dataclasses import MISSING, dataclass
+from typing import Literal
 
 from support.console import UserError
+from support.flags import (
+    check_at_least,
+    check_exclusive,
+    check_needs,
+    check_order,
+    check_positive,
+    check_share,
+    flag,
+    parse_flags,
+)
 from support.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
@@ -23,49 +31,10 @@ OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
 SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
+LARGEST_SEED = 2**32 - 1  # of numpy's generators
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
 SENTENCE_SPLITTER_HELP = "What splits text into sentences: punkt, or razdel, the default for Russian."
-
-
-def flag(default: Any, help: str, aliases: Sequence[str] = ()) -> Any:
-    """A dataclass's field for HfArgumentParser.
-
-    transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C should be quiet.
-
-    :param default: MISSING where the flag must be given
-    :param aliases: other names of the flag, which its help then names
-    """
-    if aliases:
-        help += f" Also known as {', '.join(aliases)}."
-    default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**default, metadata={"help": help, "aliases": [*aliases]})
-
-
-def check_at_least(minimum: int, args: Any, *names: str) -> None:
-    """:raises UserError: one of these flags is given and smaller"""
-    for name in names:
-        if getattr(args, name) is not None and getattr(args, name) < minimum:
-            raise UserError(f"--{name} must be at least {minimum}")
-
-
-def check_positive(args: Any, *names: str, most: float = math.inf) -> None:
-    """:raises UserError: one of these flags is given and not greater than 0, or greater than `most`"""
-    for name in names:
-        if (value := getattr(args, name)) is not None and not 0 < value <= most:
-            raise UserError(f"--{name} must be greater than 0{f' and at most {most:g}' if most < math.inf else ''}")
-
-
-def check_exclusive(args: Any, one: str, other: str) -> None:
-    """:raises UserError: both of these flags are given"""
-    if getattr(args, one) and getattr(args, other):
-        raise UserError(f"--{one} and --{other} are mutually exclusive: give one of them")
-
-
-def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
-    """:raises UserError: the first of these flags is given, and the second, which takes this value, is not"""
-    if getattr(args, name) not in (None, False) and not getattr(args, needed):
-        raise UserError(f"--{name} needs --{needed}{value}: add it")
 
 
 @dataclass
@@ -171,6 +140,7 @@ class ModelArguments:
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
+        check_at_least(0, self, "seed", most=LARGEST_SEED)
 
 
 @dataclass
@@ -199,17 +169,13 @@ class OptimizerArguments:
     clamp_value: float = flag(10000.0, "Both LAMBs only: upper bound of the weight norm in the trust ratio. ALL PEERS.")
 
     def __post_init__(self):
-        if not 0 <= self.warmup_steps <= self.total_steps:
-            raise UserError(
-                f"--warmup_steps {self.warmup_steps} must lie between 0 and --total_steps {self.total_steps}"
-            )
-        check_positive(self, "learning_rate", "max_grad_norm")
-        if not 0 <= self.min_learning_rate <= self.learning_rate:
-            raise UserError(
-                f"--min_learning_rate {self.min_learning_rate:g} must lie between 0 and --learning_rate "
-                f"{self.learning_rate:g}"
-            )
-        check_at_least(1, self, "min_8bit_size")
+        check_at_least(1, self, "total_steps", "min_8bit_size")
+        check_at_least(0, self, "warmup_steps", "min_learning_rate")
+        check_positive(self, "learning_rate", most=1e3)
+        check_order(self, "warmup_steps", "total_steps")
+        check_order(self, "min_learning_rate", "learning_rate")
+        check_positive(self, "max_grad_norm", "adam_epsilon", "clamp_value")
+        check_share(self, "adam_beta1", "adam_beta2", "weight_decay")
 
 
 @dataclass
@@ -288,19 +254,16 @@ class AveragingArguments:
     def __post_init__(self):
         check_at_least(1, self, "target_batch_size", "average_state_every")
         check_at_least(2, self, "target_group_size")
-        if not 0 <= self.batch_size_lead < self.target_batch_size:
-            raise UserError("--batch_size_lead must be at least 0 and less than --target_batch_size")
-        if self.request_timeout and self.matchmaking_time and self.request_timeout >= self.matchmaking_time:
-            # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
-            raise UserError(
-                f"--matchmaking_time {self.matchmaking_time:g} must be greater than --request_timeout "
-                f"{self.request_timeout:g}: raise the first or lower the second"
-            )
-        if self.matchmaking_time and self.averaging_timeout and self.matchmaking_time >= self.averaging_timeout:
-            raise UserError(
-                f"--averaging_timeout {self.averaging_timeout:g} must be greater than --matchmaking_time "
-                f"{self.matchmaking_time:g}, or no round would have time to form"
-            )
+        check_at_least(0, self, "batch_size_lead", "min_vector_size", "expected_drift_peers", "expected_drift_rate")
+        check_positive(self, "matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout")
+        check_positive(self, "min_refresh_period", "max_refresh_period", "default_refresh_period")
+        check_positive(self, "performance_ema_alpha", most=1)
+        check_order(self, "batch_size_lead", "target_batch_size", is_strict=True)
+        # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
+        check_order(self, "request_timeout", "matchmaking_time", is_strict=True)
+        # or no round would have time to form
+        check_order(self, "matchmaking_time", "averaging_timeout", is_strict=True)
+        check_order(self, "min_refresh_period", "max_refresh_period")
         check_positive(self, "bandwidth", most=1e6)
         check_positive(self, "metadata_expiration", most=3600)  # others refuse records that live longer: utils.py
         check_needs(self, "delay_grad_averaging", "delay_optimizer_step")
@@ -387,9 +350,8 @@ class DataArguments:
         if not 0 < self.mlm_probability < 1:
             raise UserError("--mlm_probability must lie between 0 and 1")
         check_at_least(1, self, "pad_to_multiple_of", "shuffle_buffer")
-        # zero is off, as in other scripts
-        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or text else None)
-        self.initial_sequence_length = self.initial_sequence_length or None
+        if self.max_sequence_length is None and (self.streaming or text):
+            self.max_sequence_length = 512
         check_at_least(SHORTEST_INSTANCE, self, "max_sequence_length", "initial_sequence_length")
         check_at_least(0, self, "sequence_length_warmup_steps")
         check_needs(self, "sequence_length_warmup_steps", "initial_sequence_length")
@@ -398,11 +360,7 @@ class DataArguments:
                 raise UserError(
                     "--initial_sequence_length needs --max_sequence_length and --sequence_length_warmup_steps: add them"
                 )
-            if self.initial_sequence_length > self.max_sequence_length:
-                raise UserError(
-                    f"--initial_sequence_length {self.initial_sequence_length} must not be greater than "
-                    f"--max_sequence_length {self.max_sequence_length}"
-                )
+            check_order(self, "initial_sequence_length", "max_sequence_length")
 
 
 @dataclass
@@ -504,8 +462,7 @@ class TrainerArguments(PrecisionArguments):
             except ValueError:
                 raise UserError("--per_device_train_batch_size must be a number or auto") from None
             check_at_least(1, self, "per_device_train_batch_size")
-        if self.max_steps is not None and self.max_steps < 0:
-            raise UserError("--max_steps must not be negative: omit it to stop at --total_steps")
+        check_at_least(0, self, "max_steps", "dataloader_num_workers")
         check_at_least(1, self, "num_devices", "gradient_accumulation_steps", "per_device_eval_batch_size")
         check_at_least(1, self, "max_eval_samples", "eval_steps", "logging_steps", "backup_every_epochs")
         check_at_least(1, self, "save_steps", "save_total_limit")
@@ -659,9 +616,9 @@ class FinetuneArguments(PrecisionArguments):
             raise UserError("give either --checkpoint FOLDER or --model-name NAME")
         check_at_least(1, self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps")
         check_at_least(SHORTEST_INSTANCE, self, "max_length")
-        for name in ("warmup_ratio", "dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 0 and less than 1")
+        check_positive(self, "learning_rate", most=1e3)
+        check_positive(self, "max_grad_norm")
+        check_share(self, "warmup_ratio", "weight_decay", "dropout")
 
 
 @dataclass
@@ -732,14 +689,16 @@ class TokenizeArguments:
     def __post_init__(self):
         check_at_least(SHORTEST_INSTANCE, self, "seq_length")
         check_at_least(1, self, "num_proc")
+        check_at_least(1, self, "archive_shards")
+        check_at_least(0, self, "seed", most=LARGEST_SEED)
         if not 0 < self.validation_fraction < 1:
             raise UserError("--validation_fraction must lie between 0 and 1")
         if self.train_tokenizer:
             check_at_least(100, self, "vocab_size")
         if self.archive and not re.fullmatch(r"[^/.][^/.]*\.(tar|tar\.gz|tgz)", self.archive.rsplit("/", 1)[-1]):
             raise UserError(f"--archive {self.archive} is not a name such as wikitext.tar.gz, without another dot")
-        if self.archive_shards < 1 or (self.archive_shards > 1 and not self.archive):
-            raise UserError("--archive_shards must be at least 1, and needs --archive NAME.tar.gz")
+        if self.archive_shards > 1:
+            check_needs(self, "archive_shards", "archive", " NAME.tar.gz")
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:
@@ -774,21 +733,14 @@ MONITOR_ARGS = (SwarmArguments, MonitorArguments, ArchiveArguments, *SHARED_ARGS
 AUX_PEER_ARGS = (SwarmArguments, AuxPeerArguments, ArchiveArguments, *SHARED_ARGS)
 
 
+#: that matter first, to whoever joins or starts a run: what --help lists where a script has many
+BASIC_FLAGS = {
+    *("experiment_prefix", "initial_peers", "host_maddrs", "identity_path", "config_path", "learning_rate"),
+    *("total_steps", "target_batch_size", "bandwidth", "dataset_path", "preflight", "per_device_train_batch_size"),
+    *("fp16", "output_dir", "watch", "store_checkpoints", "assist_in_averaging"),
+}
+
+
 def parse_arguments(*groups: type, description: str | None = None) -> tuple:
-    """Parse the command line into one instance of each dataclass, in order.
-
-    :raises UserError: a flag is unknown, abbreviated, malformed or contradicts another one
-    """
-    from transformers import HfArgumentParser  # here, see `flag`
-
-    parser = HfArgumentParser(groups, description=description, allow_abbrev=False)
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists every flag)")
-
-    # argparse prints its usage before an error, which buries one clear line under a screen of flags
-    parser.error = refuse
-    *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]} (--help lists every flag)")
-    return tuple(parsed)
+    """Parse the command line into one instance of each dataclass, in order; for errors see `parse_flags`."""
+    return parse_flags(groups, BASIC_FLAGS, description)

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The demo: a monitor and two trainers on this machine, each its own process, learn English together.
 
     make demo

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Tune a trained model for a task, several times, and measure it: RussianSuperGLUE, RuCoLA, or any classification.
 
 The model that a run has trained, and one from the Hub or any folder, on the same task:

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Train with the swarm: compute gradients on this machine's data, average them with the others, step together.
 
 A real run, on the machine of a volunteer with a GPU (the monitor prints the address):

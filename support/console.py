@@ -1,11 +1,12 @@
 """What everybody says to the user: errors of the user, log lines, numbers for people. Imports nothing slow."""
 
 import contextlib
+import difflib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -41,6 +42,13 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
             raise
         print(f"\ninterrupted: {interrupted}", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`, did you mean --learning_rate?`, or nothing where no known name is like this one."""
+    names = {other.lower().strip("-"): other for other in known}
+    nearest = difflib.get_close_matches(name.lower().strip("-"), names, n=1, cutoff=0.7)
+    return f", did you mean {names[nearest[0]]}?" if nearest else ""
 
 
 def first_line(error: Exception) -> str:
