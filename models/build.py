@@ -176,9 +176,10 @@ def describe_architecture(model: PreTrainedModel) -> str:
         for name, value in config.to_dict().items()
         if name not in NOT_ARCHITECTURE and value != defaults.get(name)
     }
-    sizes = [getattr(config, name, "?") for name in ("num_hidden_layers", "num_attention_heads")]
+    layers, heads = (getattr(config, name, "?") for name in ("num_hidden_layers", "num_attention_heads"))
+    sizes = f"{layers} layer{'s' * (layers != 1)}, {heads} head{'s' * (heads != 1)}"
     text = json.dumps(fields, sort_keys=True, default=str)
-    return f"{config.model_type} {model.objective.name}, {sizes[0]} layers, {sizes[1]} heads, {digest(text)}"
+    return f"{config.model_type} {model.objective.name}, {sizes}, {digest(text)}"
 
 
 def digest(value: object) -> str:
