@@ -14,16 +14,7 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from support.console import UserError
-from support.flags import (
-    check_at_least,
-    check_exclusive,
-    check_needs,
-    check_order,
-    check_positive,
-    check_share,
-    flag,
-    parse_flags,
-)
+from support.flags import check_exclusive, check_needs, check_order, check_range, flag, parse_flags
 from support.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
@@ -140,7 +131,7 @@ class ModelArguments:
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
-        check_at_least(0, self, "seed", most=LARGEST_SEED)
+        check_range(self, "seed", at_least=0, at_most=LARGEST_SEED)
 
 
 @dataclass
@@ -169,13 +160,13 @@ class OptimizerArguments:
     clamp_value: float = flag(10000.0, "Both LAMBs only: upper bound of the weight norm in the trust ratio. ALL PEERS.")
 
     def __post_init__(self):
-        check_at_least(1, self, "total_steps", "min_8bit_size")
-        check_at_least(0, self, "warmup_steps", "min_learning_rate")
-        check_positive(self, "learning_rate", most=1e3)
+        check_range(self, "total_steps", "min_8bit_size", at_least=1)
+        check_range(self, "warmup_steps", "min_learning_rate", at_least=0)
+        check_range(self, "learning_rate", above=0, at_most=1e3)
         check_order(self, "warmup_steps", "total_steps")
         check_order(self, "min_learning_rate", "learning_rate")
-        check_positive(self, "max_grad_norm", "adam_epsilon", "clamp_value")
-        check_share(self, "adam_beta1", "adam_beta2", "weight_decay")
+        check_range(self, "max_grad_norm", "adam_epsilon", "clamp_value", above=0)
+        check_range(self, "adam_beta1", "adam_beta2", "weight_decay", at_least=0, below=1)
 
 
 @dataclass
@@ -252,20 +243,22 @@ class AveragingArguments:
     metadata_expiration: float = flag(120, "Seconds for which this peer's progress and contract stay on the DHT.")
 
     def __post_init__(self):
-        check_at_least(1, self, "target_batch_size", "average_state_every")
-        check_at_least(2, self, "target_group_size")
-        check_at_least(0, self, "batch_size_lead", "min_vector_size", "expected_drift_peers", "expected_drift_rate")
-        check_positive(self, "matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout")
-        check_positive(self, "min_refresh_period", "max_refresh_period", "default_refresh_period")
-        check_positive(self, "performance_ema_alpha", most=1)
+        check_range(self, "target_batch_size", "average_state_every", at_least=1)
+        check_range(self, "target_group_size", at_least=2)
+        check_range(self, "batch_size_lead", "min_vector_size", at_least=0)
+        check_range(self, "expected_drift_peers", "expected_drift_rate", at_least=0)
+        check_range(self, "matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout", above=0)
+        check_range(self, "min_refresh_period", "max_refresh_period", "default_refresh_period", above=0)
+        check_range(self, "performance_ema_alpha", above=0, at_most=1)
         check_order(self, "batch_size_lead", "target_batch_size", is_strict=True)
         # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
         check_order(self, "request_timeout", "matchmaking_time", is_strict=True)
         # or no round would have time to form
         check_order(self, "matchmaking_time", "averaging_timeout", is_strict=True)
         check_order(self, "min_refresh_period", "max_refresh_period")
-        check_positive(self, "bandwidth", most=1e6)
-        check_positive(self, "metadata_expiration", most=3600)  # others refuse records that live longer: utils.py
+        check_range(self, "bandwidth", above=0, at_most=1e6)
+        # others refuse records that live longer: utils.py
+        check_range(self, "metadata_expiration", above=0, at_most=3600)
         check_needs(self, "delay_grad_averaging", "delay_optimizer_step")
 
 
@@ -347,13 +340,12 @@ class DataArguments:
         if self.validation_file and not text:
             raise UserError("--validation_file needs --train_file or --dataset_name: add one of them")
         check_needs(self, "dataset_config_name", "dataset_name")
-        if not 0 < self.mlm_probability < 1:
-            raise UserError("--mlm_probability must lie between 0 and 1")
-        check_at_least(1, self, "pad_to_multiple_of", "shuffle_buffer")
+        check_range(self, "mlm_probability", above=0, below=1)
+        check_range(self, "pad_to_multiple_of", "shuffle_buffer", at_least=1)
         if self.max_sequence_length is None and (self.streaming or text):
             self.max_sequence_length = 512
-        check_at_least(SHORTEST_INSTANCE, self, "max_sequence_length", "initial_sequence_length")
-        check_at_least(0, self, "sequence_length_warmup_steps")
+        check_range(self, "max_sequence_length", "initial_sequence_length", at_least=SHORTEST_INSTANCE)
+        check_range(self, "sequence_length_warmup_steps", at_least=0)
         check_needs(self, "sequence_length_warmup_steps", "initial_sequence_length")
         if self.initial_sequence_length:
             if not self.max_sequence_length or not self.sequence_length_warmup_steps:
@@ -452,8 +444,8 @@ class TrainerArguments(PrecisionArguments):
     def __post_init__(self):
         super().__post_init__()
         check_needs(self, "eval_steps", "do_eval")
-        check_positive(self, "num_train_epochs", most=1e9)
-        check_positive(self, "statistics_expiration", most=3600)
+        check_range(self, "num_train_epochs", above=0, at_most=1e9)
+        check_range(self, "statistics_expiration", above=0, at_most=3600)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
             raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
         if self.per_device_train_batch_size != "auto":
@@ -461,11 +453,11 @@ class TrainerArguments(PrecisionArguments):
                 self.per_device_train_batch_size = int(self.per_device_train_batch_size)
             except ValueError:
                 raise UserError("--per_device_train_batch_size must be a number or auto") from None
-            check_at_least(1, self, "per_device_train_batch_size")
-        check_at_least(0, self, "max_steps", "dataloader_num_workers")
-        check_at_least(1, self, "num_devices", "gradient_accumulation_steps", "per_device_eval_batch_size")
-        check_at_least(1, self, "max_eval_samples", "eval_steps", "logging_steps", "backup_every_epochs")
-        check_at_least(1, self, "save_steps", "save_total_limit")
+            check_range(self, "per_device_train_batch_size", at_least=1)
+        check_range(self, "max_steps", "dataloader_num_workers", at_least=0)
+        check_range(self, "num_devices", "gradient_accumulation_steps", "per_device_eval_batch_size", at_least=1)
+        check_range(self, "max_eval_samples", "eval_steps", "logging_steps", "backup_every_epochs", at_least=1)
+        check_range(self, "save_steps", "save_total_limit", at_least=1)
 
 
 @dataclass
@@ -485,7 +477,7 @@ class ReportArguments:
     )
 
     def __post_init__(self):
-        check_positive(self, "refresh_period")
+        check_range(self, "refresh_period", above=0)
         if self.report_to == "wandb" and not self.wandb_project:
             raise UserError("--report_to wandb needs --wandb_project NAME")
         if self.wandb_project:
@@ -524,7 +516,7 @@ class AuxPeerArguments(ReportArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "assist_refresh", most=1e9)
+        check_range(self, "assist_refresh", above=0, at_most=1e9)
 
 
 @dataclass
@@ -559,12 +551,12 @@ class ArchiveArguments:
     )
 
     def __post_init__(self):
-        check_at_least(1, self, "save_checkpoint_step_interval", "save_total_limit")
-        check_at_least(0, self, "keep_one_in")
+        check_range(self, "save_checkpoint_step_interval", "save_total_limit", at_least=1)
+        check_range(self, "keep_one_in", at_least=0)
         check_needs(self, "local_path", "store_checkpoints")
         check_needs(self, "repo_url", "store_checkpoints")
         check_needs(self, "upload_interval", "repo_url", " ORG/NAME")
-        check_positive(self, "upload_interval")
+        check_range(self, "upload_interval", above=0)
         if self.repo_url is not None:
             self.repo_url = make_repo_id(self.repo_url)
             self.upload_interval = self.upload_interval or 43_200.0
@@ -614,11 +606,11 @@ class FinetuneArguments(PrecisionArguments):
             raise UserError("give either --task or --task_file")
         if (self.checkpoint is None) == (self.model_name is None):
             raise UserError("give either --checkpoint FOLDER or --model-name NAME")
-        check_at_least(1, self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps")
-        check_at_least(SHORTEST_INSTANCE, self, "max_length")
-        check_positive(self, "learning_rate", most=1e3)
-        check_positive(self, "max_grad_norm")
-        check_share(self, "warmup_ratio", "weight_decay", "dropout")
+        check_range(self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps", at_least=1)
+        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
+        check_range(self, "learning_rate", above=0, at_most=1e3)
+        check_range(self, "max_grad_norm", above=0)
+        check_range(self, "warmup_ratio", "weight_decay", "dropout", at_least=0, below=1)
 
 
 @dataclass
@@ -636,8 +628,8 @@ class PredictArguments:
     max_length: int = flag(512, "Maximum number of tokens of a pair; longer ones are truncated.")
 
     def __post_init__(self):
-        check_at_least(1, self, "batch_size")
-        check_at_least(SHORTEST_INSTANCE, self, "max_length")
+        check_range(self, "batch_size", at_least=1)
+        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
 
 
 @dataclass
@@ -687,14 +679,13 @@ class TokenizeArguments:
     )
 
     def __post_init__(self):
-        check_at_least(SHORTEST_INSTANCE, self, "seq_length")
-        check_at_least(1, self, "num_proc")
-        check_at_least(1, self, "archive_shards")
-        check_at_least(0, self, "seed", most=LARGEST_SEED)
-        if not 0 < self.validation_fraction < 1:
-            raise UserError("--validation_fraction must lie between 0 and 1")
+        check_range(self, "seq_length", at_least=SHORTEST_INSTANCE)
+        check_range(self, "num_proc", at_least=1)
+        check_range(self, "archive_shards", at_least=1)
+        check_range(self, "seed", at_least=0, at_most=LARGEST_SEED)
+        check_range(self, "validation_fraction", above=0, below=1)
         if self.train_tokenizer:
-            check_at_least(100, self, "vocab_size")
+            check_range(self, "vocab_size", at_least=100)
         if self.archive and not re.fullmatch(r"[^/.][^/.]*\.(tar|tar\.gz|tgz)", self.archive.rsplit("/", 1)[-1]):
             raise UserError(f"--archive {self.archive} is not a name such as wikitext.tar.gz, without another dot")
         if self.archive_shards > 1:

@@ -43,8 +43,7 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
 
 
 def check_config(config: PreTrainedConfig, what: str, given: Collection[str]) -> None:
-    """A UserError about sizes that do not fit together, and fields that no model of this type has: transformers keeps
-    those without a word, and the model has the default size.
+    """A UserError about heads that do not fit, or a field that nothing reads: the model would have the default size.
 
     :param given: fields that somebody has written; what transformers has saved may hold those of its other versions
     """
@@ -53,12 +52,12 @@ def check_config(config: PreTrainedConfig, what: str, given: Collection[str]) ->
     source = "".join(inspect.getsource(part) for part in type(config).__mro__[:-1])
     for name in given:
         if name not in known and hasattr(config, name) and f'"{name}"' not in source:
-            cure = suggest(name, known) or ": remove it"
-            raise UserError(f"{what}: a model of type {config.model_type} has no field {name}{cure}")
+            problem = f"a model of type {config.model_type} has no field {name}"
+            raise UserError(f"{what}: {problem}{suggest(name, known) or ': remove it'}")
     names = [config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
     size, heads = (getattr(config, name, None) for name in names)
-    is_free = getattr(config, "head_dim", None)  # heads of a size of their own
-    if isinstance(size, int) and isinstance(heads, int) and not is_free and (heads < 1 or size % heads):
+    has_own_size = getattr(config, "head_dim", None) or not isinstance(heads, int) or not isinstance(size, int)
+    if not has_own_size and (heads < 1 or size % heads):
         raise UserError(f"{what}: {names[1]} {heads} must divide {names[0]} {size}")
 
 

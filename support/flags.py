@@ -1,7 +1,7 @@
 """Flags: how dataclasses declare and check them, and the command line that is parsed into those."""
 
 import argparse
-import math
+import operator
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import field, fields
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from support.console import UserError, suggest
 
-FEW_FLAGS = 40  # which --help lists all
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 def flag(default: Any, help: str, aliases: Sequence[str] = ()) -> Any:
@@ -27,38 +27,21 @@ def flag(default: Any, help: str, aliases: Sequence[str] = ()) -> Any:
     return field(**default, metadata={"help": help, "aliases": [*aliases]})
 
 
-def check_at_least(minimum: int, args: Any, *names: str, most: float = math.inf) -> None:
-    """:raises UserError: one of these flags is given and smaller, or greater than `most`"""
+def check_range(args: Any, *names: str, **bounds: float) -> None:
+    """:raises UserError: one of these flags is given and outside of these bounds, by their names in BOUNDS"""
     for name in names:
-        if (value := getattr(args, name)) is not None and not minimum <= value <= most:
-            raise UserError(f"--{name} must be at least {minimum}{describe_most(most)}")
-
-
-def check_positive(args: Any, *names: str, most: float = math.inf) -> None:
-    """:raises UserError: one of these flags is given and not greater than 0, or greater than `most`"""
-    for name in names:
-        if (value := getattr(args, name)) is not None and not 0 < value <= most:
-            raise UserError(f"--{name} must be greater than 0{describe_most(most)}")
-
-
-def describe_most(most: float) -> str:
-    return f" and at most {most:.10g}" if most < math.inf else ""
-
-
-def check_share(args: Any, *names: str) -> None:
-    """:raises UserError: one of these flags is negative, or not less than 1"""
-    for name in names:
-        if not 0 <= getattr(args, name) < 1:
-            raise UserError(f"--{name} must be at least 0 and less than 1")
+        value = getattr(args, name)
+        if value is not None and not all(BOUNDS[bound](value, limit) for bound, limit in bounds.items()):
+            text = " and ".join(f"{bound.replace('_', ' ')} {limit:.10g}" for bound, limit in bounds.items())
+            raise UserError(f"--{name} must be {text}")
 
 
 def check_order(args: Any, low: str, high: str, *, is_strict: bool = False) -> None:
     """:raises UserError: both of these flags are given, and the first is greater than the second, or equal to it"""
     first, second = getattr(args, low), getattr(args, high)
     if first is not None and second is not None and (first > second or (is_strict and first == second)):
-        relation = "greater than" if is_strict else "at least"
-        text = f"--{high} {second:g} must be {relation} --{low} {first:g}: raise the first or lower the second"
-        raise UserError(text)
+        text = f"--{high} {second:g} must be {'above' if is_strict else 'at least'} --{low} {first:g}"
+        raise UserError(f"{text}: raise the first or lower the second")
 
 
 def check_exclusive(args: Any, one: str, other: str) -> None:
@@ -92,13 +75,9 @@ def parse_flags(groups: Sequence[type], basic: Collection[str], description: str
     for group in groups:  # HfArgumentParser looks there for a title
         group._argument_group_name = group.__doc__.split(". ")[0].rstrip(".")
     declared = {item.name for group in groups for item in fields(group)}
-    parser = HfArgumentParser(
-        groups,
-        description=description,
-        formatter_class=partial(HelpFormatter, max_help_position=8),
-        allow_abbrev=False,
-    )
-    is_short = len(declared) > FEW_FLAGS and "--help_all" not in sys.argv
+    looks = {"description": description, "formatter_class": partial(HelpFormatter, max_help_position=8)}
+    parser = HfArgumentParser(groups, allow_abbrev=False, **looks)
+    is_short = len(declared) > 40 and "--help_all" not in sys.argv
     rest = f"the other {len(declared - basic)} flags too" if is_short else "every flag"
     parser.add_argument("--help_all", action="help", help=f"List {rest}. Flags may be written with - for _.")
     required = "".join(f" --{action.dest} VALUE" for action in parser._actions if action.required)

@@ -46,8 +46,8 @@ def test_steps_count_epochs_and_say_so():
         (["--experiment-prefx", "a"], ["--experiment-prefx", "did you mean --experiment_prefix?"]),
         (["--run_id", "a", "--lerning-rate=1"], ["--lerning-rate,", "did you mean --learning_rate?"]),
         (["--run_id", "a", "--total_steps", "60"], ["--warmup_steps 5000", "--total_steps 60"]),
-        (["--run_id", "a", "--adam_beta1", "1.5"], ["--adam_beta1", "less than 1"]),
-        (["--run_id", "a", "--averaging_timeout", "-1"], ["--averaging_timeout", "greater than 0"]),
+        (["--run_id", "a", "--adam_beta1", "1.5"], ["--adam_beta1", "below 1"]),
+        (["--run_id", "a", "--averaging_timeout", "-1"], ["--averaging_timeout", "above 0"]),
         (["--run_id", "a", "--expected_drift_rate", "nan"], ["--expected_drift_rate", "at least 0"]),
         (["--run_id", "a", "--seed", "-1"], ["--seed", "at most 4294967295"]),
         (["--run_id", "a", "--max_sequence_length", "0"], ["--max_sequence_length", "at least 8"]),
@@ -76,7 +76,7 @@ def test_steps_count_epochs_and_say_so():
         # gradients that are accumulated where the batch's own are could not be dropped, kept, or put aside
         (["--run_id", "a", "--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
         (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
-        (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "0 and 1"]),
+        (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "above 0 and below 1"]),
         (["--run_id", "a", "--max_sequence_length", "7"], ["--max_sequence_length", "8"]),
         (
             ["--run_id", "a", "--initial_sequence_length", "128"],
@@ -140,9 +140,9 @@ def test_no_limit_is_infinite():
     arguments.OptimizerArguments(max_grad_norm=float("inf"))
     arguments.MonitorArguments(refresh_period=float("inf"))
     for number in (0.0, float("nan")):
-        with pytest.raises(UserError, match="--max_grad_norm must be greater than 0$"):
+        with pytest.raises(UserError, match="--max_grad_norm must be above 0$"):
             arguments.OptimizerArguments(max_grad_norm=number)
-    with pytest.raises(UserError, match="--num_train_epochs must be greater than 0 and at most"):
+    with pytest.raises(UserError, match="--num_train_epochs must be above 0 and at most"):
         arguments.TrainerArguments(num_train_epochs=float("inf"))
 
 
