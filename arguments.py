@@ -9,13 +9,12 @@ that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad
 """
 
 import ipaddress
-import math
 import re
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field
-from typing import Any, Literal, NoReturn
+from dataclasses import MISSING, dataclass
+from typing import Literal
 
 from support.console import UserError
+from support.flags import check_exclusive, check_needs, check_order, check_range, flag, parse_flags
 from support.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
@@ -23,49 +22,10 @@ OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
 SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
+LARGEST_SEED = 2**32 - 1  # of numpy's generators
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
 SENTENCE_SPLITTER_HELP = "What splits text into sentences: punkt, or razdel, the default for Russian."
-
-
-def flag(default: Any, help: str, aliases: Sequence[str] = ()) -> Any:
-    """A dataclass's field for HfArgumentParser.
-
-    transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C should be quiet.
-
-    :param default: MISSING where the flag must be given
-    :param aliases: other names of the flag, which its help then names
-    """
-    if aliases:
-        help += f" Also known as {', '.join(aliases)}."
-    default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**default, metadata={"help": help, "aliases": [*aliases]})
-
-
-def check_at_least(minimum: int, args: Any, *names: str) -> None:
-    """:raises UserError: one of these flags is given and smaller"""
-    for name in names:
-        if getattr(args, name) is not None and getattr(args, name) < minimum:
-            raise UserError(f"--{name} must be at least {minimum}")
-
-
-def check_positive(args: Any, *names: str, most: float = math.inf) -> None:
-    """:raises UserError: one of these flags is given and not greater than 0, or greater than `most`"""
-    for name in names:
-        if (value := getattr(args, name)) is not None and not 0 < value <= most:
-            raise UserError(f"--{name} must be greater than 0{f' and at most {most:g}' if most < math.inf else ''}")
-
-
-def check_exclusive(args: Any, one: str, other: str) -> None:
-    """:raises UserError: both of these flags are given"""
-    if getattr(args, one) and getattr(args, other):
-        raise UserError(f"--{one} and --{other} are mutually exclusive: give one of them")
-
-
-def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
-    """:raises UserError: the first of these flags is given, and the second, which takes this value, is not"""
-    if getattr(args, name) not in (None, False) and not getattr(args, needed):
-        raise UserError(f"--{name} needs --{needed}{value}: add it")
 
 
 @dataclass
@@ -170,6 +130,7 @@ class ModelArguments:
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
+        check_range(self, "seed", at_least=0, at_most=LARGEST_SEED)
 
 
 @dataclass
@@ -198,17 +159,13 @@ class OptimizerArguments:
     clamp_value: float = flag(10000.0, "Both LAMBs only: upper bound of the weight norm in the trust ratio. ALL PEERS.")
 
     def __post_init__(self):
-        if not 0 <= self.warmup_steps <= self.total_steps:
-            raise UserError(
-                f"--warmup_steps {self.warmup_steps} must lie between 0 and --total_steps {self.total_steps}"
-            )
-        check_positive(self, "learning_rate", "max_grad_norm")
-        if not 0 <= self.min_learning_rate <= self.learning_rate:
-            raise UserError(
-                f"--min_learning_rate {self.min_learning_rate:g} must lie between 0 and --learning_rate "
-                f"{self.learning_rate:g}"
-            )
-        check_at_least(1, self, "min_8bit_size")
+        check_range(self, "total_steps", "min_8bit_size", at_least=1)
+        check_range(self, "warmup_steps", "min_learning_rate", at_least=0)
+        check_range(self, "learning_rate", above=0, at_most=1e3)
+        check_order(self, "warmup_steps", "total_steps")
+        check_order(self, "min_learning_rate", "learning_rate")
+        check_range(self, "max_grad_norm", "adam_epsilon", "clamp_value", above=0)
+        check_range(self, "adam_beta1", "adam_beta2", "weight_decay", at_least=0, below=1)
 
 
 @dataclass
@@ -285,23 +242,22 @@ class AveragingArguments:
     metadata_expiration: float = flag(120, "Seconds for which this peer's progress and contract stay on the DHT.")
 
     def __post_init__(self):
-        check_at_least(1, self, "target_batch_size", "average_state_every")
-        check_at_least(2, self, "target_group_size")
-        if not 0 <= self.batch_size_lead < self.target_batch_size:
-            raise UserError("--batch_size_lead must be at least 0 and less than --target_batch_size")
-        if self.request_timeout and self.matchmaking_time and self.request_timeout >= self.matchmaking_time:
-            # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
-            raise UserError(
-                f"--matchmaking_time {self.matchmaking_time:g} must be greater than --request_timeout "
-                f"{self.request_timeout:g}: raise the first or lower the second"
-            )
-        if self.matchmaking_time and self.averaging_timeout and self.matchmaking_time >= self.averaging_timeout:
-            raise UserError(
-                f"--averaging_timeout {self.averaging_timeout:g} must be greater than --matchmaking_time "
-                f"{self.matchmaking_time:g}, or no round would have time to form"
-            )
-        check_positive(self, "bandwidth", most=1e6)
-        check_positive(self, "metadata_expiration", most=3600)  # others refuse records that live longer: utils.py
+        check_range(self, "target_batch_size", "average_state_every", at_least=1)
+        check_range(self, "target_group_size", at_least=2)
+        check_range(self, "batch_size_lead", "min_vector_size", at_least=0)
+        check_range(self, "expected_drift_peers", "expected_drift_rate", at_least=0)
+        check_range(self, "matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout", above=0)
+        check_range(self, "min_refresh_period", "max_refresh_period", "default_refresh_period", above=0)
+        check_range(self, "performance_ema_alpha", above=0, at_most=1)
+        check_order(self, "batch_size_lead", "target_batch_size", is_strict=True)
+        # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
+        check_order(self, "request_timeout", "matchmaking_time", is_strict=True)
+        # or no round would have time to form
+        check_order(self, "matchmaking_time", "averaging_timeout", is_strict=True)
+        check_order(self, "min_refresh_period", "max_refresh_period")
+        check_range(self, "bandwidth", above=0, at_most=1e6)
+        # others refuse records that live longer: utils.py
+        check_range(self, "metadata_expiration", above=0, at_most=3600)
         check_needs(self, "delay_grad_averaging", "delay_optimizer_step")
 
 
@@ -383,25 +339,19 @@ class DataArguments:
         if self.validation_file and not text:
             raise UserError("--validation_file needs --train_file or --dataset_name: add one of them")
         check_needs(self, "dataset_config_name", "dataset_name")
-        if not 0 < self.mlm_probability < 1:
-            raise UserError("--mlm_probability must lie between 0 and 1")
-        check_at_least(1, self, "pad_to_multiple_of", "shuffle_buffer")
-        # zero is off, as in other scripts
-        self.max_sequence_length = self.max_sequence_length or (512 if self.streaming or text else None)
-        self.initial_sequence_length = self.initial_sequence_length or None
-        check_at_least(SHORTEST_INSTANCE, self, "max_sequence_length", "initial_sequence_length")
-        check_at_least(0, self, "sequence_length_warmup_steps")
+        check_range(self, "mlm_probability", above=0, below=1)
+        check_range(self, "pad_to_multiple_of", "shuffle_buffer", at_least=1)
+        if self.max_sequence_length is None and (self.streaming or text):
+            self.max_sequence_length = 512
+        check_range(self, "max_sequence_length", "initial_sequence_length", at_least=SHORTEST_INSTANCE)
+        check_range(self, "sequence_length_warmup_steps", at_least=0)
         check_needs(self, "sequence_length_warmup_steps", "initial_sequence_length")
         if self.initial_sequence_length:
             if not self.max_sequence_length or not self.sequence_length_warmup_steps:
                 raise UserError(
                     "--initial_sequence_length needs --max_sequence_length and --sequence_length_warmup_steps: add them"
                 )
-            if self.initial_sequence_length > self.max_sequence_length:
-                raise UserError(
-                    f"--initial_sequence_length {self.initial_sequence_length} must not be greater than "
-                    f"--max_sequence_length {self.max_sequence_length}"
-                )
+            check_order(self, "initial_sequence_length", "max_sequence_length")
 
 
 @dataclass
@@ -493,8 +443,8 @@ class TrainerArguments(PrecisionArguments):
     def __post_init__(self):
         super().__post_init__()
         check_needs(self, "eval_steps", "do_eval")
-        check_positive(self, "num_train_epochs", most=1e9)
-        check_positive(self, "statistics_expiration", most=3600)
+        check_range(self, "num_train_epochs", above=0, at_most=1e9)
+        check_range(self, "statistics_expiration", above=0, at_most=3600)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
             raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
         if self.per_device_train_batch_size != "auto":
@@ -502,12 +452,11 @@ class TrainerArguments(PrecisionArguments):
                 self.per_device_train_batch_size = int(self.per_device_train_batch_size)
             except ValueError:
                 raise UserError("--per_device_train_batch_size must be a number or auto") from None
-            check_at_least(1, self, "per_device_train_batch_size")
-        if self.max_steps is not None and self.max_steps < 0:
-            raise UserError("--max_steps must not be negative: omit it to stop at --total_steps")
-        check_at_least(1, self, "num_devices", "gradient_accumulation_steps", "per_device_eval_batch_size")
-        check_at_least(1, self, "max_eval_samples", "eval_steps", "logging_steps", "backup_every_epochs")
-        check_at_least(1, self, "save_steps", "save_total_limit")
+            check_range(self, "per_device_train_batch_size", at_least=1)
+        check_range(self, "max_steps", "dataloader_num_workers", at_least=0)
+        check_range(self, "num_devices", "gradient_accumulation_steps", "per_device_eval_batch_size", at_least=1)
+        check_range(self, "max_eval_samples", "eval_steps", "logging_steps", "backup_every_epochs", at_least=1)
+        check_range(self, "save_steps", "save_total_limit", at_least=1)
 
 
 @dataclass
@@ -527,7 +476,7 @@ class ReportArguments:
     )
 
     def __post_init__(self):
-        check_positive(self, "refresh_period")
+        check_range(self, "refresh_period", above=0)
         if self.report_to == "wandb" and not self.wandb_project:
             raise UserError("--report_to wandb needs --wandb_project NAME")
         if self.wandb_project:
@@ -566,7 +515,7 @@ class AuxPeerArguments(ReportArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "assist_refresh", most=1e9)
+        check_range(self, "assist_refresh", above=0, at_most=1e9)
 
 
 @dataclass
@@ -601,12 +550,12 @@ class ArchiveArguments:
     )
 
     def __post_init__(self):
-        check_at_least(1, self, "save_checkpoint_step_interval", "save_total_limit")
-        check_at_least(0, self, "keep_one_in")
+        check_range(self, "save_checkpoint_step_interval", "save_total_limit", at_least=1)
+        check_range(self, "keep_one_in", at_least=0)
         check_needs(self, "local_path", "store_checkpoints")
         check_needs(self, "repo_url", "store_checkpoints")
         check_needs(self, "upload_interval", "repo_url", " ORG/NAME")
-        check_positive(self, "upload_interval")
+        check_range(self, "upload_interval", above=0)
         if self.repo_url is not None:
             self.repo_url = make_repo_id(self.repo_url)
             self.upload_interval = self.upload_interval or 43_200.0
@@ -656,11 +605,11 @@ class FinetuneArguments(PrecisionArguments):
             raise UserError("give either --task or --task_file")
         if (self.checkpoint is None) == (self.model_name is None):
             raise UserError("give either --checkpoint FOLDER or --model-name NAME")
-        check_at_least(1, self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps")
-        check_at_least(SHORTEST_INSTANCE, self, "max_length")
-        for name in ("warmup_ratio", "dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 0 and less than 1")
+        check_range(self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps", at_least=1)
+        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
+        check_range(self, "learning_rate", above=0, at_most=1e3)
+        check_range(self, "max_grad_norm", above=0)
+        check_range(self, "warmup_ratio", "weight_decay", "dropout", at_least=0, below=1)
 
 
 @dataclass
@@ -678,8 +627,8 @@ class PredictArguments:
     max_length: int = flag(512, "Maximum number of tokens of a pair; longer ones are truncated.")
 
     def __post_init__(self):
-        check_at_least(1, self, "batch_size")
-        check_at_least(SHORTEST_INSTANCE, self, "max_length")
+        check_range(self, "batch_size", at_least=1)
+        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
 
 
 @dataclass
@@ -729,16 +678,17 @@ class TokenizeArguments:
     )
 
     def __post_init__(self):
-        check_at_least(SHORTEST_INSTANCE, self, "seq_length")
-        check_at_least(1, self, "num_proc")
-        if not 0 < self.validation_fraction < 1:
-            raise UserError("--validation_fraction must lie between 0 and 1")
+        check_range(self, "seq_length", at_least=SHORTEST_INSTANCE)
+        check_range(self, "num_proc", at_least=1)
+        check_range(self, "archive_shards", at_least=1)
+        check_range(self, "seed", at_least=0, at_most=LARGEST_SEED)
+        check_range(self, "validation_fraction", above=0, below=1)
         if self.train_tokenizer:
-            check_at_least(100, self, "vocab_size")
+            check_range(self, "vocab_size", at_least=100)
         if self.archive and not re.fullmatch(r"[^/.][^/.]*\.(tar|tar\.gz|tgz)", self.archive.rsplit("/", 1)[-1]):
             raise UserError(f"--archive {self.archive} is not a name such as wikitext.tar.gz, without another dot")
-        if self.archive_shards < 1 or (self.archive_shards > 1 and not self.archive):
-            raise UserError("--archive_shards must be at least 1, and needs --archive NAME.tar.gz")
+        if self.archive_shards > 1:
+            check_needs(self, "archive_shards", "archive", " NAME.tar.gz")
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:
@@ -773,21 +723,14 @@ MONITOR_ARGS = (SwarmArguments, MonitorArguments, ArchiveArguments, *SHARED_ARGS
 AUX_PEER_ARGS = (SwarmArguments, AuxPeerArguments, ArchiveArguments, *SHARED_ARGS)
 
 
+#: that matter first, to whoever joins or starts a run: what --help lists where a script has many
+BASIC_FLAGS = {
+    *("experiment_prefix", "initial_peers", "host_maddrs", "identity_path", "config_path", "learning_rate"),
+    *("total_steps", "target_batch_size", "bandwidth", "dataset_path", "preflight", "per_device_train_batch_size"),
+    *("fp16", "output_dir", "watch", "store_checkpoints", "assist_in_averaging"),
+}
+
+
 def parse_arguments(*groups: type, description: str | None = None) -> tuple:
-    """Parse the command line into one instance of each dataclass, in order.
-
-    :raises UserError: a flag is unknown, abbreviated, malformed or contradicts another one
-    """
-    from transformers import HfArgumentParser  # here, see `flag`
-
-    parser = HfArgumentParser(groups, description=description, allow_abbrev=False)
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists every flag)")
-
-    # argparse prints its usage before an error, which buries one clear line under a screen of flags
-    parser.error = refuse
-    *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
-    if unknown:
-        raise UserError(f"unknown argument {unknown[0]} (--help lists every flag)")
-    return tuple(parsed)
+    """Parse the command line into one instance of each dataclass, in order; for errors see `parse_flags`."""
+    return parse_flags(groups, BASIC_FLAGS, description)

@@ -1,7 +1,7 @@
 """CollaborativeCallback: what happens around a trainer's steps: take over the state, report, evaluate, save, recover.
 
-run_trainer.py calls it: at the start, after each step, and at the end. It must not cost the loop: losses are summed on
-the device and read once per epoch, records go to the DHT in the background.
+run_trainer.py calls it: at the start, after each step, and at the end. It must not cost the loop: it waits for no
+device, and records go to the DHT in the background.
 """
 
 import json
@@ -34,7 +34,7 @@ from machine.checkpoint import (
 from machine.devices import all_finite, is_out_of_memory
 from machine.preflight import check_epoch_time, check_step_time, warn_of
 from machine.training import evaluate
-from support.console import UserError
+from support.console import UserError, fit_terminal, format_count, format_duration, format_number
 from support.files import append_line, read_json_lines, write_file
 from swarm.addresses import select_for_others
 from swarm.contract import confirm_contract, publish_contract
@@ -59,6 +59,9 @@ from viewing.dashboards import Dashboard, start_trainer_dashboard
 from viewing.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
 
 logger = logging.getLogger("trainer")
+
+BAR_PERIOD, LOG_PERIOD = 0.5, 20.0  # seconds between two lines of progress on a terminal, and in a log file
+LONG_WAIT = 0.1  # of an epoch, for data
 
 
 class CollaborativeCallback:
@@ -98,8 +101,7 @@ class CollaborativeCallback:
         #: samples of a step of this peer
         self.batch_size = self.args.per_device_train_batch_size * self.batches_per_step
         self.next_contract_time = 0.0
-        self.loss_sum: torch.Tensor | float = 0.0
-        self.mini_steps, self.epoch_loss = 0, math.nan
+        self.loss_sum, self.mini_steps, self.epoch_loss = 0.0, 0, math.nan
         #: what was last published
         self.metrics: dict | None = None
         self.last_epoch, self.epoch_start = 0, time.monotonic()
@@ -114,7 +116,7 @@ class CollaborativeCallback:
         self.history = Path(self.args.output_dir) / "history.jsonl"
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
-        self.next_bar_time = 0.0
+        self.next_line_time = time.monotonic() + (LOG_PERIOD if self.bar.disable else 0.0)
         #: for how long the device has waited for data in this epoch, and for how many epochs that was too long
         self.waited, self.wait_share, self.starved_epochs = 0.0, 0.0, 0
         #: wandb, when this trainer reports its own curves
@@ -167,7 +169,7 @@ class CollaborativeCallback:
             logger.info(f"unigram entropy {self.corpus['unigram_entropy']:.3f} nats")
         progress, others = self.optimizer.tracker.global_progress, len(self.optimizer.tracker.present)
         if others and progress.epoch > self.optimizer.local_epoch:
-            logger.info(f"taking over the state of epoch {progress.epoch}, {others} other peers are there")
+            logger.info(f"taking over the state of epoch {progress.epoch} from {format_count(others, 'other peer')}")
             self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
@@ -178,15 +180,14 @@ class CollaborativeCallback:
                 f"epoch {self.final_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts over"
             )
 
-    def on_step_end(self, loss: torch.Tensor, is_finite: bool, waited: float) -> None:
+    def on_step_end(self, loss: float, waited: float) -> None:
         """After each step of this peer.
 
-        :param loss: the mean over the step's batches, a scalar on the device, which is not waited for
-        :param is_finite: whether loss and gradients were; if not, nothing was given to the optimizer
+        :param loss: the mean over the step's batches; if it is not finite, nothing was given to the optimizer
         :param waited: seconds for which the device has waited for data
         """
-        if is_finite:
-            self.loss_sum = self.loss_sum + loss * self.batches_per_step
+        if math.isfinite(loss):
+            self.loss_sum += loss * self.batches_per_step
             self.mini_steps += self.batches_per_step
             self.counters["computed_samples"] += self.batch_size
         else:
@@ -208,12 +209,18 @@ class CollaborativeCallback:
         if not self.has_contributed and self.optimizer.grad_averager.local_samples_accumulated:
             self.has_contributed = True
             seconds = time.time() - psutil.Process().create_time()
-            logger.info(f"first contribution {seconds:.1f} s after the start, to epoch {self.optimizer.local_epoch}")
+            next_epoch = self.optimizer.local_epoch + 1
+            logger.info(
+                f"first samples computed {seconds:.1f} s after the start; they count once epoch {next_epoch} is reached"
+            )
         if self.optimizer.local_epoch != self.last_epoch:
             self.on_epoch_end(now)
-        if now >= self.next_bar_time:
-            self.next_bar_time = now + 0.5
-            self.bar.set_description_str(self.describe_progress())
+        if now >= self.next_line_time and self.bar.disable:
+            self.next_line_time = now + LOG_PERIOD
+            logger.info(self.describe_progress())
+        elif now >= self.next_line_time:
+            self.next_line_time = now + BAR_PERIOD
+            self.bar.set_description_str(fit_terminal(self.describe_progress()))
         if self.counters["computed_samples"] >= self.sample_limit and self.optimizer.local_epoch < self.final_epoch:
             passes, size = self.args.num_train_epochs, len(self.dataset["train"])
             logger.info(f"{passes:g} passes over {size:,} samples are done: ending")
@@ -231,15 +238,13 @@ class CollaborativeCallback:
         self.recent_seconds.append((now - self.epoch_start) / max(1, epoch - self.last_epoch))
         self.check_data_wait(now - self.epoch_start)
         self.counters["averaged_epochs"] += optimizer.averaged_with > 1
-        # the only place where the loop waits for the device on behalf of reports
-        loss_sum = float(self.loss_sum)
         if self.mini_steps:
-            self.epoch_loss = loss_sum / self.mini_steps
+            self.epoch_loss = self.loss_sum / self.mini_steps
         metrics = {
             "epoch": epoch,
             "samples_per_second": float(optimizer.tracker.performance_ema.samples_per_second),
             "samples_accumulated": optimizer.epoch_samples,
-            "loss": loss_sum,
+            "loss": self.loss_sum,
             "mini_steps": self.mini_steps,
             "averaged_with": optimizer.averaged_with,
             "num_peers": len(optimizer.tracker.present) + 1,
@@ -285,6 +290,7 @@ class CollaborativeCallback:
         self.dashboard.report(metrics | own)
         is_first = self.args.logging_first_step and self.counters["epochs"] == 1
         if self.bar.disable and (epoch % self.args.logging_steps == 0 or is_first):
+            self.next_line_time = now + LOG_PERIOD
             logger.info(
                 f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}  "
@@ -358,13 +364,12 @@ class CollaborativeCallback:
             )
             return False
         seconds = time.monotonic() - start
-        with self.bar.external_write_mode():
-            logger.info(f"validation {format_evaluation(self.evaluation)}, measured in {seconds:.1f} s")
-            if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
-                logger.warning(
-                    f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
-                    f"{self.evaluation.samples:,}), or the swarm continues without this trainer meanwhile"
-                )
+        logger.info(f"validation {format_evaluation(self.evaluation)}, measured in {seconds:.1f} s")
+        if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
+            logger.warning(
+                f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
+                f"{self.evaluation.samples:,}), or the swarm continues without this trainer meanwhile"
+            )
         return True
 
     def measure_progress(self) -> dict:
@@ -384,7 +389,9 @@ class CollaborativeCallback:
         """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
         self.wait_share, self.waited = min(1.0, self.waited / max(seconds, 1e-9)), 0.0
         # not the first epoch, in which the data's workers start
-        self.starved_epochs = self.starved_epochs + 1 if self.wait_share > 0.1 and self.counters["epochs"] > 1 else 0
+        self.starved_epochs = (
+            self.starved_epochs + 1 if self.wait_share > LONG_WAIT and self.counters["epochs"] > 1 else 0
+        )
         if self.starved_epochs == 3:
             logger.warning(
                 f"{self.wait_share:.0%} of the time is spent waiting for data: raise --dataloader_num_workers (now "
@@ -410,20 +417,23 @@ class CollaborativeCallback:
         return progress | self.measure_progress() | validation
 
     def describe_progress(self) -> str:
-        """One line on the swarm, from what the tracker already knows."""
-        progress, optimizer = self.optimizer.tracker.global_progress, self.optimizer
-        seconds = max(0.0, progress.eta_next_epoch - get_dht_time())
-        missing = progress.target_batch_size - progress.samples_accumulated
-        speed = missing / seconds if 0 < seconds < math.inf else math.nan
-        percent = min(100, 100 * progress.samples_accumulated // progress.target_batch_size)
-        peers, course = len(optimizer.tracker.present) + 1, self.measure_progress()
-        mine = optimizer.total_samples + optimizer.grad_averager.local_samples_accumulated
-        return (
-            f"epoch {optimizer.local_epoch} {percent:3d}%  loss {self.epoch_loss:.4f}  peers {peers}  "
-            f"{speed:.0f} samples/s  next epoch in {min(seconds, 1e6):.0f} s  "
-            f"{format_progress(optimizer.local_epoch, course)}  waits for data {self.wait_share:.0%}  "
-            f"mine {mine:,} samples"
-        )
+        """One line on the swarm, from what the tracker already knows: what matters first, and nothing that is not known
+        yet. Its parts are two spaces apart."""
+        optimizer, tracker = self.optimizer, self.optimizer.tracker
+        progress, here = tracker.global_progress, optimizer.grad_averager.local_samples_accumulated
+        gathered, target = max(progress.samples_accumulated, here), progress.target_batch_size
+        speed = sum(peer.samples_per_second for peer in (tracker.performance_ema, *tracker.present.values()))
+        loss = self.loss_sum / self.mini_steps if self.mini_steps else self.epoch_loss
+        parts = [f"epoch {optimizer.local_epoch:,} {min(100, 100 * gathered // target)}%"]
+        parts += [f"loss {loss:.4f}"] * math.isfinite(loss)
+        parts += [f"own samples {optimizer.total_samples + here:,}", format_count(len(tracker.present) + 1, "peer")]
+        if speed > 1e-6:  # not before somebody's first step
+            parts.append(f"{format_number(speed)} samples/s")
+            seconds = min(progress.eta_next_epoch - get_dht_time(), (target - gathered) / speed)
+            parts += [f"next in {format_duration(seconds)}"] * (seconds > 0)
+        parts += [f"waits for data {self.wait_share:.0%}"] * (self.wait_share > LONG_WAIT)
+        course = format_progress(optimizer.local_epoch, self.measure_progress())
+        return "  ".join([*parts, course])
 
     def state_tensors(self) -> list[torch.Tensor]:
         """Parameters and moments of the optimizer, which live in host memory."""
@@ -495,8 +505,11 @@ class CollaborativeCallback:
             summary["final_accuracy"] = self.evaluation.accuracy
             logger.info(f"validation loss {loss:.3f}, unigram entropy {entropy:.3f} nats")
         write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+        lost = summary["computed_samples"] - summary["samples"]
         logger.info(
-            f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples, averaged with others in "
+            f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples"
+            + (f" ({lost:,} more were not part of any step)" if lost > 0 else "")
+            + f", averaged with others in "
             f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "
             + (f"in {output_dir}" if is_saved else "NOT SAVED, see the warning above")
         )

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The demo: a monitor and two trainers on this machine, each its own process, learn English together.
 
     make demo
@@ -26,7 +27,7 @@ import threading
 import time
 from pathlib import Path
 
-from support.console import UserError
+from support.console import UserError, format_count
 from support.files import lock_folder, read_json_lines
 
 ROOT = Path(__file__).resolve().parent
@@ -226,7 +227,7 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
 def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
     """One line; pace and time left are those of the last 20 reports, waiting and averaging included."""
     recent, last = metrics[-20:], metrics[-1]
-    parts = [f"epoch {last['epoch']}/{epochs}", f"loss {last['loss']:.3f}", f"{last['alive_peers']} peers"]
+    parts = [f"epoch {last['epoch']}/{epochs}", f"loss {last['loss']:.3f}", format_count(last["alive_peers"], "peer")]
     passed, left = f"{minutes(elapsed)} elapsed", ""
     if done := last["epoch"] - recent[0]["epoch"]:
         pace = (last["time"] - recent[0]["time"]) / done  # seconds per epoch
@@ -318,6 +319,9 @@ def main() -> int:
     parser.add_argument("--clients", action="store_true", help="both peers accept no connection, as behind firewalls")
     args = parser.parse_args()
 
+    if args.epochs < 1:
+        print("demo.py: error: --epochs must be at least 1", file=sys.stderr)
+        return 2
     os.chdir(ROOT)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

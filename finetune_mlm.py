@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Tune a trained model for a task, several times, and measure it: RussianSuperGLUE, RuCoLA, or any classification.
 
 The model that a run has trained, and one from the Hub or any folder, on the same task:
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arguments import FinetuneArguments, parse_arguments
-from support.console import UserError, edge, first_line, setup_logging
+from support.console import UserError, edge, first_line, setup_logging, suggest
 
 GROUPS = (FinetuneArguments,)
 
@@ -457,7 +458,8 @@ def format_table(results: dict) -> str:
 def main(args: FinetuneArguments) -> None:
     setup_logging("finetune")
     if args.task is not None and args.task not in TASKS:
-        raise UserError(f"--task {args.task} is unknown: choose one of {', '.join(TASKS)}, or give --task_file")
+        known = f"tasks: {', '.join(TASKS)}; --task_file: your own"
+        raise UserError(f"--task {args.task} is unknown{suggest(args.task, TASKS)} ({known})")
     task = load_task_file(args.task_file) if args.task_file else TASKS[args.task]
     if "train" not in task.files:
         raise UserError(

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Predictions for LiDiRus, the diagnostic data of RussianSuperGLUE, from a model that was tuned for TERRa.
 
 LiDiRus has no training data of its own; its pairs have TERRa's labels. So:

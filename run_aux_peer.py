@@ -1,11 +1,12 @@
+#!/usr/bin/env python
 """An auxiliary peer: a server without a GPU that supports the trainers. Several may run at once, and any may fail.
 
-    python run_aux_peer.py --experiment_prefix my_albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX \
+    python run_aux_peer.py --experiment_prefix my_albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX \\
         --host_maddrs /ip4/0.0.0.0/tcp/12345 --identity_path aux.id --assist_in_averaging
 
 On one machine, to try it out with the model of a tiny run (see run_trainer.py):
 
-    python run_aux_peer.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2 \
+    python run_aux_peer.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2 \\
         --config_path configs/demo.json --optim adamw --assist_in_averaging
 
 Without other flags it welcomes others onto the DHT, relays for peers behind firewalls, and follows the learning curve

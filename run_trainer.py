@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Train with the swarm: compute gradients on this machine's data, average them with the others, step together.
 
 A real run, on the machine of a volunteer with a GPU (the monitor prints the address):
@@ -19,6 +20,7 @@ gets its own process, and together they are one peer (see machine/ranks.py).
 """
 
 import logging
+import math
 import platform
 import time
 from functools import partial
@@ -40,7 +42,7 @@ from experiment.data import load_data
 from experiment.objectives import compute_losses
 from experiment.optimizer import describe_contract, make_optimizer
 from machine.checkpoint import choose_state, claim_folders
-from machine.devices import all_finite, make_trial_batch, place_model, stop_when_out_of_memory, tune_to_device
+from machine.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
 from machine.feed import make_feed
 from machine.preflight import check_machine, run_preflight, warn_of
 from machine.ranks import DeviceGroup, RankLost, list_gradients, start_ranks
@@ -181,12 +183,12 @@ def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, e
         if ranks.number == 0:
             scaler.unscale_(optimizer)
             # the one point of a step where the host waits for the device: what is not finite must not be contributed
-            is_finite = all_finite([*list_gradients(model), loss])
-            if is_finite:
+            loss = read_loss(loss, list_gradients(model))
+            if math.isfinite(loss):
                 optimizer.step(batch_size=callback.batch_size)
             scaler.update()
             optimizer.zero_grad()
-            callback.on_step_end(loss, is_finite, feed.take_seconds_waited())
+            callback.on_step_end(loss, feed.take_seconds_waited())
             epoch = optimizer.local_epoch
         else:
             model.zero_grad()

@@ -1,8 +1,9 @@
+#!/usr/bin/env python
 """The monitor: first peer of a run. Welcomes others onto the DHT, follows the learning curve, can save checkpoints.
 
 Start it on a machine that others can reach, and give its --initial_peers line to whoever joins:
 
-    python run_training_monitor.py --experiment_prefix my_albert --host_maddrs /ip4/0.0.0.0/tcp/31337 \
+    python run_training_monitor.py --experiment_prefix my_albert --host_maddrs /ip4/0.0.0.0/tcp/31337 \\
         --identity_path monitor.id
 
 On one machine, to try it out:
@@ -30,7 +31,7 @@ from support.console import UserError, edge, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
-        groups = parse_arguments(*GROUPS, description=__doc__.splitlines()[0])
+        groups = parse_arguments(*GROUPS, description=__doc__)
 
 import hivemind
 

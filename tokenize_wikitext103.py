@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Turn text into a tokenized dataset on disk for run_trainer.py, and save the tokenizer that made it.
 
 The real experiment (WikiText-103 and the tokenizer of albert-large-v2, both from the Hugging Face Hub; about ten
@@ -48,7 +49,7 @@ SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
 
 
 def main():
-    (args,) = parse_arguments(TokenizeArguments, description="Turn text into a tokenized dataset.")
+    (args,) = parse_arguments(TokenizeArguments, description=__doc__)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave as on Ctrl-C: clean up first
     tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
     kind = KINDS[args.objective]

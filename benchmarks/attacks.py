@@ -238,7 +238,7 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
 def watch(course: Course, kind: str | None) -> None:
     """Note when the attack begins, let a newcomer come, measure memory."""
     swarm = course.swarm
-    is_there = course.attacker and (course.acts or "first contribution" in course.attacker.text)
+    is_there = course.attacker and (course.acts or "first samples" in course.attacker.text)
     if kind in NEWCOMERS and is_there and not course.newcomer:
         course.newcomer = swarm.start_trainer("newcomer")
         course.began = time.time()

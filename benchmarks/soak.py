@@ -98,7 +98,7 @@ def main() -> None:
             command += ["--resume_from_checkpoint", "none"]  # an earlier soak may have left its own
             scripts[name] = Script(folder / f"{name}.log", *command)
         for name in ("trainer 1", "trainer 2"):
-            scripts[name].wait_for("first contribution", 120)
+            scripts[name].wait_for("first samples", 120)
         begin = time.monotonic()
         while (seconds := time.monotonic() - begin) < args.minutes * 60:
             samples.append((seconds, {role: measure_processes(script) for role, script in scripts.items()}))

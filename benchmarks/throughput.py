@@ -87,7 +87,7 @@ def wait_for(pattern: str, path: Path, process: subprocess.Popen, seconds: float
 
 
 def run_swarm(args, trainers: int) -> tuple[float, float]:
-    """Samples per second of a swarm, and the seconds from a late joiner's start to its first contribution."""
+    """Samples per second of a swarm, and the seconds from a late joiner's start to its first samples."""
     prefix = f"benchmark_{uuid.uuid4().hex[:8]}"
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     monitor_log = folder / "monitor.log"
@@ -100,7 +100,7 @@ def run_swarm(args, trainers: int) -> tuple[float, float]:
     for number in range(trainers):
         process = start_trainer(args, prefix, folder / f"{number}", peers, args.target_batch_size * trainers)
         processes.append(process)
-        match = wait_for(r"first contribution ([\d.]+) s", folder / f"{number}" / "log", process)
+        match = wait_for(r"first samples computed ([\d.]+) s", folder / f"{number}" / "log", process)
         first_contribution = float(match.group(1))
     begin = time.time()
     time.sleep(args.seconds + args.target_batch_size / 200)

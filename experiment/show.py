@@ -20,9 +20,7 @@ from support.console import edge, make_printable
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
-        groups = parse_arguments(
-            ModelArguments, DataArguments, description="Print batches as text, as a model will see them."
-        )
+        groups = parse_arguments(ModelArguments, DataArguments, description=__doc__)
 
 import numpy as np
 

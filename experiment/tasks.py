@@ -30,7 +30,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from support.console import UserError, first_line
+from support.console import UserError, first_line, suggest
 from text.documents import read_records
 
 Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character after the last
@@ -499,10 +499,13 @@ def load_task_file(path: str | Path) -> Task:
     if not isinstance(given, dict):
         raise UserError(f"--task_file {path} is not a JSON object: see --help for an example")
     required = ("train", "validation", "text", "label")
-    missing, unknown = [name for name in required if name not in given], given.keys() - {*required, *optional}
+    known = [*required, *optional]
+    missing, unknown = [name for name in required if name not in given], sorted(given.keys() - known)
     if missing or unknown:
-        problem = f"has no {', '.join(missing)}" if missing else f"has an unknown field {', '.join(sorted(unknown))}"
-        raise UserError(f"--task_file {path} {problem}: its fields are {', '.join([*required, *optional])}")
+        problem = (
+            f"an unknown field {unknown[0]}{suggest(unknown[0], known)}" if unknown else f"no {', '.join(missing)}"
+        )
+        raise UserError(f"--task_file {path} has {problem} (fields: {', '.join(known)})")
     for name, value in given.items():
         kind, word = (list, "a list") if name == "labels" else (str, "a text")
         if not isinstance(value, kind) or not value:

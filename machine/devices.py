@@ -93,6 +93,13 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
 
 
+@torch.no_grad()
+def read_loss(loss: torch.Tensor, gradients: Iterable[torch.Tensor]) -> float:
+    """The loss as a number, and nan unless all gradients are finite; waits for the device, once."""
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    return torch.where(norms.isfinite().all(), loss, torch.nan).item()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or this machine, has no memory left for what was to be computed."""
     # torch's allocators, the driver, and CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED) each say it in their own way

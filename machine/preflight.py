@@ -31,7 +31,7 @@ from pathlib import Path
 
 from arguments import TRAINER_ARGS as GROUPS
 from arguments import AveragingArguments, DataArguments, SwarmArguments, TrainerArguments, parse_arguments
-from support.console import UserError, edge, format_bytes, setup_logging
+from support.console import UserError, edge, format_bytes, format_number, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -214,8 +214,8 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
     )
     LINE.expect_round(seconds)
     finding = (
-        f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {averaging.bandwidth:g} Mbit/s "
-        f"(--bandwidth); {LINE.describe_times()}"
+        f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {format_number(averaging.bandwidth)} "
+        f"Mbit/s (--bandwidth); {LINE.describe_times()}"
     )
     cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
     longest = LINE.averaging_timeout

@@ -2,11 +2,13 @@
 
 import contextlib
 import hashlib
+import inspect
 import json
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import torch
 import transformers
@@ -14,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments
-from support.console import UserError, first_line
+from support.console import UserError, first_line, suggest
 from support.hub import calm_transformers, hub
 
 logger = logging.getLogger("model")
@@ -30,11 +32,33 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
         raise UserError(f"{flag} {name} does not exist: choose one of configs/*.json")
     try:
         with contextlib.nullcontext() if os.path.exists(name) else hub(f"{flag} {name}", "a folder that exists"):
-            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        given = json.loads(Path(name).read_text(encoding="utf-8")) if name.endswith(".json") else {}
+        check_config(config, f"{flag} {name}", () if "architectures" in given else given)
+        return config
     except UserError:
         raise
     except Exception as e:  # of many kinds: each model's configuration looks at its values by itself
         raise UserError(f"{flag} {name} is not the configuration of a model ({first_line(e)})") from e
+
+
+def check_config(config: PreTrainedConfig, what: str, given: Collection[str]) -> None:
+    """A UserError about heads that do not fit, or a field that nothing reads: the model would have the default size.
+
+    :param given: fields that somebody has written; what transformers has saved may hold those of its other versions
+    """
+    known = vars(type(config)()).keys() | config.attribute_map.keys()
+    # some classes read more fields than they declare
+    source = "".join(inspect.getsource(part) for part in type(config).__mro__[:-1])
+    for name in given:
+        if name not in known and hasattr(config, name) and f'"{name}"' not in source:
+            problem = f"a model of type {config.model_type} has no field {name}"
+            raise UserError(f"{what}: {problem}{suggest(name, known) or ': remove it'}")
+    names = [config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
+    size, heads = (getattr(config, name, None) for name in names)
+    has_own_size = getattr(config, "head_dim", None) or not isinstance(heads, int) or not isinstance(size, int)
+    if not has_own_size and (heads < 1 or size % heads):
+        raise UserError(f"{what}: {names[1]} {heads} must divide {names[0]} {size}")
 
 
 def is_text_alone(config: PreTrainedConfig) -> bool:
@@ -151,9 +175,10 @@ def describe_architecture(model: PreTrainedModel) -> str:
         for name, value in config.to_dict().items()
         if name not in NOT_ARCHITECTURE and value != defaults.get(name)
     }
-    sizes = [getattr(config, name, "?") for name in ("num_hidden_layers", "num_attention_heads")]
+    layers, heads = (getattr(config, name, "?") for name in ("num_hidden_layers", "num_attention_heads"))
+    sizes = f"{layers} layer{'s' * (layers != 1)}, {heads} head{'s' * (heads != 1)}"
     text = json.dumps(fields, sort_keys=True, default=str)
-    return f"{config.model_type} {model.objective.name}, {sizes[0]} layers, {sizes[1]} heads, {digest(text)}"
+    return f"{config.model_type} {model.objective.name}, {sizes}, {digest(text)}"
 
 
 def digest(value: object) -> str:

@@ -1,11 +1,13 @@
 """What everybody says to the user: errors of the user, log lines, numbers for people. Imports nothing slow."""
 
 import contextlib
+import difflib
 import logging
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -43,6 +45,13 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
         raise SystemExit(130) from None
 
 
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`, did you mean --learning_rate?`, or nothing where no known name is like this one."""
+    names = {other.lower().strip("-"): other for other in known}
+    nearest = difflib.get_close_matches(name.lower().strip("-"), names, n=1, cutoff=0.7)
+    return f", did you mean {names[nearest[0]]}?" if nearest else ""
+
+
 def first_line(error: Exception) -> str:
     """What an error says, in one line: where that is a heading alone, with the next one."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
@@ -59,6 +68,23 @@ def format_bytes(count: float) -> str:
         count /= 1000
 
 
+def format_number(value: float) -> str:
+    """For people, to three digits: 2,010 or 0.31."""
+    return f"{float(f'{value:.3g}'):,.12g}"
+
+
+def format_count(number: int, what: str) -> str:
+    """For people: 1 peer, 2 peers."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def fit_terminal(line: str) -> str:
+    """As many of the parts of a line, two spaces apart, as fit into one line of the terminal."""
+    while len(line) >= shutil.get_terminal_size().columns and "  " in line:
+        line = line.rpartition("  ")[0]
+    return line
+
+
 def format_duration(seconds: float) -> str:
     """For people: 2 h 5 min."""
     if seconds < 100:
@@ -73,23 +99,22 @@ def format_duration(seconds: float) -> str:
 def show_progress(what: str, total: int | None, initial: int = 0) -> Iterator:
     """A bar of bytes, to be told of more by `update`; where there is no terminal, a line of it now and then."""
     from tqdm import tqdm
-    from tqdm.contrib.logging import logging_redirect_tqdm
 
     tqdm.monitor_interval = 0  # no thread of its own, as hivemind is yet to fork
-    has_terminal = sys.stderr.isatty()
-    options = dict(unit="B", unit_scale=True, dynamic_ncols=True, mininterval=0.2 if has_terminal else 10.0)
-    bar = tqdm(desc=what, total=total, initial=initial, **options)
-    with bar, logging_redirect_tqdm() if has_terminal else contextlib.nullcontext():
+    options = dict(unit="B", unit_scale=True, dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 10.0)
+    with tqdm(desc=what, total=total, initial=initial, **options) as bar:
         yield bar
 
 
 class RoleFormatter(logging.Formatter):
     """`HH:MM:SS role message`; a warning or error says so, and names its library when it is not ours."""
 
-    def __init__(self, role_name: str, datefmt: str = "%H:%M:%S", is_colored: bool = False):
+    def __init__(self, role_name: str, datefmt: str = "%H:%M:%S", is_terminal: bool = False):
         super().__init__(datefmt=datefmt)
         self.role_name = role_name
-        self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if is_colored else {}
+        self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if is_terminal else {}
+        # in place of a bar, of whichever process, which is then drawn anew below
+        self.begin = "\r\033[K" if is_terminal else ""
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
@@ -100,7 +125,7 @@ class RoleFormatter(logging.Formatter):
         if record.levelno in self.colors:
             line = f"{self.colors[record.levelno]}{line}\033[0m"
         trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
-        return "\n".join([line, *map(make_printable, trace)])
+        return "\n".join([self.begin + line, *map(make_printable, trace)])
 
 
 def is_ours(record: logging.LogRecord) -> bool:
@@ -120,7 +145,7 @@ def setup_logging(role_name: str, folder: str | None = None) -> None:
 
     use_hivemind_log_handler("nowhere")
     logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "WARNING").upper())
-    handler = make_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_colored=sys.stderr.isatty()))
+    handler = make_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_terminal=sys.stderr.isatty()))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     if folder:
         log_to_folder(role_name, folder)

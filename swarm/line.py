@@ -22,6 +22,8 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 
+from support.console import format_number
+
 logger = logging.getLogger("swarm")
 
 # Of 1,500 bytes on the wire 52 are headers, and what comes the other way is acknowledged with 52 bytes for two packets.
@@ -244,8 +246,8 @@ class Line:
             if self._is_given.value and not is_told and self._rate.value < 0.7 * self._limit.value:
                 is_told = True
                 logger.warning(
-                    f"this line carries about {self.mbits:.2g} Mbit/s up, less than --bandwidth says: sending no "
-                    "faster than that"
+                    f"this line carries about {format_number(self.mbits)} Mbit/s up, less than --bandwidth says: "
+                    "sending no faster than that"
                 )
 
     def adjust(self, wait: float, last_wait: float, share: float) -> None:

@@ -12,6 +12,7 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, get_dht_time
 
+from support.console import format_count
 from swarm.dht import name_peers
 from utils import select_believable
 
@@ -161,7 +162,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
         self.silent |= dict.fromkeys(gone, get_dht_time())
         if gone:
-            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {len(self.present)} other peers")
+            others = format_count(len(self.present), "other peer")
+            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {others}")
             self.fetch_soon(0.0)
 
     def ban(self, lies: dict[PeerID, str]) -> None:

@@ -21,6 +21,7 @@ from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerI
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
 from arguments import AveragingArguments
+from support.console import format_number
 from swarm.addresses import explain_silence, get_host_port, get_ip, get_peer_id, is_relayed
 from swarm.line import LINE
 
@@ -117,7 +118,8 @@ def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> Avera
     else:
         up, down = found
         bandwidth = float(f"{min(up, 1e5):.2g}")
-        logger.info(f"bandwidth: measured {up:.3g} Mbit/s up, {down:.3g} down, sending {bandwidth:g} (--bandwidth)")
+        rates = [format_number(rate) for rate in (up, down, bandwidth)]
+        logger.info(f"bandwidth: measured {rates[0]} Mbit/s up, {rates[1]} down, sending {rates[2]} (--bandwidth)")
     LINE.set_bandwidth(bandwidth, is_given=False)
     return dataclasses.replace(averaging, bandwidth=bandwidth)
 

@@ -19,6 +19,7 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 
+from support.console import format_number
 from swarm.dht import find_answering_peers, name_peers
 from swarm.guard import (
     LEAST_TRUST,
@@ -407,8 +408,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     def _take_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
         """Send every N-th part of the tensors in this round."""
         if is_other_share(share, self._share):
+            mbits = [format_number(rate) for rate in (bandwidths[own], max(filter(None, bandwidths)))]
             logger.info(
-                f"this line carries {bandwidths[own]:.2g} Mbit/s up, others {max(filter(None, bandwidths)):.2g}: "
+                f"this line carries {mbits[0]} Mbit/s up, others {mbits[1]}: "
                 + f"sending {1 / share:.0%} of the {self.content} in each round"
             )
             self._share, self._turn = share, 0

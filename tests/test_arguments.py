@@ -43,6 +43,14 @@ def test_steps_count_epochs_and_say_so():
         ([], ["--experiment_prefix"]),
         (["--run_id", "a.b"], ["dot", "a_b"]),
         (["--run_id", "a", "--no_such_flag", "1"], ["--no_such_flag"]),
+        (["--experiment-prefx", "a"], ["--experiment-prefx", "did you mean --experiment_prefix?"]),
+        (["--run_id", "a", "--lerning-rate=1"], ["--lerning-rate,", "did you mean --learning_rate?"]),
+        (["--run_id", "a", "--total_steps", "60"], ["--warmup_steps 5000", "--total_steps 60"]),
+        (["--run_id", "a", "--adam_beta1", "1.5"], ["--adam_beta1", "below 1"]),
+        (["--run_id", "a", "--averaging_timeout", "-1"], ["--averaging_timeout", "above 0"]),
+        (["--run_id", "a", "--expected_drift_rate", "nan"], ["--expected_drift_rate", "at least 0"]),
+        (["--run_id", "a", "--seed", "-1"], ["--seed", "at most 4294967295"]),
+        (["--run_id", "a", "--max_sequence_length", "0"], ["--max_sequence_length", "at least 8"]),
         (["--run_id", "a", "--learning", "1"], ["--learning"]),
         (["--run_id", "a", "--learning_rate", "fast"], ["--learning_rate", "fast"]),
         (
@@ -68,7 +76,7 @@ def test_steps_count_epochs_and_say_so():
         # gradients that are accumulated where the batch's own are could not be dropped, kept, or put aside
         (["--run_id", "a", "--reuse_grad_buffers"], ["--reuse_grad_buffers"]),
         (["--run_id", "a", "--warmup_steps", "9", "--total_steps", "3"], ["--warmup_steps"]),
-        (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "0 and 1"]),
+        (["--run_id", "a", "--mlm_probability", "15"], ["--mlm_probability", "above 0 and below 1"]),
         (["--run_id", "a", "--max_sequence_length", "7"], ["--max_sequence_length", "8"]),
         (
             ["--run_id", "a", "--initial_sequence_length", "128"],
@@ -102,13 +110,39 @@ def test_a_wrong_flag_is_one_line(flags, words, monkeypatch):
     assert all(word in line for word in words), line
 
 
+@pytest.mark.parametrize("script, number", [("run_trainer", 14), ("run_training_monitor", 12), ("finetune_mlm", 18)])
+def test_help_lists_the_flags_that_matter_first(script, number, monkeypatch, capsys):
+    texts, example = {}, "    python run_trainer.py --experiment_prefix my_albert \\\n        --fp16\n"
+    groups = {
+        "run_trainer": arguments.TRAINER_ARGS,
+        "run_training_monitor": arguments.MONITOR_ARGS,
+        "finetune_mlm": [arguments.FinetuneArguments],
+    }
+    monkeypatch.setenv("COLUMNS", "80")
+    for flag in ("--help", "--help_all"):
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", flag])
+        with pytest.raises(SystemExit):
+            arguments.parse_arguments(*groups[script], description=example)
+        texts[flag] = capsys.readouterr().out
+    listed = {flag: re.findall(r"(?m)^  --(?!help)(\w+)", text) for flag, text in texts.items()}
+    assert len(listed["--help"]) == number and len(texts["--help"].splitlines()) < 100
+    assert set(listed["--help_all"]) == {item.name for group in groups[script] for item in dataclasses.fields(group)}
+    for text in texts.values():
+        assert text.startswith(f"usage: {script}.py ") and example in text and "--no_x" not in text
+        assert not re.search(r"--\w+-\w", text), "one spelling"
+    if script == "run_trainer":
+        assert texts["--help"].splitlines()[0].endswith("--experiment_prefix VALUE [--FLAG VALUE ...]")
+        assert "\nThe optimizer and its schedule:\n" in texts["--help"]
+        assert "\n  --use_relay, --no_use_relay\n" in texts["--help_all"] and "(default: on)" in texts["--help_all"]
+
+
 def test_no_limit_is_infinite():
     arguments.OptimizerArguments(max_grad_norm=float("inf"))
     arguments.MonitorArguments(refresh_period=float("inf"))
     for number in (0.0, float("nan")):
-        with pytest.raises(UserError, match="--max_grad_norm must be greater than 0$"):
+        with pytest.raises(UserError, match="--max_grad_norm must be above 0$"):
             arguments.OptimizerArguments(max_grad_norm=number)
-    with pytest.raises(UserError, match="--num_train_epochs must be greater than 0 and at most"):
+    with pytest.raises(UserError, match="--num_train_epochs must be above 0 and at most"):
         arguments.TrainerArguments(num_train_epochs=float("inf"))
 
 

@@ -497,6 +497,7 @@ def test_broken_results_are_one_line(text, terra_run, toy_model, tmp_path, capsy
     "flags, words",
     [
         (["-t", "tera"], ["--task tera", "terra", "rucola", "--task_file"]),
+        (["-t", "TERRa"], ["--task TERRa", "did you mean terra?"]),
         (["-t", "lidirus"], ["no training data", "-t terra", "predict_on_lidirus.py"]),
         ([], ["--task or --task_file"]),
         (["-t", "terra", "--task_file", "my.json"], ["--task or --task_file"]),

@@ -102,7 +102,7 @@ def test_a_command_of_the_guides_parses(command, monkeypatch):
 @pytest.mark.parametrize("script", GROUPS)
 def test_each_other_name_of_a_flag_stands_in_its_help(script, monkeypatch, capsys):
     groups = [getattr(arguments, name) for name in GROUPS[script]]
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    monkeypatch.setattr(sys, "argv", [script, "--help_all"])
     monkeypatch.setenv("COLUMNS", "10000")
     with pytest.raises(SystemExit) as error:
         arguments.parse_arguments(*groups)
@@ -139,7 +139,9 @@ def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
         assert all(re.search(rf"\b{name}\b", SIMPLE[script].read_text()) for name in re.findall(r"--(\w+)", flags))
         return
     flags = re.sub(r"\b[0-9a-f]+\.\.\.", "0" * 64, flags)  # a sha256 that is cut
-    words = [word for word in shlex.split(flags.rstrip("'"), comments=True) if word not in ("...", "--help")]
+    words = [
+        word for word in shlex.split(flags.rstrip("'"), comments=True) if word not in ("...", "--help", "--help_all")
+    ]
     if "SwarmArguments" in GROUPS[script] and "--experiment_prefix" not in words:
         words += ["--experiment_prefix", "E"]
     monkeypatch.setattr(sys, "argv", [script, *words])
@@ -171,7 +173,7 @@ def test_a_flag_that_our_guides_name_is_there():
     groups = [
         group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)
     ]
-    known = {"help", "reuse_grad_buffers"}  # that there is none of the latter is said
+    known = {"help", "help_all", "reuse_grad_buffers"}  # that there is none of the latter is said
     known |= {
         "index-url",
         "now",

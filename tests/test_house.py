@@ -3,6 +3,7 @@ short. `make lint` runs this too."""
 
 import ast
 import graphlib
+import os
 
 from house import FILES, FLOORS, MODULES, ORDER
 from processes import ROOT
@@ -10,7 +11,7 @@ from processes import ROOT
 LONGEST_FILE, LONGEST_FUNCTION = 700, 90  # lines
 # what is longer still, by its present length: it may only shrink
 LONGER = {
-    "arguments.py": 794,
+    "arguments.py": 737,
 }
 
 
@@ -68,3 +69,9 @@ def test_files_and_functions_are_short():
     for what, length in longer.items():
         assert length <= LONGER.get(what, 0), f"{what} has {length} lines"
     assert longer.keys() == LONGER.keys(), "what is short now is taken off the list"
+
+
+def test_what_people_run_can_be_run_by_its_name():
+    for path in ROOT.glob("*.py"):
+        if "__main__" in (text := path.read_text()):
+            assert text.startswith("#!/usr/bin/env python\n") and os.access(path, os.X_OK), path.name

@@ -1,6 +1,7 @@
 """One trainer's own affairs: steps that must not count, parameters that must be restored, and what all roles build."""
 
 import json
+import re
 from subprocess import CompletedProcess
 
 import pytest
@@ -87,6 +88,13 @@ def test_parameters_that_are_not_finite_are_taken_over_from_the_swarm(start, tmp
     joint = swarm.wait_for_joint_epochs(["a", "b", "broken"], 3, 60)
     swarm.stop_together(["a", "b", "broken"], joint[0])
     assert swarm.difference(["a", "b", "broken"]) < 1e-6
+
+
+def test_the_line_of_progress_says_what_is_known(facts):
+    before, after = facts["lines"]
+    assert re.fullmatch(r"epoch 0 0%  own samples 0  1 peer  0% of [\d,]+ \w+( of its data)?", before), before
+    # the mean of the steps so far, without that which was skipped
+    assert after.startswith("epoch 0 0%  loss 1.5000  own samples 0  1 peer") and "nan" not in after, after
 
 
 def test_the_end_is_the_earlier_one_and_an_epoch_has_whole_batches(facts):

@@ -45,7 +45,7 @@ import pyarrow
 import pyarrow.parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from support.console import UserError
+from support.console import UserError, suggest
 from text.documents import (
     cut_blocks,
     encode_documents,
@@ -355,7 +355,8 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
     for entry in entries:
         where = f"--sources {path}, {entry.get('name') or entry.get('path') or entry}"
         if unknown := entry.keys() - kinds:
-            raise UserError(f"{where}: unknown field {min(unknown)}; there are {', '.join(kinds)}")
+            name = min(unknown)
+            raise UserError(f"{where}: unknown field {name}{suggest(name, kinds)} (fields: {', '.join(kinds)})")
         paths = entry.get("path")
         if not paths or not all(isinstance(one, str) for one in (paths if isinstance(paths, list) else [paths])):
             raise UserError(f"{where}: path must be a file, pattern, URL or Hub dataset, or a list of these")

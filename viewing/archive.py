@@ -21,7 +21,7 @@ from support.files import lock_folder
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
-        groups = parse_arguments(ArchiveArguments, description=__doc__.splitlines()[0])
+        groups = parse_arguments(ArchiveArguments, description=__doc__)
 
 import torch
 

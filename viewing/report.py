@@ -82,7 +82,8 @@ class RunReport:
         """Call it when all helper processes are forked."""
         if self.args.report_to == "trackio":
             self.dashboard = start_trackio(self.prefix, self.run_name, self.config)
-            where = os.path.abspath(os.environ.get("TRACKIO_DIR") or "trackio's default")
+            folder = os.environ.get("TRACKIO_DIR")
+            where = os.path.abspath(folder) if folder else "in its own folder"
         elif self.args.report_to == "wandb":
             self.dashboard = start_wandb(self.args.wandb_project, self.run_name, self.config)
             where = self.args.wandb_project

@@ -341,7 +341,8 @@ def test_labels_of_a_task_file(tmp_path):
     "changes, words",
     [
         ({"label": None}, ["has no label", "train, validation"]),
-        ({"colour": "red"}, ["unknown field colour"]),
+        ({"colour": "red"}, ["unknown field colour (fields: train, "]),
+        ({"trian": "a.jsonl"}, ["unknown field trian, did you mean train?"]),
         ({"metric": "bleu"}, ["bleu", "accuracy, f1, mcc"]),
         ({"labels": "yes"}, ["labels is 'yes'", "a list"]),
         ({"head": "spans"}, ["the head is classes or, with a text_pair, spans"]),

@@ -189,11 +189,13 @@ def test_what_a_model_cannot_do_is_one_line_before_any_training(write, name, opt
     "changes, words",
     [
         (dict(hidden_size="64"), ["hidden_size"]),
-        (dict(num_attention_heads=3), ["attention heads"]),
+        (dict(num_attention_heads=3), ["num_attention_heads 3 must divide hidden_size 64"]),
+        (dict(num_atention_heads=2), ["bert has no field num_atention_heads, did you mean num_attention_heads?"]),
+        (dict(layers=2), ["bert has no field layers: remove it"]),
         (dict(hidden_act="magic"), ["magic"]),
         (dict(model_type="magic", auto_map={"AutoConfig": "magic.Magic"}), ["custom code"]),
     ],
-    ids=["not a number", "no multiple", "unknown activation", "somebody's code"],
+    ids=["not a number", "no multiple", "misspelt", "unknown field", "unknown activation", "somebody's code"],
 )
 def test_a_configuration_of_nothing_is_one_line(write, changes, words):
     with pytest.raises(UserError) as error:

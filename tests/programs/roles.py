@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -81,10 +82,14 @@ with clean_end():
     facts["progress"] = []
     for passes in (1.0, 100.0):
         callback = make_callback(num_train_epochs=passes)
-        callback.on_step_end(torch.tensor(1.0), is_finite=True, waited=0.0)
+        callback.on_step_end(1.0, waited=0.0)
         callback.train_start = time.monotonic() - 50
         callback.recent_seconds.append(30.0)
         facts["progress"].append(callback.measure_progress())
+    facts["lines"] = [make_callback().describe_progress()]
+    for loss in (2.0, math.nan):
+        callback.on_step_end(loss, waited=0.0)
+    facts["lines"].append(callback.describe_progress())
     facts["measured"] = [callback.measure(), callback.measure(), callback.evaluation]
     print(json.dumps(facts), flush=True)
     shut_down(dht, optimizer)

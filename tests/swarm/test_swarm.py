@@ -28,7 +28,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.1) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
     trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together, pace=0.1))
-    trainers[-1].wait_for("first contribution", 120)
+    trainers[-1].wait_for("first samples", 120)
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
     assert "target_batch_size: the run has 384, you have 64" in stranger.text

@@ -434,7 +434,7 @@ def test_sources_name_their_splitter(tmp_path):
         ({"path": "{url}/missing.jsonl"}, ["missing.jsonl", "404"]),
         ({"path": "{folder}/nothing"}, ["nothing"]),
         ({"path": "https://example.org/data"}, ["format"]),
-        ({"path": "a.jsonl", "wieght": 2}, ["wieght", "weight"]),
+        ({"path": "a.jsonl", "wieght": 2}, ["wieght, did you mean weight?"]),
         ({"path": "a.jsonl", "weight": 0}, ["weight", "greater than 0"]),
         ({"path": "a.jsonl", "language": "elvish"}, ["elvish", "english"]),
         ({"path": "a.jsonl", "sentence_splitter": "nltk"}, ["sentence_splitter", "razdel"]),

@@ -1,0 +1,119 @@
+"""Flags: how dataclasses declare and check them, and the command line that is parsed into those."""
+
+import argparse
+import operator
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import field, fields
+from functools import partial
+from typing import Any, NoReturn
+
+from support.console import UserError, suggest
+
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+
+
+def flag(default: Any, help: str, aliases: Sequence[str] = ()) -> Any:
+    """A dataclass's field for HfArgumentParser.
+
+    transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C should be quiet.
+
+    :param default: MISSING where the flag must be given
+    :param aliases: other names of the flag, which its help then names
+    """
+    if aliases:
+        help += f" Also known as {', '.join(aliases)}."
+    default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**default, metadata={"help": help, "aliases": [*aliases]})
+
+
+def check_range(args: Any, *names: str, **bounds: float) -> None:
+    """:raises UserError: one of these flags is given and outside of these bounds, by their names in BOUNDS"""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not all(BOUNDS[bound](value, limit) for bound, limit in bounds.items()):
+            text = " and ".join(f"{bound.replace('_', ' ')} {limit:.10g}" for bound, limit in bounds.items())
+            raise UserError(f"--{name} must be {text}")
+
+
+def check_order(args: Any, low: str, high: str, *, is_strict: bool = False) -> None:
+    """:raises UserError: both of these flags are given, and the first is greater than the second, or equal to it"""
+    first, second = getattr(args, low), getattr(args, high)
+    if first is not None and second is not None and (first > second or (is_strict and first == second)):
+        text = f"--{high} {second:g} must be {'above' if is_strict else 'at least'} --{low} {first:g}"
+        raise UserError(f"{text}: raise the first or lower the second")
+
+
+def check_exclusive(args: Any, one: str, other: str) -> None:
+    """:raises UserError: both of these flags are given"""
+    if getattr(args, one) and getattr(args, other):
+        raise UserError(f"--{one} and --{other} are mutually exclusive: give one of them")
+
+
+def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
+    """:raises UserError: the first of these flags is given, and the second, which takes this value, is not"""
+    if getattr(args, name) not in (None, False) and not getattr(args, needed):
+        raise UserError(f"--{name} needs --{needed}{value}: add it")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """The description as it was typed; flags that need no value without one."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        return names if action.nargs in (0, "?") else f"{names} {self._format_args(action, '')}"
+
+
+def parse_flags(groups: Sequence[type], basic: Collection[str], description: str | None) -> tuple:
+    """Parse the command line into one instance of each dataclass, in order.
+
+    :param basic: names of the flags that --help lists where there are many; --help_all lists all
+    :raises UserError: a flag is unknown, abbreviated, malformed or contradicts another one
+    """
+    from transformers import HfArgumentParser  # here, see `flag`
+
+    for group in groups:  # HfArgumentParser looks there for a title
+        group._argument_group_name = group.__doc__.split(". ")[0].rstrip(".")
+    declared = {item.name for group in groups for item in fields(group)}
+    looks = {"description": description, "formatter_class": partial(HelpFormatter, max_help_position=8)}
+    parser = HfArgumentParser(groups, allow_abbrev=False, **looks)
+    is_short = len(declared) > 40 and "--help_all" not in sys.argv
+    rest = f"the other {len(declared - basic)} flags too" if is_short else "every flag"
+    parser.add_argument("--help_all", action="help", help=f"List {rest}. Flags may be written with - for _.")
+    required = "".join(f" --{action.dest} VALUE" for action in parser._actions if action.required)
+    parser.usage = f"%(prog)s{required} [--FLAG VALUE ...]"
+    for action in parser._actions:
+        if action.dest in declared:
+            describe_flag(action, is_shown=action.dest in basic or not is_short)
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message} (--help_all lists every flag)")
+
+    # argparse prints its usage before an error, which buries one clear line under a screen of flags
+    parser.error = refuse
+    # before argparse misses a required flag: it may be that which is misspelt
+    for name in [word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") and " " not in word]:
+        if name not in parser._option_string_actions:
+            known = [other for other in parser._option_string_actions if "-" not in other[2:]]
+            refuse(f"unknown argument {name}{suggest(name[2:].replace('-', '_'), known)}")
+    *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        refuse(f"unknown argument {unknown[0]}")
+    return tuple(parsed)
+
+
+def describe_flag(action: argparse.Action, is_shown: bool) -> None:
+    """What help and errors say of a flag: one spelling of it, and what it is where it is not given."""
+    # parsing goes by a table of the parser's, which keeps the other spellings
+    action.option_strings = action.option_strings[:1]
+    if action.default is True:
+        action.option_strings.append(f"--no_{action.dest}")
+    if action.choices is None:
+        action.metavar = {int: "N", float: "X"}.get(action.type, "VALUE")
+    if action.required:
+        action.help += " (required)"
+    elif action.default not in (None, "", []) and action.default is not False:
+        default = " ".join(action.default) if isinstance(action.default, list) else action.default
+        action.help += f" (default: {'on' if default is True else default})"
+    if not is_shown or action.const is False:  # --no_X stands beside --X
+        action.help = argparse.SUPPRESS
