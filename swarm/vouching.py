@@ -1,0 +1,94 @@
+"""What the peers vouch for whose addresses a newcomer was given: the root of trust that everybody has.
+
+Their ids came with the addresses, and the transport proves them. What strangers have stored about a run counts only
+where none of them answers.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from functools import partial
+
+import hivemind
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.dht.node import DHTNode
+from hivemind.dht.schema import conbytes
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.utils.serializer import MSGPackSerializer
+from pydantic.v1 import BaseModel, conlist, constr
+
+from support.console import UserError
+from swarm.addresses import get_peer_id
+from utils import RunContract
+
+VOUCH = "vouch"  # the name of the request
+ANSWER_SECONDS, ASKED = 5.0, 8  # to wait for an answer; peers that are asked
+MAX_WORKERS = 64
+
+
+class Statement(BaseModel):
+    """What a peer says of its run."""
+
+    prefix: constr(strict=True, max_length=256)
+    contract: RunContract | None = None  # that of most who have worked; None: nobody has
+    workers: conlist(conbytes(strict=True, max_length=64), max_items=MAX_WORKERS) = []  # ids of peers that have worked
+
+
+async def answer_vouching(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None:
+    """Runs in the DHT's process: from now on, tell newcomers what `vouch` has said last."""
+    await set_statement(dht, node, Statement(prefix=prefix))
+
+    async def tell(_: BytesValue, context: P2PContext) -> BytesValue:
+        return BytesValue(value=MSGPackSerializer.dumps(node.statement.dict()))
+
+    await node.p2p.add_protobuf_handler(VOUCH, tell, BytesValue)
+
+
+async def set_statement(_: hivemind.DHT, node: DHTNode, statement: Statement) -> None:
+    node.statement = statement
+
+
+def vouch(dht: hivemind.DHT, statement: Statement) -> None:
+    """Tell this to newcomers from now on, without waiting."""
+    dht.run_coroutine(partial(set_statement, statement=statement), return_future=True)
+
+
+async def ask_to_vouch(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, Statement]:
+    """Runs in the DHT's process: the statements of those of these peers that answer."""
+
+    async def ask(peer: PeerID) -> Statement:
+        answer = await node.p2p.call_protobuf_handler(peer, VOUCH, BytesValue(), BytesValue)
+        return Statement.parse_obj(MSGPackSerializer.loads(answer.value))
+
+    calls = (asyncio.wait_for(ask(peer), ANSWER_SECONDS) for peer in peers)
+    answers = await asyncio.gather(*calls, return_exceptions=True)  # of whatever kind others' bytes make it
+    return {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, Statement)}
+
+
+def ask_initial_peers(
+    dht: hivemind.DHT, prefix: str, initial_peers: Iterable[str], is_new_run: bool
+) -> Statement | None:
+    """What the peers in --initial_peers say of this run; None where none of them answers, or knows it.
+
+    :param is_new_run: they may serve other runs alone
+    :raises UserError: they do, and that was not expected; or they disagree
+    """
+    peers = list(dict.fromkeys(map(get_peer_id, initial_peers)))[:ASKED]
+    answers = dht.run_coroutine(partial(ask_to_vouch, peers=peers)) if peers else {}
+    found = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
+    if answers and not found:
+        if is_new_run:
+            return None
+        peer, other = next(iter(answers.items()))
+        raise UserError(
+            f"peer {peer} in --initial_peers serves run {other.prefix!r}, not {prefix!r}: correct --experiment_prefix, "
+            "or give --new_run to begin another run among its peers"
+        )
+    contracts = {peer: answer.contract for peer, answer in found.items() if answer.contract}
+    if len({tuple(sorted(contract.contract.items())) for contract in contracts.values()}) > 1:
+        raise UserError(
+            f"the peers in --initial_peers disagree on the settings of run {prefix!r}: give those alone whom you trust "
+            f"({', '.join(map(str, contracts))})"
+        )
+    workers = list(dict.fromkeys(worker for answer in found.values() for worker in answer.workers))
+    contract = next(iter(contracts.values()), None)
+    return Statement(prefix=prefix, contract=contract, workers=workers[:MAX_WORKERS]) if found else None
