@@ -48,6 +48,7 @@ from machine.preflight import check_machine, run_preflight, warn_of
 from machine.ranks import DeviceGroup, RankLost, list_gradients, start_ranks
 from machine.training import make_trained_model, move_batch
 from models.build import find_longest_sequence
+from support.flags import describe_shared
 from swarm.contract import join_run
 from swarm.joining import make_dht
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
@@ -104,7 +105,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
             # now: a peer that has joined should not keep others waiting; restarted, it begins with another shard
             dataset["train"].begin(data_seed(f"{dht.peer_id} {time.time()}", model_args.seed))
         contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
-        contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
+        contract = join_run(dht, public_key, contract, swarm, averaging_args, describe_shared(groups))
         averaging_args = measure_bandwidth(dht, averaging_args)
         optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     handle_stop_signals()

@@ -45,12 +45,16 @@ from viewing.watch import watch_swarm
 logger = logging.getLogger("monitor")
 
 
-def print_how_to_join(dht: hivemind.DHT, prefix: str) -> None:
-    """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them."""
+def print_how_to_join(dht: hivemind.DHT, prefix: str, flags: str = "") -> None:
+    """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them.
+
+    :param flags: that all peers of the run must share
+    """
     peers = f"--initial_peers {' '.join(select_for_others(dht.get_visible_maddrs()))}"
     print(
         f"\nTo join this run, give other peers this:\n{peers}\n\nFor example:\n"
-        f"python run_trainer.py --experiment_prefix {shlex.quote(prefix)} {peers}\n",
+        f"python run_trainer.py --experiment_prefix {shlex.quote(prefix)} {peers} {flags}".rstrip()
+        + "\n",
         flush=True,
     )
 
@@ -86,8 +90,12 @@ def main(*groups) -> None:
         print_how_to_join(observer.dht, swarm.experiment_prefix)
     stop = observer.begin()
     logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
+    flags = ""
     while not stop.wait(min(1.0, args.refresh_period)):
         observer.step()
+        contract = observer.report.course.contract
+        if contract and contract.flags != flags and not observer.dht.client_mode:
+            print_how_to_join(observer.dht, swarm.experiment_prefix, flags := contract.flags)
     observer.finish()
 
 

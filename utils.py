@@ -40,6 +40,8 @@ from hivemind.utils.serializer import MSGPackSerializer
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
+from support.flags import SHARED_FLAGS
+
 logger = logging.getLogger("utils")
 
 # What we and hivemind store is far smaller: metrics with their signature take about 0.7 KB, a contract 2 KB, hivemind's
@@ -123,6 +125,7 @@ class RunContract(BaseModel):
 
     joined: confloat(strict=True, ge=0.0, le=1e11)  # Unix time at which this peer published its contract first
     contract: dict[constr(strict=True, min_length=1, max_length=64), constr(strict=True, max_length=200)]
+    flags: constr(strict=True, max_length=1000, regex=rf"\A{SHARED_FLAGS.pattern}\Z") = ""  # that made it
 
     @root_validator(skip_on_failure=True)
     def bound_entries(cls, values: dict) -> dict:

@@ -110,7 +110,7 @@ def flood_progress(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
 
 
 def publish_contracts(dht: hivemind.DHT, prefix: str, terms: dict, count: int = 5) -> None:
-    contract = dict(joined=0.0, contract=terms | {"target_batch_size": "1"})  # as old as can be
+    contract = dict(joined=0.0, contract=terms | {"target_batch_size": "1"}, flags="")  # as old as can be
     publish(dht, "contracts", f"{prefix}_run", lambda _: contract, count)
 
 

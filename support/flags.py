@@ -2,6 +2,7 @@
 
 import argparse
 import operator
+import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import field, fields
@@ -10,6 +11,8 @@ from typing import Any, NoReturn
 
 from support.console import UserError, suggest
 
+# What others may paste into a shell: flags that take one value each, or none; and no absolute paths.
+SHARED_FLAGS = re.compile(r"(--[a-z0-9_]+( [A-Za-z0-9_.,:+][A-Za-z0-9_.,:/+-]*)?( (?=-)|$))*", re.ASCII)
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -54,6 +57,21 @@ def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
     """:raises UserError: the first of these flags is given, and the second, which takes this value, is not"""
     if getattr(args, name) not in (None, False) and not getattr(args, needed):
         raise UserError(f"--{name} needs --{needed}{value}: add it")
+
+
+def describe_shared(groups: Sequence[Any]) -> str:
+    """The flags that all peers of a run must share, where they are not the defaults, as they are typed.
+
+    :param groups: instances of the dataclasses
+    """
+    words = []
+    for group in groups:
+        for item in fields(group):
+            value = getattr(group, item.name)
+            if "ALL PEERS" in item.metadata["help"] and item.name != "experiment_prefix" and value != item.default:
+                text = f"--{'no_' * (value is False)}{item.name}" + f" {value}" * (not isinstance(value, bool))
+                words += [text] * bool(SHARED_FLAGS.fullmatch(text))
+    return " ".join(words)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from hivemind.utils import get_dht_time
 
+from arguments import AveragingArguments, SwarmArguments
 from support.console import UserError
 from swarm.dht import DHT
 from swarm.vouching import ask_initial_peers
@@ -70,9 +71,10 @@ def find_differences(mine: RunContract, others: Iterable[RunContract]) -> list[s
     ]
 
 
-def stop_different(prefix: str, differences: list[str]) -> NoReturn:
+def stop_different(prefix: str, differences: list[str], others: Iterable[RunContract]) -> NoReturn:
     raise UserError(
-        f"run {prefix!r} uses different settings; {'; '.join(differences)}. Take over its flags, or choose another "
+        f"run {prefix!r} uses different settings; {'; '.join(differences)}. Take over its flags "
+        f"({choose_contract(others).flags or 'all that peers must share have their defaults'}), or choose another "
         "--experiment_prefix"
     )
 
@@ -92,17 +94,27 @@ def compare_with_run(dht: DHT, prefix: str, contract: dict[str, str]) -> int:
     """
     others = find_binding(dht, prefix)
     if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
-        stop_different(prefix, differences)
+        stop_different(prefix, differences, others)
     return len(others)
 
 
-def join_run(dht: DHT, prefix: str, public_key: bytes, contract: dict[str, str], expiration: float) -> RunContract:
+def join_run(
+    dht: DHT,
+    public_key: bytes,
+    contract: dict[str, str],
+    swarm: SwarmArguments,
+    averaging: AveragingArguments,
+    flags: str = "",
+) -> RunContract:
     """Compare this peer's contract with the run's and publish it; a UserError where they differ.
+
+    :param flags: that made it, see describe_shared
 
     Peers that start at the same moment see nobody, so each looks again after it has published: then at least one of two
     sees the other, and only elder peers count. Where nobody has worked yet, see `confirm_contract`.
     """
-    mine = RunContract(joined=get_dht_time(), contract=contract)
+    prefix, expiration = swarm.experiment_prefix, averaging.metadata_expiration
+    mine = RunContract(joined=get_dht_time(), contract=contract, flags=flags)
     for published in (False, True):
         others = find_binding(dht, prefix, public_key)
         if published:
@@ -110,7 +122,7 @@ def join_run(dht: DHT, prefix: str, public_key: bytes, contract: dict[str, str],
         if differences := find_differences(mine, others):
             if published:
                 publish_contract(dht, prefix, public_key, None, expiration).result(timeout=30)
-            stop_different(prefix, differences)
+            stop_different(prefix, differences, others)
         if not published:
             publish_contract(dht, prefix, public_key, mine, expiration).result(timeout=30)
     return mine
@@ -120,5 +132,6 @@ def confirm_contract(dht: DHT, prefix: str, mine: RunContract) -> None:
     """At an epoch's end, for who joined before anybody had worked: stop if the run is not the one it took it for."""
     if dht.vouched and not dht.vouched.contract:
         dht.vouched = ask_initial_peers(dht, prefix, map(str, dht.initial_peers or ()), is_new_run=True)
-        if dht.vouched and (differences := find_differences(mine, find_binding(dht, prefix))):
-            stop_different(prefix, differences)
+        others = find_binding(dht, prefix) if dht.vouched else []
+        if differences := find_differences(mine, others):
+            stop_different(prefix, differences, others)

@@ -19,6 +19,7 @@ from utils import select_believable
 logger = logging.getLogger("swarm")
 
 BAN_SECONDS = 60.0
+MAX_LEAD = 2  # epochs by which a stranger may be further than all who are known to have worked
 MAX_ABSENCES = 3  # rounds in a row for which a peer is waited for in vain that says it is there
 
 
@@ -83,7 +84,11 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                     newest[record.peer_id] = key, record
         # anybody may sign "epoch 10**9" with a fresh key, and everybody would ask for that state
         records = [(peer_id, record) for peer_id, (_, record) in newest.items() if peer_id != own_id]
-        self.others = dict(select_believable(records, self.local_progress.epoch))
+        known = [(peer_id, record) for peer_id, record in records if peer_id in self.trusted]
+        self.others = dict(select_believable(known or records, self.local_progress.epoch))
+        if known:
+            limit = max(record.epoch for record in (self.local_progress, *self.others.values())) + MAX_LEAD
+            self.others |= {peer_id: record for peer_id, record in records if record.epoch <= limit}
         newest = {peer_id: item for peer_id, item in newest.items() if peer_id == own_id or peer_id in self.others}
         for peer_id, since in list(self.silent.items()):
             record, now = self.others.get(peer_id), get_dht_time()

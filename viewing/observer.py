@@ -102,7 +102,7 @@ class Observer:
                 # once more: the first trainers may have come after this peer
                 mine = RunContract(joined=contract.joined, contract=self.contract)
                 if differences := find_differences(mine, [contract]):
-                    stop_different(self.prefix, differences)
+                    stop_different(self.prefix, differences, [contract])
                 self.contract = None
 
     def step(self) -> SwarmMetrics | None:

@@ -8,6 +8,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
 
+from arguments import AveragingArguments, SwarmArguments
 from support.console import UserError
 from swarm.contract import compare_with_run, confirm_contract, join_run, publish_contract
 from swarm.dht import DHT
@@ -75,7 +76,7 @@ def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
 
 
 def test_a_strangers_contract_locks_nobody_out():
-    prefix, terms = make_prefix(), {"learning_rate": "0.1"}
+    prefix, terms, flags = make_prefix(), {"learning_rate": "0.1"}, "--learning_rate 0.1"
     with (
         run_peer(prefix) as (monitor, _),
         run_peer(prefix, monitor) as (stranger, key),
@@ -83,9 +84,9 @@ def test_a_strangers_contract_locks_nobody_out():
     ):
         publish_contract(stranger, prefix, key, make_contract(learning_rate="9"), 300).result(timeout=30)
         with pytest.raises(UserError, match="the run has 9, you have 0.1"):  # where nobody vouches for anything
-            join_run(newcomer, prefix, own_key, terms, 300)
+            join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
         newcomer.vouched = ask_initial_peers(newcomer, prefix, addresses(monitor), False)
-        mine = join_run(newcomer, prefix, own_key, terms, 300)
+        mine = join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
         assert compare_with_run(newcomer, prefix, terms) == 0
         confirm_contract(newcomer, prefix, mine)
         # now somebody has worked, by other terms
@@ -93,7 +94,8 @@ def test_a_strangers_contract_locks_nobody_out():
         with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
             confirm_contract(newcomer, prefix, mine)
         with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
-            join_run(newcomer, prefix, own_key, terms, 300)
+            join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
+        assert mine.flags == flags
         tell(monitor, newcomer, Statement(prefix=prefix, contract=make_contract(**terms)))
         newcomer.vouched = Statement(prefix=prefix)
         confirm_contract(newcomer, prefix, mine)
