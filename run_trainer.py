@@ -105,7 +105,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
         contract = join_run(dht, swarm.experiment_prefix, public_key, contract, averaging_args.metadata_expiration)
         averaging_args = measure_bandwidth(dht, averaging_args)
         optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
-    handle_stop_signals()
+    handle_stop_signals(unsaved="what this peer has computed since its last checkpoint")
     ranks.connect()
     ranks.require_same(tokenizer.name_or_path, tokenizer_fingerprint(tokenizer))
     reader = ranks.broadcast(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)

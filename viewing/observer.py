@@ -53,7 +53,7 @@ class Observer:
         if self.needs_model:
             self.prepare_model()
         self.report.start_dashboard()
-        stop = handle_stop_signals()
+        stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
         if self.page:
             self.page.serve(self.dht, self.report.read_progress)
         # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
