@@ -13,7 +13,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, get_dht_time
 
 from swarm.dht import name_peers
-from utils import select_believable
+from utils import find_peer_id, select_believable
 
 logger = logging.getLogger("swarm")
 
@@ -36,6 +36,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.others: dict[bytes, LocalTrainingProgress] = {}
         #: when peers were found silent, or until when they are banned, in seconds of the DHT's time
         self.silent: dict[bytes, float] = {}
+        #: those of them of whom the next look may tell that they have left in order
+        self.unexplained: set[bytes] = set()
         #: how often each has lied
         self.lies: Counter[PeerID] = Counter()
         self.last_fetch = -float("inf")
@@ -69,15 +71,20 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     def _parse_swarm_progress_data(self, metadata):
         own_id = self.dht.peer_id.to_bytes()
         newest: dict[bytes, tuple[bytes, LocalTrainingProgress]] = {}
+        withdrawn = set()
         for key, entry in metadata.items() if isinstance(metadata, dict) else ():
             if entry.value is not None:
                 record = LocalTrainingProgress.parse_obj(entry.value)
                 # a peer that was restarted has the records of both lives
                 if record.peer_id not in newest or record.time > newest[record.peer_id][1].time:
                     newest[record.peer_id] = key, record
+            else:
+                withdrawn.add(find_peer_id(key))
         # anybody may sign "epoch 10**9" with a fresh key, and everybody would ask for that state
         records = [(peer_id, record) for peer_id, (_, record) in newest.items() if peer_id != own_id]
-        self.others = dict(select_believable(records, self.local_progress.epoch))
+        before, self.others = self.others, dict(select_believable(records, self.local_progress.epoch))
+        for peer_id in withdrawn & before.keys() - self.others.keys():
+            logger.info(f"peer {PeerID(peer_id)} left")
         newest = {peer_id: item for peer_id, item in newest.items() if peer_id == own_id or peer_id in self.others}
         for peer_id, since in list(self.silent.items()):
             record, now = self.others.get(peer_id), get_dht_time()
@@ -87,6 +94,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             elif min(record.time, now) > since:
                 del self.silent[peer_id]
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
+        if gone := self.unexplained & self.silent.keys() & self.others.keys():
+            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {len(self.present)} other peers")
+        self.unexplained.clear()
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
         # one peer alone does not lift the epoch of all, as whoever claims one has a state for it to give; newcomers, at
         # epoch 0, have no say
@@ -148,7 +158,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
         self.silent |= dict.fromkeys(gone, get_dht_time())
         if gone:
-            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {len(self.present)} other peers")
+            self.unexplained.update(gone)
             self.fetch_soon(0.0)
 
     def ban(self, lies: dict[PeerID, str]) -> None:
