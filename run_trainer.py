@@ -88,9 +88,9 @@ def train(ranks: DeviceGroup, *groups) -> None:
         model = make_trained_model(model_args, args, tokenizer)
         if is_main:
             check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
+            warn_of(check_machine(model.num_parameters(), args))
             claim_folders(args)
             saved_state = choose_state(args, model, swarm.experiment_prefix)
-            warn_of(check_machine(model.num_parameters(), args))
 
     # swarm and optimizer
     optimizer = callback = None
@@ -159,9 +159,9 @@ def train(ranks: DeviceGroup, *groups) -> None:
         callback.on_train_end()
         ranks.end()
         shut_down(dht, optimizer)
-        callback.save_results(with_evaluation=not failure)
-    if failure:
-        raise SystemExit(2 if isinstance(failure, UserError) else 1)
+        is_saved = callback.save_results(with_evaluation=not failure)
+        if failure or not is_saved:
+            raise SystemExit(2 if isinstance(failure, UserError) else 1)
 
 
 def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch: int, max_epoch: int) -> None:
