@@ -15,7 +15,7 @@ from swarms import AVERAGING_TIMEOUT, MATCHMAKING_TIME, Swarm
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "main"])
 def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, tiny_data, whole):
-    """kill -9 of one of three trainers: of all its processes, or of the main one alone, whose helpers then end, its data's workers too."""
+    """kill -9 of one of three trainers: of all its processes, or of the main one alone, with which the rest ends."""
     swarm = Swarm(start, tmp_path, {**tiny_data, "--dataloader_num_workers": 1})
     swarm.start_monitor()
     names = ["a", "b", "c"]
