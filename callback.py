@@ -112,6 +112,8 @@ class CollaborativeCallback:
         self.history = Path(self.args.output_dir) / "history.jsonl"
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
+        for handler in logging.getLogger().handlers:  # a line begins where the bar was
+            handler.addFilter(lambda _: self.bar.clear(nolock=True) or True)
         self.next_bar_time = 0.0
         #: for how long the device has waited for data in this epoch, and for how many epochs that was too long
         self.waited, self.wait_share, self.starved_epochs = 0.0, 0.0, 0
@@ -346,13 +348,12 @@ class CollaborativeCallback:
             )
             return False
         seconds = time.monotonic() - start
-        with self.bar.external_write_mode():
-            logger.info(f"validation {format_evaluation(self.evaluation)}, measured in {seconds:.1f} s")
-            if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
-                logger.warning(
-                    f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
-                    f"{self.evaluation.samples:,}), or the swarm continues without this trainer meanwhile"
-                )
+        logger.info(f"validation {format_evaluation(self.evaluation)}, measured in {seconds:.1f} s")
+        if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
+            logger.warning(
+                f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
+                f"{self.evaluation.samples:,}), or the swarm continues without this trainer meanwhile"
+            )
         return True
 
     def measure_progress(self) -> dict:

@@ -180,7 +180,7 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
         if start is None:
             start = time.monotonic()
             if unsaved:
-                logger.info("stopping: this step is finished and saved; Ctrl-C again gives up what is not saved")
+                logger.info("stopping: saving; Ctrl-C again gives up what is not saved")
         elif unsaved and number == signal.SIGINT and time.monotonic() < start + ASK_SECONDS:
             logger.info(f"still stopping: Ctrl-C once more ends at once, and loses {unsaved}")
             start = -math.inf

@@ -173,7 +173,7 @@ def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
     trainer.wait_for("Epoch #2")
     trainer.interrupt()
     trainer.assert_clean_end(30)
-    assert trainer.text.count("trainer stopping: ") == 1
+    assert trainer.text.count("trainer stopping: saving") == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["epoch"] >= 2
     assert summary["samples"] == sum(line["samples_accumulated"] for line in history(tmp_path, ".").values())
