@@ -470,6 +470,7 @@ class CollaborativeCallback:
 
     def on_train_end(self) -> None:
         """Save, and withdraw the contract: a swarm that has ended must not bind the next one of the same name."""
+        self.optimizer.leave()
         # rounds that run in the background still change the parameters
         self.optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
         self.bar.close()
@@ -479,8 +480,11 @@ class CollaborativeCallback:
         publish_contract(self.dht, self.prefix, self.public_key, None, expiration)
         self.dashboard.finish()
 
-    def save_results(self, with_evaluation: bool) -> None:
-        """The model and summary.json, when the swarm is left, which would wait for an evaluation."""
+    def save_results(self, with_evaluation: bool) -> bool:
+        """The model and summary.json, when the swarm is left, which would wait for an evaluation.
+
+        :returns: whether the model could be written
+        """
         optimizer, output_dir, entropy = self.optimizer, Path(self.args.output_dir), self.corpus["unigram_entropy"]
         summary = {"unigram_entropy": entropy, "peer_id": str(self.dht.peer_id)}
         if self.start_loss is not None:
@@ -513,6 +517,7 @@ class CollaborativeCallback:
             f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "
             + (f"in {output_dir}" if is_saved else "NOT SAVED, see the warning above")
         )
+        return is_saved
 
 
 def list_errors(error: ValidationError) -> str:

@@ -91,9 +91,9 @@ def train(ranks: DeviceGroup, *groups) -> None:
         model = make_trained_model(model_args, args, tokenizer)
         if is_main:
             check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
+            warn_of(check_machine(model.num_parameters(), args))
             claim_folders(args)
             saved_state = choose_state(args, model, swarm.experiment_prefix)
-            warn_of(check_machine(model.num_parameters(), args))
 
     # swarm and optimizer
     optimizer = callback = None
@@ -108,7 +108,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
         contract = join_run(dht, public_key, contract, swarm, averaging_args, describe_shared(groups))
         averaging_args = measure_bandwidth(dht, averaging_args)
         optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
-    handle_stop_signals()
+    handle_stop_signals(unsaved="what this peer has computed since its last checkpoint")
     ranks.connect()
     ranks.require_same(tokenizer.name_or_path, tokenizer_fingerprint(tokenizer))
     reader = ranks.broadcast(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)
@@ -162,9 +162,9 @@ def train(ranks: DeviceGroup, *groups) -> None:
         callback.on_train_end()
         ranks.end()
         shut_down(dht, optimizer)
-        callback.save_results(with_evaluation=not failure)
-    if failure:
-        raise SystemExit(2 if isinstance(failure, UserError) else 1)
+        is_saved = callback.save_results(with_evaluation=not failure)
+        if failure or not is_saved:
+            raise SystemExit(2 if isinstance(failure, UserError) else 1)
 
 
 def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch: int, max_epoch: int) -> None:

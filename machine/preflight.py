@@ -119,13 +119,18 @@ def check_file_limit() -> Check:
 
 
 def check_disk(folder: str, parameters: int, kept: int) -> Check:
-    """:param kept: training states that are kept; one more is being written"""
-    needed = STATE_BYTES_PER_PARAMETER * parameters * (kept + 1)
+    """Of the model, and of training states. Without room for one of them, there would be nothing to show for the work.
+
+    :param kept: training states that are kept; one more is being written
+    """
+    one, needed = ((STATE_BYTES_PER_PARAMETER * states + 4) * parameters for states in (1, kept + 1))
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     finding = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
+    if free < one:
+        finding = f"{folder} has {format_bytes(free)} free, {format_bytes(one)} needed for the model and one checkpoint"
     cure = "free some, or choose another --output_dir: checkpoints would be lost"
-    return judge("disk", finding, cure, is_warning=free < needed)
+    return judge("disk", finding, cure, is_fatal=free < one, is_warning=free < needed)
 
 
 def check_memory(parameters: int) -> Check:
@@ -387,8 +392,10 @@ def format_check(check: Check) -> str:
 
 
 def warn_of(checks: list[Check]) -> None:
-    """One line in a trainer's log for each, unless all is well."""
+    """One line in a trainer's log for each, unless all is well; a UserError where nothing could be saved."""
     for check in checks:
+        if check.what == "disk" and check.level == "fatal":
+            raise UserError(f"{check.finding}: {check.cure}")
         if check.level != "ok":
             logger.warning(f"{check.what}: {check.finding}; {check.cure}")
 

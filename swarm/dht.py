@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import hivemind
 import numpy
+import torch
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.crypto import RSAPrivateKey
@@ -17,7 +18,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from support.console import UserError
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
-from swarm.processes import STOPPING, become_helper
+from swarm.processes import STOPPING, become_helper, hold_ctrl_c
 from swarm.storage import DHTProtocol
 from swarm.vouching import Statement
 
@@ -82,8 +83,14 @@ class DHT(hivemind.DHT):
     vouched: Statement | None = None
 
     def __init__(self, *args, identity_path: str | None = None, **kwargs):
+        with hold_ctrl_c():  # torch starts its manager of shared memory, and would wait forever for one that has died
+            torch.empty(1).share_memory_()
         with tempfile.TemporaryDirectory() as folder:  # p2pd reads a new key there, and it is needed no more
             super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
+
+    def start(self) -> None:
+        with hold_ctrl_c():
+            super().start()
 
     def run_in_background(self, *args, **kwargs) -> None:
         super().run_in_background(*args, **kwargs)

@@ -183,6 +183,19 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             return None
         return super().step(closure, batch_size, grad_scaler)
 
+    def leave(self) -> None:
+        """Tell the others that this peer is about to go: `shutdown` comes when it has saved what it has. A round that
+        they have begun goes on, without anything of this peer."""
+        self.tracker.shutdown(self.shutdown_timeout)
+        for control in (self.scheduled_grads, self.scheduled_state):
+            if control is None or control.done() or control.triggered:
+                continue
+            if control.stage == AveragingStage.LOOKING_FOR_GROUP:
+                control.cancel()
+            else:
+                control.weight = 0.0
+                control.allow_allreduce()
+
     def shutdown(self) -> None:
         # hivemind cancels once more a round that has failed and was cancelled, which raises
         self.scheduled_grads, self.scheduled_state = (

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,8 @@ logger = logging.getLogger("swarm")
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)
 # Set by Ctrl-C and SIGTERM: whoever waits for others waits no longer.
 STOP_REQUESTED = threading.Event()
+# Who presses Ctrl-C again so soon may only have seen nothing happen.
+ASK_SECONDS = 10.0
 
 
 def is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -55,6 +58,17 @@ def quiet_hivemind_logs() -> None:
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     # the default number of data loader workers suits a machine with a GPU; torch warns of it on two cores
     warnings.filterwarnings("ignore", message="This DataLoader will create")
+
+
+@contextlib.contextmanager
+def hold_ctrl_c() -> Iterator[None]:
+    """For the start of a process, which would not outlive a Ctrl-C of that moment: a terminal sends it to all of them.
+    It waits until the end, and is this process's alone."""
+    earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
 
 
 def become_helper() -> None:
@@ -126,6 +140,7 @@ def clean_end() -> Iterator[None]:
     """
 
     def interrupt(*_) -> None:
+        STOP_REQUESTED.set()  # to be seen later where the exception is lost: Python swallows it while it forks
         raise KeyboardInterrupt
 
     def end_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
@@ -150,16 +165,29 @@ def clean_end() -> Iterator[None]:
     end_process(code)
 
 
-def handle_stop_signals() -> threading.Event:
+def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
     """From now on SIGINT and SIGTERM set this event, for the loop to look at; a second signal ends at once.
 
-    Call it when everything is built: hivemind's constructors set SIGINT to be ignored (note 36).
+    :param unsaved: what ending at once loses: the first signal says so, and a Ctrl-C soon after it asks once more
     """
+    if STOP_REQUESTED.is_set():
+        raise KeyboardInterrupt  # once more, see clean_end
+    start = None
 
-    def request_stop(*_) -> None:
-        if STOP_REQUESTED.is_set():
-            end_process(0)
+    def request_stop(number: int, _) -> None:
+        nonlocal start, unsaved
         STOP_REQUESTED.set()
+        if start is None:
+            start = time.monotonic()
+            if unsaved:
+                logger.info("stopping: saving; Ctrl-C again gives up what is not saved")
+        elif unsaved and number == signal.SIGINT and time.monotonic() < start + ASK_SECONDS:
+            logger.info(f"still stopping: Ctrl-C once more ends at once, and loses {unsaved}")
+            start = -math.inf
+        else:
+            if unsaved:
+                logger.info(f"ended at once; lost: {unsaved}")
+            end_process(130 if unsaved else 0)
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)

@@ -14,7 +14,7 @@ from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, 
 
 from support.console import format_count
 from swarm.dht import name_peers
-from utils import select_believable
+from utils import find_peer_id, select_believable
 
 logger = logging.getLogger("swarm")
 
@@ -39,6 +39,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.others: dict[bytes, LocalTrainingProgress] = {}
         #: when peers were found silent, or until when they are banned, in seconds of the DHT's time
         self.silent: dict[bytes, float] = {}
+        #: those of them of whom the next look may tell that they have left in order
+        self.unexplained: set[bytes] = set()
         #: how often each has lied, and to how many rounds in a row it has not come
         self.lies: Counter[PeerID] = Counter()
         self.absences: Counter[bytes] = Counter()
@@ -76,19 +78,24 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     def _parse_swarm_progress_data(self, metadata):
         own_id = self.dht.peer_id.to_bytes()
         newest: dict[bytes, tuple[bytes, LocalTrainingProgress]] = {}
+        withdrawn = set()
         for key, entry in metadata.items() if isinstance(metadata, dict) else ():
             if entry.value is not None:
                 record = LocalTrainingProgress.parse_obj(entry.value)
                 # a peer that was restarted has the records of both lives
                 if record.peer_id not in newest or record.time > newest[record.peer_id][1].time:
                     newest[record.peer_id] = key, record
+            else:
+                withdrawn.add(find_peer_id(key))
         # anybody may sign "epoch 10**9" with a fresh key, and everybody would ask for that state
         records = [(peer_id, record) for peer_id, (_, record) in newest.items() if peer_id != own_id]
-        known = [(peer_id, record) for peer_id, record in records if peer_id in self.trusted]
+        before, known = self.others, [(peer_id, record) for peer_id, record in records if peer_id in self.trusted]
         self.others = dict(select_believable(known or records, self.local_progress.epoch))
         if known:
             limit = max(record.epoch for record in (self.local_progress, *self.others.values())) + MAX_LEAD
             self.others |= {peer_id: record for peer_id, record in records if record.epoch <= limit}
+        for peer_id in withdrawn & before.keys() - self.others.keys():
+            logger.info(f"peer {PeerID(peer_id)} left")
         newest = {peer_id: item for peer_id, item in newest.items() if peer_id == own_id or peer_id in self.others}
         for peer_id, since in list(self.silent.items()):
             record, now = self.others.get(peer_id), get_dht_time()
@@ -98,6 +105,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             elif min(record.time, now) > since:
                 del self.silent[peer_id]
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
+        if gone := self.unexplained & self.silent.keys() & self.others.keys():
+            others = format_count(len(self.present), "other peer")
+            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {others}")
+        self.unexplained.clear()
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
         # strangers do not lift the epoch of all, nor does one peer alone, as whoever claims one has a state for it to
         # give; newcomers, at epoch 0, have no say
@@ -167,8 +178,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
         self.silent |= dict.fromkeys(gone, get_dht_time())
         if gone:
-            others = format_count(len(self.present), "other peer")
-            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {others}")
+            self.unexplained.update(gone)
             self.fetch_soon(0.0)
 
     def ban(self, lies: dict[PeerID, str]) -> None:

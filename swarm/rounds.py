@@ -35,7 +35,7 @@ from swarm.guard import (
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered, sign_standing
 from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
-from swarm.processes import become_helper
+from swarm.processes import become_helper, hold_ctrl_c
 
 logger = logging.getLogger("swarm")
 
@@ -277,6 +277,13 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         #: in the averager's process: how much each is trusted to average, see swarm/guard.py
         self._trust: dict[PeerID, float] = defaultdict(lambda: 1.0)
         super().__init__(*args, **kwargs)
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """hivemind's, which has this process ignore Ctrl-C from then on (note 36)."""
+        with hold_ctrl_c():
+            self.start()
+        if await_ready:
+            self.wait_until_ready(timeout)
 
     def run(self) -> None:
         become_helper()

@@ -27,7 +27,7 @@ DASHBOARD_ERRORS = (OSError, RuntimeError, ValueError, sqlite3.Error)
 GROUPS = {
     "": ("loss", "validation_loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
     "validation/": ("validation_perplexity", "validation_accuracy"),
-    "progress/": ("swarm_samples", "target_batch_size", "final_epoch", "seconds_left"),
+    "progress/": ("swarm_samples", "seconds_left"),
     "epoch/": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds", "data_wait_share"),
     "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
     "traffic/": ("bytes_sent", "bytes_received"),
@@ -54,7 +54,9 @@ class Dashboard:
         """
         if self.run is None:
             return
-        shown = {f"{group}{name}": values[name] for group, names in GROUPS.items() for name in names if name in values}
+        names = [(f"{group}{name}", name) for group, names in GROUPS.items() for name in names if name in values]
+        # a chart of zeros tells nothing
+        shown = {title: values[name] for title, name in names if values[name] or name != "skipped_steps"}
         try:
             if contributors:
                 rows = [list(row.values()) for row in contributors]

@@ -4,6 +4,9 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+
+from arguments import TrainerArguments
 from support.files import read_json_lines
 from utils import LocalMetrics, SwarmMetrics
 
@@ -72,7 +75,7 @@ class Contribution:
     skipped_steps: int
     samples_per_second: float
     client_mode: bool
-    last_seen: float  # Unix time at which its newest record was first read
+    last_seen: float  # Unix time of its newest report
     reported_samples: int  # total_samples of its newest record
     expiration_time: float  # of its newest record
 
@@ -90,9 +93,15 @@ class Contributions:
         names = {field.name for field in fields(Contribution)}
         self.peers = {label: Contribution(**values) for label, values in saved.items() if names == values.keys()}
 
-    def update(self, records: dict[str, tuple[LocalMetrics, float]], now: float) -> None:
+    def update(
+        self,
+        records: dict[str, tuple[LocalMetrics, float]],
+        reports: dict[str, LocalTrainingProgress],
+        now: float,
+    ) -> None:
         """Take in the peers' newest records, each with its expiration time.
 
+        :param reports: of those who are there: what they have told of their progress within the epoch
         :param now: Unix time
         """
         for label, (metrics, expiration_time) in records.items():
@@ -111,10 +120,13 @@ class Contributions:
                 skipped_steps=metrics.skipped_steps,
                 samples_per_second=metrics.samples_per_second,
                 client_mode=metrics.client_mode,
-                last_seen=now,
+                # of a peer that is gone: when it has made this record, unless its flag is not the default
+                last_seen=min(now, expiration_time - TrainerArguments.statistics_expiration),
                 reported_samples=metrics.total_samples,
                 expiration_time=expiration_time,
             )
+        for label in self.peers.keys() & reports.keys():
+            self.peers[label].last_seen = min(now, reports[label].time)
         if len(self.peers) > MAX_PEERS:
             self.peers = dict(self.ranking()[:MAX_PEERS])
 

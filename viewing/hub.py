@@ -30,8 +30,7 @@ class Publisher:
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
-        if find_token() is None:
-            raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
+        require_token()
         self.repo_id, self.interval, self.folder = repo_id, interval, folder
         self.record = folder / "uploaded.json"
         self.thread = self.last_failure = None
@@ -89,6 +88,12 @@ def read_stamp(folder: Path) -> dict:
 def find_token() -> str | None:
     """The Hub's token from the environment, or that of `hf auth login`."""
     return os.environ.get("HF_TOKEN") or os.environ.get("HF_USER_ACCESS_TOKEN") or huggingface_hub.get_token()
+
+
+def require_token() -> None:
+    """A UserError where there is no token."""
+    if find_token() is None:
+        raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
 
 
 def bound_waiting_for_the_hub() -> None:

@@ -31,6 +31,10 @@ class Observer:
         if swarm.client_mode:
             who = "an auxiliary peer" if is_aux else "a monitor"
             raise UserError(f"--client_mode is for trainers: others must be able to reach {who}")
+        if archive_args.repo_url:
+            from viewing.hub import require_token  # and torch, as in prepare_model
+
+            require_token()
         self.prefix, self.period = swarm.experiment_prefix, min(args.refresh_period, threading.TIMEOUT_MAX)
         self.assists = is_aux and args.assist_in_averaging
         self.needs_model = self.assists or archive_args.store_checkpoints
@@ -57,7 +61,7 @@ class Observer:
         if self.needs_model:
             self.prepare_model()
         self.report.start_dashboard()
-        stop = handle_stop_signals()
+        stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
         if self.page:
             self.page.serve(self.dht, self.report.read_progress)
         # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends

@@ -23,6 +23,7 @@ from utils import (
     Workers,
     aggregate_metrics,
     describe_evaluation,
+    fetch_progress,
     fetch_records,
     find_evaluation,
     format_evaluation,
@@ -36,8 +37,8 @@ from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_s
 logger = logging.getLogger("report")
 
 CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of a core that may be training
-# Seconds between two tables of contributors, of which dashboards keep every one: at the start, and later.
-FIRST_TABLE_PERIOD, TABLE_PERIOD = 60.0, 3600.0
+# Seconds between two tables of contributors: dashboards show every one of them. They get the last one at the end.
+TABLE_PERIOD = 86400.0
 FINAL_FETCH_TIMEOUT = 5.0
 # A read of the DHT may miss a record that is there; so many that miss all newer ones mean that a run started over.
 READS_BEFORE_GOING_BACK = 3
@@ -75,8 +76,8 @@ class RunReport:
         self.config = asdict(swarm) | asdict(args)
         self.dashboard, self.alive_peers = Dashboard(), 0
         self.course, self.progress, self.workers = RunCourse(self.prefix), {}, Workers()
-        self.older_reads, self.next_drawing, self.next_table = 0, time.monotonic() + CURVE_PERIOD, 0.0
-        self.table_period = FIRST_TABLE_PERIOD
+        self.older_reads, start = 0, time.monotonic()
+        self.next_drawing, self.next_table = start + CURVE_PERIOD, start + TABLE_PERIOD
 
     def start_dashboard(self) -> None:
         """Call it when all helper processes are forked."""
@@ -118,7 +119,8 @@ class RunReport:
         starts_over = is_new and self.older_reads > 0 and self.go_back(current.epoch)
         evaluation = None
         if is_clear:
-            self.contributions.update({label: records[label] for label, _ in believable}, time.time())
+            reports = {} if is_last else fetch_progress(dht, self.prefix)
+            self.contributions.update({label: records[label] for label, _ in believable}, reports, time.time())
             evaluation = find_evaluation(believable)
             if evaluation and evaluation.epoch <= self.last_validation().get("validation_epoch", -1):
                 evaluation = None
@@ -153,8 +155,7 @@ class RunReport:
         append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
         rows = []
         if time.monotonic() >= self.next_table:
-            self.next_table = time.monotonic() + self.table_period
-            self.table_period = min(2 * self.table_period, TABLE_PERIOD)
+            self.next_table = time.monotonic() + TABLE_PERIOD
             rows = self.contributions.make_rows()
         # of a second line only what is new: dashboards have the rest
         news = entry if is_new else {"epoch": entry["epoch"], **validation}
@@ -190,7 +191,8 @@ class RunReport:
         total = max(1, self.contributions.total_samples())
         for row in self.contributions.make_rows():
             logger.info(f"Peer {row['peer']} contributed {row['samples']:,} samples ({row['samples'] / total:.1%})")
-        logger.info(f"Learning curve, metrics.jsonl and summary.json are in {self.output_dir}")
+        names = [n for n in ("learning_curve.png", "metrics.jsonl", "summary.json") if (self.output_dir / n).exists()]
+        logger.info(f"In {self.output_dir}: {', '.join(names)}")
         if self.last:
             # the whole table once more, beside the last epoch's numbers
             self.dashboard.report({"epoch": self.last.epoch}, self.contributions.make_rows())

@@ -1,9 +1,11 @@
 """Training states on disk: bit for bit, whole or not there, and what a trainer continues from after kill -9."""
 
+import contextlib
 import json
 import math
 import os
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -260,16 +262,30 @@ def assert_loss_goes_on(lines: dict[int, dict], epoch: int) -> None:
     assert after == pytest.approx(before, abs=0.35)
 
 
-def test_a_full_disk_does_not_end_the_training(start, small_disk, tiny_data, tmp_path):
-    """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
+def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_joined(start, small_disk, tiny_data):
     disk = small_disk(1000)
-    limits = {**tiny_data, "--max_steps": 8, "--save_steps": 1, "--backup_every_epochs": 1}
-    trainer = start_alone(start, "trainer", disk, make_prefix(), limits, {"--state_path": disk / "state.pt"})
-    trainer.assert_clean_end(120)
+    trainer = start_alone(start, "trainer", disk / "out", make_prefix(), tiny_data)
+    assert trainer.wait(60) == 2
+    *_, line = trainer.text.splitlines()
+    assert re.search(r"error: .*/out has .* free, .* needed for the model and one checkpoint: free some", line)
+    assert not list(disk.iterdir()) and "Traceback" not in trainer.text
+
+
+def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data, tmp_path):
+    """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
+    disk = small_disk(20_000)
+    limits = {**tiny_data, "--max_steps": 8, "--save_steps": 4, "--backup_every_epochs": 4}
+    own = {"--state_path": disk / "state.pt", "--resume_from_checkpoint": "none"}
+    trainer = start_alone(start, "trainer", disk, make_prefix(), limits, own)
+    trainer.wait_for("trainer run ")
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    assert trainer.wait(120) == 1 and "Traceback" not in trainer.text
     assert "epoch 8, contributed" in trainer.text and "NOT SAVED" in trainer.text
-    warnings = [line for line in trainer.text.splitlines() if "warning: Could not" in line]
-    # one for checkpoints, one for the state file
-    assert len(warnings) == 2 and all("No space left" in line for line in warnings), trainer.text
+    # one for each file
+    names = re.findall(r"warning: Could not .*/disk20000/(\S+): .*No space left", trainer.text)
+    assert sorted(names) == sorted({*names, "state.pt", "checkpoint-4"}), trainer.text
     assert not find_checkpoints(disk) and not list(disk.glob(".*.unfinished"))
 
 

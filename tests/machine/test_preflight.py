@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import socket
 
 import pytest
@@ -84,7 +85,9 @@ def test_what_is_fatal_and_what_a_warning():
     assert check_memory(1000).level == "ok"
     assert check_memory(10**12).level == "fatal"
     assert check_disk("/tmp/does/not/exist/yet", 1000, 2).level == "ok"
-    assert check_disk("/tmp", 10**14, 2).level == "warning"
+    assert check_disk("/tmp", 10**14, 2).level == "fatal"
+    parameters = int(shutil.disk_usage("/tmp").free / (12 * 10 + 4))  # room for nine of ten states and one more
+    assert check_disk("/tmp", parameters, 10).level == "warning"
 
 
 def test_a_line_of_the_table():

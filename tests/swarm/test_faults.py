@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -14,8 +15,8 @@ from swarms import AVERAGING_TIMEOUT, MATCHMAKING_TIME, Swarm
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "main"])
 def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, tiny_data, whole):
-    """kill -9 of one of three trainers: of all its processes, or of the main one alone, whose helpers then end."""
-    swarm = Swarm(start, tmp_path, tiny_data)
+    """kill -9 of one of three trainers: of all its processes, or of the main one alone, with which the rest ends."""
+    swarm = Swarm(start, tmp_path, {**tiny_data, "--dataloader_num_workers": 1})
     swarm.start_monitor()
     names = ["a", "b", "c"]
     *_, victim = swarm.start_trainers(*names)
@@ -43,6 +44,20 @@ def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, ti
         assert line["computed_samples"] == line["total_samples"] + line["pending_samples"]
     swarm.stop_together(names[:2], after)
     assert swarm.difference(names[:2]) < 1e-6
+
+
+def test_who_leaves_in_order_alarms_nobody(start, tmp_path, tiny_data):
+    swarm = Swarm(start, tmp_path, tiny_data)
+    swarm.start_monitor()
+    *others, leaver = swarm.start_trainers("a", "b", "c")
+    swarm.wait_for_joint_epochs(["a", "b", "c"], 2, 90)
+    lengths = [len(other.text) for other in others]
+    leaver.interrupt()
+    leaver.assert_clean_end()
+    swarm.wait_for_joint_epochs(["a", "b"], 2, 60, swarm.last_epoch("a"))
+    peer_id = re.search(r"parameters, peer (\w+)", leaver.text)[1]
+    for other, length in zip(others, lengths, strict=True):
+        assert f"peer {peer_id} left" in other.text and "warning" not in other.text[length:], other.text[length:]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -172,10 +173,43 @@ def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
     trainer.wait_for("Epoch #2")
     trainer.interrupt()
     trainer.assert_clean_end(30)
+    assert trainer.text.count("trainer stopping: saving") == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["epoch"] >= 2
     assert summary["samples"] == sum(line["samples_accumulated"] for line in history(tmp_path, ".").values())
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("helpers", [1, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_ctrl_c_is_obeyed_while_helpers_start(start, tmp_path, tiny_data, helpers):
+    """At the moment when another one appears; the first is torch's manager of shared memory."""
+    own = {**tiny_data, "--experiment_prefix": make_prefix(), "--output_dir": tmp_path}
+    trainer = start("trainer", "run_trainer.py", *LOOPBACK, *flags(TRAINER, own))
+    wait_until(lambda: len(trainer.processes()) > helpers, 60, f"{helpers} helpers")
+    trainer.interrupt()
+    trainer.assert_clean_end(20)
+    assert "Epoch #2" not in trainer.text
+
+
+def test_ctrl_c_again_asks_once_more_and_says_what_is_lost(start):
+    code = """if True:
+        import time
+        from support.console import setup_logging
+        from swarm.processes import clean_end, handle_stop_signals
+        setup_logging("peer")
+        with clean_end():
+            handle_stop_signals(unsaved="a day of work")
+            while True:
+                print("ready", flush=True)
+                time.sleep(0.1)
+        """
+    peer = start("peer", "-c", code)
+    peer.wait_for("ready")
+    for words in ("stopping: .* Ctrl-C again", "Ctrl-C once more ends at once, and loses a day", "lost: a day of work"):
+        assert not re.search(words, peer.text)
+        peer.interrupt()
+        peer.wait_for(words)
+    assert peer.wait(10) == 130
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from hub_server import TOKEN, HubServer
-from processes import ROOT, make_prefix, wait_until
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from records import make_metrics
 from swarms import ALONE, flags, history, start_alone, start_monitor
 from transformers import AlbertForPreTraining, AutoModelForMaskedLM, AutoTokenizer
@@ -326,6 +326,16 @@ def test_a_restart_neither_uploads_again_nor_counts_anew(hub, save):
     assert restarted.next_upload <= time.monotonic() + 1000  # a clock that was set back
     record.write_text("{")
     assert Publisher(REPOSITORY, 1000, folder.parent).next_upload <= time.monotonic()
+
+
+@pytest.mark.parametrize("script", ["run_training_monitor.py", "run_aux_peer.py"])
+def test_no_token_is_an_error_before_anything_else(start, tmp_path, script):
+    words = [script, "--experiment_prefix", make_prefix(), *LOOPBACK, "--output_dir", tmp_path / "out"]
+    words += ["--store_checkpoints", "--repo_url", REPOSITORY]
+    role = start("role", *words, env={"HF_HOME": str(tmp_path), "HF_TOKEN": ""})
+    assert role.wait(60) == 2
+    assert role.text.startswith(f"{script}: error: --repo_url needs a token") and role.text.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def upload_by_hand(hub, folder: Path, token: str) -> subprocess.CompletedProcess:

@@ -92,7 +92,7 @@ def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
     def tell(label: str, total: int, epoch: int = 3, at: int | None = None) -> int:
         """Take in a record of 64 samples in its epoch, `total` so far; what the table then says."""
         record = make_metrics(epoch, total_samples=total), float(next(expires) if at is None else at)
-        contributors.update({label: record}, 1000.0 + record[1])
+        contributors.update({label: record}, {}, 1000.0 + record[1])
         return contributors.peers[label].total_samples
 
     assert tell("a", 640, at=0) == 640  # it was there before this monitor
@@ -119,11 +119,23 @@ def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
     ]
 
 
+def test_last_seen_is_a_peers_own_report_and_not_the_look_at_it():
+    contributors, now = Contributions({}), get_dht_time()
+    options = dict(peer_id=b"1", epoch=3, samples_accumulated=0, samples_per_second=1.0, client_mode=False)
+    reports = {
+        label: LocalTrainingProgress(time=now + at, **options) for label, at in {"there": -7, "ahead": 9}.items()
+    }
+    # the metrics of all were made 100 s ago
+    contributors.update(dict.fromkeys(("gone", *reports), (make_metrics(), now + 500)), reports, now)
+    seen = {label: contributors.peers[label].last_seen - now for label in contributors.peers}
+    assert seen == pytest.approx({"gone": -100, "there": -7, "ahead": 0}, abs=0.01)
+
+
 def test_contributors_are_bounded(monkeypatch):
     monkeypatch.setattr("viewing.history.MAX_PEERS", 50)
     monkeypatch.setattr("viewing.history.MAX_PEERS_SHOWN", 10)
     contributors = Contributions({})
-    contributors.update({f"{i:08x}": (make_metrics(total_samples=i), 1.0) for i in range(80)}, 0.0)
+    contributors.update({f"{i:08x}": (make_metrics(total_samples=i), 1.0) for i in range(80)}, {}, 0.0)
     rows = contributors.make_rows()
     assert len(contributors.peers) == 50 and min(peer.total_samples for peer in contributors.peers.values()) == 30
     assert [row["samples"] for row in rows[:10]] == list(range(79, 69, -1))
