@@ -74,6 +74,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                         self.last_fetch = asked
                         self.fetched_global_progress_this_epoch.set()
             answer.cancel()
+            await asyncio.wait({answer})  # or it would be told of the answer when this loop is closed
 
     def _parse_swarm_progress_data(self, metadata):
         own_id = self.dht.peer_id.to_bytes()

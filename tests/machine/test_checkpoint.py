@@ -1,6 +1,5 @@
 """Training states on disk: bit for bit, whole or not there, and what a trainer continues from after kill -9."""
 
-import contextlib
 import json
 import math
 import os
@@ -274,18 +273,19 @@ def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_
 def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data, tmp_path):
     """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
     disk = small_disk(20_000)
-    limits = {**tiny_data, "--max_steps": 8, "--save_steps": 4, "--backup_every_epochs": 4}
+    # so many epochs that the disk is full before the first of these files is due
+    limits = {**tiny_data, "--max_steps": 80, "--save_steps": 60, "--backup_every_epochs": 60}
     own = {"--state_path": disk / "state.pt", "--resume_from_checkpoint": "none"}
     trainer = start_alone(start, "trainer", disk, make_prefix(), limits, own)
     trainer.wait_for("trainer run ")
-    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
-        while True:
-            filler.write(bytes(4096))
+    with open(disk / "filler", "wb") as filler:
+        free = os.statvfs(disk)
+        os.posix_fallocate(filler.fileno(), 0, free.f_bavail * free.f_frsize)
     assert trainer.wait(120) == 1 and "Traceback" not in trainer.text
-    assert "epoch 8, contributed" in trainer.text and "NOT SAVED" in trainer.text
+    assert "epoch 80, contributed" in trainer.text and "NOT SAVED" in trainer.text
     # one for each file
     names = re.findall(r"warning: Could not .*/disk20000/(\S+): .*No space left", trainer.text)
-    assert sorted(names) == sorted({*names, "state.pt", "checkpoint-4"}), trainer.text
+    assert sorted(names) == sorted({*names, "state.pt", "checkpoint-60"}), trainer.text
     assert not find_checkpoints(disk) and not list(disk.glob(".*.unfinished"))
 
 

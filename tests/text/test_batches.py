@@ -226,7 +226,6 @@ def test_sequence_length_grows_with_the_epoch():
     assert [sequence_length_at(epoch, args) for epoch in (0, 1, 10, 999, 10**9)] == [30, 30, 32, 504, 512]
     assert sequence_length_at(5, DataArguments()) is None
     assert sequence_length_at(5, DataArguments(max_sequence_length=64)) == 64
-    assert sequence_length_at(5, DataArguments(initial_sequence_length=0, max_sequence_length=0)) is None
 
 
 @pytest.mark.parametrize("limit", [8, 9, 21, 64, 127, 128])
