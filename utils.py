@@ -47,6 +47,7 @@ logger = logging.getLogger("utils")
 # What we and hivemind store is far smaller: metrics with their signature take about 0.7 KB, a contract 2 KB, hivemind's
 # progress 0.6 KB. A whole dictionary of records must fit into one message of p2pd (4 MB), or nobody can read it.
 MAX_RECORD_BYTES = 16 * 1024
+MAX_CONTRACT_BYTES = 9000  # who vouches for it passes it through a pipe of hivemind's, which breaks at 16 KB
 # A record that never expires would count as a peer forever. Ours live minutes: --statistics_expiration and
 # --metadata_expiration allow no more than this.
 MAX_RECORD_LIFETIME = 3600.0
@@ -131,7 +132,10 @@ class RunContract(BaseModel):
     def bound_entries(cls, values: dict) -> dict:
         if len(values["contract"]) > 32:
             raise ValueError("a contract has 32 entries at most")
-        if not "".join(text for entry in values["contract"].items() for text in entry).isprintable():
+        texts = "".join(text for entry in values["contract"].items() for text in entry)
+        if len(texts.encode()) > MAX_CONTRACT_BYTES:
+            raise ValueError(f"a contract has {MAX_CONTRACT_BYTES:,} bytes at most")
+        if not texts.isprintable():
             raise ValueError("a contract is shown to others: no line breaks, and nothing that a terminal obeys")
         return values
 

@@ -142,6 +142,7 @@ def test_contracts_are_bounded():
             "ls",
         ):
             assert not store({"a": "1"}, flags)
+        assert not store({f"{i:064d}": "ä" * 200 for i in range(32)})
         contract = {f"{i:064d}": "x" * 200 for i in range(32)}
         assert store(contract)
         found = wait_until(lambda: reader.get(f"{prefix}_run", latest=True), 20, "the contract")

@@ -68,7 +68,7 @@ def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
         for values in (
             dict(prefix=7),
             dict(prefix=prefix, workers=[b"x" * 100]),
-            dict(prefix=prefix, workers=[b"x"] * 10_000),
+            dict(prefix=prefix, workers=[b"x"] * 65),
             dict(prefix=prefix, contract={"joined": 0.0, "contract": {"a": "\033[2J"}}),
         ):
             two.run_coroutine(partial(set_nonsense, values=values))
