@@ -18,8 +18,10 @@ torch.set_num_threads(1)
 
 # Of a test that starts scripts, in terms of one that does not: most of its time is waiting.
 WEIGHT_OF_A_START = 60
-# and of files whose tests start programs in other ways
-WEIGHTS = {"test_devices.py": 1000, "test_line.py": 1300, "test_tokenize.py": 400}
+# and what to add for files whose tests start programs in other ways, or longer ones
+WEIGHTS = {"test_line.py": 1300, "test_devices.py": 1000, "test_checkpoint.py": 500, "test_families.py": 400}
+WEIGHTS |= {"test_networks.py": 400, "test_archive.py": 350, "test_aux_peer.py": 250, "test_guard.py": 200}
+WEIGHTS |= {"test_evaluation.py": 100, "test_tokenize.py": 100}
 
 
 def pytest_addoption(parser):
