@@ -164,8 +164,8 @@ def check_identity(path: str) -> None:
             ) from e
 
 
-def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
-    """Start the DHT's helper process; a UserError when that fails."""
+def start_dht(swarm: SwarmArguments, validators: list, is_first: bool = True, **options) -> DHT:
+    """Start the DHT's helper process; a UserError when that fails, twice where the others are there after all."""
     if not options.get("client_mode") and not swarm.use_ipfs:
         # or nobody relays through this peer before it has found out by itself that it is public, which takes minutes
         options.setdefault("force_reachability", "public")
@@ -193,7 +193,10 @@ def start_dht(swarm: SwarmArguments, validators: list, **options) -> DHT:
         # the peer did not get through to us just now: whether it can is found out with more patience
         return start_dht(swarm, validators, **{**options, "strict": False, "check_if_identity_free": False})
     except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
-        raise UserError(explain_failed_start(swarm, str(e))) from e
+        reason = explain_failed_start(swarm, str(e))
+        if reason is None and is_first:
+            return start_dht(swarm, validators, is_first=False, **options)
+        raise UserError(reason or f"--initial_peers answer now, and did not before ({e}): try again") from e
     dht.run_coroutine(answer_newcomers)
     dht.run_coroutine(partial(answer_vouching, prefix=swarm.experiment_prefix))
     return dht
@@ -268,8 +271,8 @@ async def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
     return reasons
 
 
-def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
-    """One line for the daemon's error, which names the flag to change."""
+def explain_failed_start(swarm: SwarmArguments, error: str) -> str | None:
+    """One line for the daemon's error, which names the flag to change; None where all --initial_peers answer."""
     last_line = error.strip().splitlines()[-1] if error.strip() else "no reason given"
     if "already taken" in error:
         return f"--identity_path {swarm.identity_path} is in use by a running peer: give each peer a file of its own"
@@ -280,5 +283,5 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str:
     if swarm.initial_peers:
         reasons = asyncio.run(explain_unreachable(swarm.initial_peers)).items()
         reasons = [f"{maddr}: {reason}" for maddr, reason in reasons if reason]
-        return f"cannot reach --initial_peers {'; '.join(reasons) or f'{swarm.initial_peers} ({last_line})'}"
+        return f"cannot reach --initial_peers {'; '.join(reasons)}" if reasons else None
     return f"cannot start the peer-to-peer daemon ({last_line})"
