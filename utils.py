@@ -40,7 +40,8 @@ from hivemind.utils.serializer import MSGPackSerializer
 # hivemind 1.1.12's SchemaValidator takes models of pydantic's first version only
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
-from support.flags import SHARED_FLAGS
+from arguments import TRAINER_ARGS
+from support.flags import MAX_SHARED, SHARED_FLAGS, list_shared
 
 logger = logging.getLogger("utils")
 
@@ -126,7 +127,7 @@ class RunContract(BaseModel):
 
     joined: confloat(strict=True, ge=0.0, le=1e11)  # Unix time at which this peer published its contract first
     contract: dict[constr(strict=True, min_length=1, max_length=64), constr(strict=True, max_length=200)]
-    flags: constr(strict=True, max_length=1000, regex=rf"\A{SHARED_FLAGS.pattern}\Z") = ""  # that made it
+    flags: constr(strict=True, max_length=MAX_SHARED, regex=rf"\A{SHARED_FLAGS.pattern}\Z") = ""  # that made it
 
     @root_validator(skip_on_failure=True)
     def bound_entries(cls, values: dict) -> dict:
@@ -137,6 +138,8 @@ class RunContract(BaseModel):
             raise ValueError(f"a contract has {MAX_CONTRACT_BYTES:,} bytes at most")
         if not texts.isprintable():
             raise ValueError("a contract is shown to others: no line breaks, and nothing that a terminal obeys")
+        if not set(re.findall(r"--(?:no_)?(\w+)", values["flags"])) <= list_shared(TRAINER_ARGS):
+            raise ValueError("others are told only of flags that all peers must share")
         return values
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from support.console import UserError, suggest
 
+MAX_SHARED = 1000  # characters of them
 # What others may paste into a shell: flags that take one value each, or none; and no absolute paths.
 SHARED_FLAGS = re.compile(r"(--[a-z0-9_]+( [A-Za-z0-9_.,:+][A-Za-z0-9_.,:/+-]*)?( (?=-)|$))*", re.ASCII)
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -70,8 +71,14 @@ def describe_shared(groups: Sequence[Any]) -> str:
             value = getattr(group, item.name)
             if "ALL PEERS" in item.metadata["help"] and item.name != "experiment_prefix" and value != item.default:
                 text = f"--{'no_' * (value is False)}{item.name}" + f" {value}" * (not isinstance(value, bool))
-                words += [text] * bool(SHARED_FLAGS.fullmatch(text))
+                fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
+                words += [text] * bool(fits and SHARED_FLAGS.fullmatch(text))
     return " ".join(words)
+
+
+def list_shared(groups: Sequence[type]) -> set[str]:
+    """Names of the flags that all peers of a run must share."""
+    return {item.name for group in groups for item in fields(group) if "ALL PEERS" in item.metadata["help"]}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -54,10 +54,12 @@ def publish_contract(dht: DHT, prefix: str, public_key: bytes, contract: RunCont
 
 
 def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:
-    """The one that most hold, among equals the eldest."""
+    """The one that most hold, among equals the eldest; with the flags that most of these name."""
     contracts = sorted(contracts, key=lambda contract: contract.joined)
     votes = Counter(tuple(sorted(contract.contract.items())) for contract in contracts)
-    return max(contracts, key=lambda contract: votes[tuple(sorted(contract.contract.items()))], default=None)
+    chosen = max(contracts, key=lambda contract: votes[tuple(sorted(contract.contract.items()))], default=None)
+    flags = Counter(contract.flags for contract in contracts if contract.contract == chosen.contract)
+    return chosen and chosen.copy(update={"flags": flags.most_common(1)[0][0]})
 
 
 def find_differences(mine: RunContract, others: Iterable[RunContract]) -> list[str]:

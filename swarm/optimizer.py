@@ -66,7 +66,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
     _download_after = -float("inf")  # time before which no download is tried
     _download_from = 0  # the swarm's epoch before which none is tried
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
-    _has_waited = False  # for the last round, as long as others are waited for
+    _waited_since: float | None = None  # for the last round, if others were waited for in vain; time of the DHT
     _patient_from = 0  # the epoch before which nobody who is behind is waited for
     _questions: list = []  # pings in flight
     #: ids of the others in the last round
@@ -299,7 +299,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 return False
             loaded = loaded or self.state_averager.load_state_from_peers(
                 wanted,
-                donors or list(self.tracker.trusted),
+                donors or self.tracker.list_donors(),
                 avoid=list(self.tracker.silent),
                 timeout=self._download_timeout,
             )
@@ -424,10 +424,11 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             super()._maybe_schedule_state_averaging()
 
     def _begin_averaging_gradients(self, grad_scaler) -> bool:
-        control = self.scheduled_grads
-        if control is not None and (control.triggered or control.done()):
-            if control.done() and not control.cancelled() and isinstance(control.exception(), PeersLied):
+        for control in (self.scheduled_grads, self.scheduled_state):
+            has_ended = control is not None and control.done() and not control.cancelled()
+            if has_ended and isinstance(control.exception(), PeersLied):
                 self.tracker.ban(control.exception().args[0])
+        if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
             # hivemind steps alone when the group that it looked for in advance failed, while others are there
             self.scheduled_grads = None
         if not self.delay_grad_averaging:
@@ -455,13 +456,15 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         if self._averages_in_step() and not self.auxiliary:
             self.state_averager.group_id = group_id
             self._expect_for_parameters()
-            present, absent = self.tracker.present, self.tracker.note_round(self.last_group, self._has_waited)
+            present, absent = self.tracker.present, self.tracker.note_round(self.last_group, self._waited_since)
             # nobody can ping a peer in client mode; one that has just reported is late, and would be so forever
             quiet = [peer_id for peer_id in absent if present[peer_id].time < get_dht_time() - FIRST_LOOK]
             self.tracker.leave_out(peer_id for peer_id in quiet if present[peer_id].client_mode)
             self._question(absent)
         else:
-            self.tracker.partners.clear()  # in other groups there are many whom this peer has not met
+            # in other groups there are many whom this peer has not met
+            self.tracker.partners.clear()
+            self.tracker.vouched.clear()
 
     def _wait_for_round(self, control) -> dict:
         """The round's result. While no group is found, look whether anybody is there, and whether the others are here.
@@ -472,7 +475,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         start = last = time.monotonic()
         asked, next_look, next_sign = get_dht_time(), start + FIRST_LOOK, start + SIGN_PERIOD
         patience = LINE.round_seconds / 2 if self.local_epoch >= self._patient_from else 0.0
-        answer, self._has_waited, at_least = None, False, 1
+        answer, self._waited_since, at_least = None, None, 1
         while True:
             deadline = start + self.averaging_timeout  # which follows the group's bandwidths
             if last >= next_sign and not self.auxiliary:
@@ -497,13 +500,13 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.grad_averager.set_expected_peers(self.tracker.peers_at_epoch, at_least, self.tracker.silent)
                 continue
             waited = time.monotonic() - start
-            if waited > self.matchmaking_time and not self._has_waited:
-                self._has_waited = True
+            if waited > self.matchmaking_time and self._waited_since is None:
+                self._waited_since = asked
                 self._leave_out_idle(asked, at_most=len(self.tracker.peers_at_epoch) // 2)
             others = self.tracker.peers_at_epoch
             if not self._averages_in_step():
                 at_least = 1
-            elif not self._has_waited:
+            elif self._waited_since is None:
                 at_least = 1 + len(others)
             else:  # most of them: two halves of a swarm would continue with different states. In the end, anybody, but
                 # not while they may be busy with a round that this peer has left

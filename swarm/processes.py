@@ -63,7 +63,7 @@ def quiet_hivemind_logs() -> None:
 @contextlib.contextmanager
 def hold_ctrl_c() -> Iterator[None]:
     """For the start of a process, which would not outlive a Ctrl-C of that moment: a terminal sends it to all of them.
-    It waits until the end, and is this process's alone."""
+    The new process never sees it; this one may, in a thread that does not hold it."""
     earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited
     try:
         yield

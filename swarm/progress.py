@@ -145,6 +145,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         """Ids of peers that are known to have worked."""
         return self.partners | self.vouched
 
+    def list_donors(self) -> list[bytes]:
+        """Ids of those whose state is asked for first; clients give theirs only to whom they have called."""
+        return [p for p, record in self.present.items() if p in self.trusted and not record.client_mode]
+
     @property
     def is_impatient(self) -> bool:
         return self.local_progress.epoch == self.impatient_epoch
@@ -194,10 +198,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         if lies:
             self.fetch_soon(0.0)
 
-    def note_round(self, took_part: Iterable[bytes], has_waited: bool) -> list[bytes]:
+    def note_round(self, took_part: Iterable[bytes], waited_since: float | None) -> list[bytes]:
         """These peers were in the round that has just succeeded.
 
-        :param has_waited: for the others, in vain
+        :param waited_since: when the others began to be waited for, in vain; in seconds of the DHT's time
         :returns: who of those that are there was not
         """
         present = self.present
@@ -205,10 +209,15 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.partners |= set(took_part)
         for peer_id in took_part:
             del self.absences[peer_id]
-        # who is behind may be making the step of the others
-        self.absences.update(p for p in absent if has_waited and present[p].epoch >= self.local_progress.epoch)
-        missing = [peer_id for peer_id in absent if self.absences[peer_id] >= MAX_ABSENCES]
-        self.ban(dict.fromkeys(map(PeerID, missing), "says that it is there, and comes to no round"))
+        # not who is behind, and may be making the step of the others; nor who is busy, and says nothing
+        said = [p for p in absent if waited_since is not None and present[p].time >= waited_since]
+        self.absences.update(p for p in said if present[p].epoch >= self.local_progress.epoch)
+        for peer_id in [peer_id for peer_id in absent if self.absences[peer_id] >= MAX_ABSENCES]:
+            del self.absences[peer_id]
+            self.silent[peer_id] = get_dht_time() + BAN_SECONDS
+            logger.warning(
+                f"peer {PeerID(peer_id)} says that it is there, and comes to no round: no rounds with it for a while"
+            )
         return absent
 
     def fetch_soon(self, seconds: float) -> None:
@@ -231,6 +240,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     def announce(self) -> None:
         """Tell the others that this peer is there. hivemind does so when it has computed something first: the others
         would go into the next round without it; nor does it while it waits for others."""
+        if self.shutdown_triggered.is_set():
+            return
         self.local_progress = self.local_progress.copy(update={"time": get_dht_time()})
         self.dht.store(
             self.training_progress_key,

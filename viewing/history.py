@@ -126,7 +126,8 @@ class Contributions:
                 expiration_time=expiration_time,
             )
         for label in self.peers.keys() & reports.keys():
-            self.peers[label].last_seen = min(now, reports[label].time)
+            # its own word, which may be any number
+            self.peers[label].last_seen = min(now, max(self.peers[label].last_seen, reports[label].time))
         if len(self.peers) > MAX_PEERS:
             self.peers = dict(self.ranking()[:MAX_PEERS])
 

@@ -99,15 +99,18 @@ class Observer:
     def look(self) -> None:
         if metrics := self.report.update(self.dht):
             self.news.append(metrics)
-            # what this peer has seen of the run, and who is there
-            contract, workers = self.report.course.contract, list(self.report.workers.present)[:MAX_WORKERS]
-            vouch(self.dht, Statement(prefix=self.prefix, contract=contract, workers=workers))
-            if self.contract and contract:
-                # once more: the first trainers may have come after this peer
-                mine = RunContract(joined=contract.joined, contract=self.contract)
-                if differences := find_differences(mine, [contract]):
-                    stop_different(self.prefix, differences, [contract])
-                self.contract = None
+        course, workers = self.report.course, self.report.workers
+        course.look_at_contract(self.dht, workers)
+        # what this peer has seen of the run, and who is there
+        vouch(
+            self.dht, Statement(prefix=self.prefix, contract=course.contract, workers=[*workers.present][:MAX_WORKERS])
+        )
+        if self.contract and course.contract:
+            # once more: the first trainers may have come after this peer
+            mine = RunContract(joined=course.contract.joined, contract=self.contract)
+            if differences := find_differences(mine, [course.contract]):
+                stop_different(self.prefix, differences, [course.contract])
+            self.contract = None
 
     def step(self) -> SwarmMetrics | None:
         """Go on with what is due, without waiting; the metrics of the newest epoch, once.

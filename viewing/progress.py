@@ -12,7 +12,7 @@ from swarm.contract import RunSchedule, choose_contract, fetch_contracts, read_s
 from utils import LocalMetrics, RunContract, Workers, find_peer_id
 
 RECENT_EPOCHS = 20  # whose median time tells when a run ends
-SCHEDULE_PERIOD = 60.0  # seconds between two looks at what never changes in a run
+SCHEDULE_PERIOD = 20.0  # seconds between two looks at what changes only when another run begins
 SCHEDULE_TIMEOUT = 5.0
 
 
@@ -23,6 +23,19 @@ class RunCourse:
         self.prefix, self.schedule, self.next_look = prefix, RunSchedule(), 0.0
         #: that of most who have worked
         self.contract: RunContract | None = None
+        self.is_gone = False
+
+    def look_at_contract(self, dht: hivemind.DHT, workers: Workers) -> None:
+        """Now and then, find out by which settings most train that have worked; it may wait for the DHT."""
+        now = time.monotonic()
+        if now < self.next_look:
+            return
+        found = fetch_contracts(dht, self.prefix, SCHEDULE_TIMEOUT)
+        if contract := choose_contract(it for key, it in found.items() if find_peer_id(key) in workers.ids):
+            self.contract, self.schedule, self.next_look = contract, read_schedule(contract), now + SCHEDULE_PERIOD
+        elif self.is_gone:
+            self.contract = None  # the next run of this name has settings of its own
+        self.is_gone = not contract  # or the DHT has not answered
 
     def measure(
         self,
@@ -36,12 +49,7 @@ class RunCourse:
 
         :param records: the trainers' newest ones
         """
-        now = time.monotonic()
-        if now >= self.next_look:
-            found = fetch_contracts(dht, self.prefix, SCHEDULE_TIMEOUT)
-            contract = choose_contract(it for key, it in found.items() if find_peer_id(key) in workers.ids)
-            if contract:
-                self.contract, self.schedule, self.next_look = contract, read_schedule(contract), now + SCHEDULE_PERIOD
+        self.look_at_contract(dht, workers)
         final_epoch = find_final_epoch(records, self.schedule.total_steps)
         return measure_progress(epoch, final_epoch, self.schedule.target_batch_size, recent_seconds)
 

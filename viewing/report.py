@@ -75,7 +75,11 @@ class RunReport:
         #: arguments to show beside the curves
         self.config = asdict(swarm) | asdict(args)
         self.dashboard, self.alive_peers = Dashboard(), 0
-        self.course, self.progress, self.workers = RunCourse(self.prefix), {}, Workers()
+        self.course, self.progress, self.workers = (
+            RunCourse(self.prefix),
+            {},
+            Workers(map(bytes.fromhex, summary.get("workers", []))),
+        )
         self.older_reads, start = 0, time.monotonic()
         self.next_drawing, self.next_table = start + CURVE_PERIOD, start + TABLE_PERIOD
 
@@ -209,6 +213,7 @@ class RunReport:
             "run_name": self.run_name,
             "reported_to": self.reported_to,
             "peers": self.contributions.to_json(),
+            "workers": [peer_id.hex() for peer_id in self.workers.present],
         }
         write_file(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
