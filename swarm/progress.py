@@ -52,6 +52,16 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.impatient_epoch = -1
         super().__init__(*args, **kwargs)
 
+    def run(self) -> None:
+        """hivemind's, which leaves behind what it has just asked the DHT: told of the answer when this loop is closed,
+        it would print a traceback."""
+
+        async def run_all() -> None:
+            await asyncio.gather(self._progress_reporter(), self._progress_fetcher())
+
+        asyncio.run(run_all())
+        self.shutdown_complete.set()
+
     async def _progress_fetcher(self) -> None:
         """hivemind's, but for the lock, which it holds while the DHT is asked: a dead peer delays that for seconds, and
         the loop would wait for it at the end of an epoch."""
@@ -74,7 +84,6 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                         self.last_fetch = asked
                         self.fetched_global_progress_this_epoch.set()
             answer.cancel()
-            await asyncio.wait({answer})  # or it would be told of the answer when this loop is closed
 
     def _parse_swarm_progress_data(self, metadata):
         own_id = self.dht.peer_id.to_bytes()

@@ -75,11 +75,8 @@ class RunReport:
         #: arguments to show beside the curves
         self.config = asdict(swarm) | asdict(args)
         self.dashboard, self.alive_peers = Dashboard(), 0
-        self.course, self.progress, self.workers = (
-            RunCourse(self.prefix),
-            {},
-            Workers(map(bytes.fromhex, summary.get("workers", []))),
-        )
+        self.course, self.progress = RunCourse(self.prefix), {}
+        self.workers = Workers(map(bytes.fromhex, summary.get("workers", [])))
         self.older_reads, start = 0, time.monotonic()
         self.next_drawing, self.next_table = start + CURVE_PERIOD, start + TABLE_PERIOD
 
