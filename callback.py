@@ -44,8 +44,9 @@ from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import StatusServer
-from swarm.vouching import MAX_WORKERS, Statement, vouch
+from swarm.vouching import Statement, vouch
 from utils import (
+    MAX_WORKERS,
     Evaluation,
     LocalMetrics,
     RunContract,

@@ -45,6 +45,8 @@ from support.flags import MAX_SHARED, SHARED_FLAGS, list_shared
 
 logger = logging.getLogger("utils")
 
+SHARED_NAMES = list_shared(TRAINER_ARGS)
+
 # What we and hivemind store is far smaller: metrics with their signature take about 0.7 KB, a contract 2 KB, hivemind's
 # progress 0.6 KB. A whole dictionary of records must fit into one message of p2pd (4 MB), or nobody can read it.
 MAX_RECORD_BYTES = 16 * 1024
@@ -57,6 +59,7 @@ MAX_RECORD_LIFETIME = 3600.0
 MAX_EPOCH_GAP = 1000
 WORKER_PATIENCE = 60.0  # seconds, at least, without an epoch of those that have worked
 FETCH_TIMEOUT = 30.0
+MAX_WORKERS = 64  # that one peer names
 WORKER_NAME = 12  # characters of a peer's id, its last ones
 MAX_MEAN_LOSS = 1000.0  # nats; a model that guesses has ln(vocabulary), about 10
 
@@ -104,7 +107,9 @@ class LocalMetrics(BaseModel):
     evaluation: Evaluation | None = None  # the newest one, of a peer with --do_eval --eval_steps
     final_epoch: conint(strict=True, ge=0, le=10**9) | None = None  # at which this peer ends, if not with the schedule
     # whose gradients it has seen in the last average, see name_worker
-    partners: conlist(constr(strict=True, min_length=WORKER_NAME, max_length=WORKER_NAME), max_items=64) | None = None
+    partners: (
+        conlist(constr(strict=True, min_length=WORKER_NAME, max_length=WORKER_NAME), max_items=MAX_WORKERS) | None
+    ) = None
 
     def dict(self, **options) -> dict:
         return super().dict(**{**options, "exclude_none": True})
@@ -138,7 +143,7 @@ class RunContract(BaseModel):
             raise ValueError(f"a contract has {MAX_CONTRACT_BYTES:,} bytes at most")
         if not texts.isprintable():
             raise ValueError("a contract is shown to others: no line breaks, and nothing that a terminal obeys")
-        if not set(re.findall(r"--(?:no_)?(\w+)", values["flags"])) <= list_shared(TRAINER_ARGS):
+        if not set(re.findall(r"--(?:no_)?(\w+)", values["flags"])) <= SHARED_NAMES:
             raise ValueError("others are told only of flags that all peers must share")
         return values
 

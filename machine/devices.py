@@ -90,14 +90,18 @@ def place_model(
 @torch.no_grad()
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether these are finite numbers throughout; waits for the device."""
-    return bool(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all())
+    return bool(find_finite(tensors))
+
+
+def find_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Whether all of these are finite, as a scalar on their device, which is not waited for."""
+    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all()
 
 
 @torch.no_grad()
 def read_loss(loss: torch.Tensor, gradients: Iterable[torch.Tensor]) -> float:
     """The loss as a number, and nan unless all gradients are finite; waits for the device, once."""
-    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-    return torch.where(norms.isfinite().all(), loss, torch.nan).item()
+    return torch.where(find_finite(gradients), loss, torch.nan).item()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

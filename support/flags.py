@@ -4,7 +4,7 @@ import argparse
 import operator
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import field, fields
 from functools import partial
 from typing import Any, NoReturn
@@ -65,18 +65,18 @@ def describe_shared(groups: Sequence[Any]) -> str:
 
     :param groups: instances of the dataclasses
     """
-    words = []
+    words, shared = [], list_shared(map(type, groups))
     for group in groups:
         for item in fields(group):
             value = getattr(group, item.name)
-            if "ALL PEERS" in item.metadata["help"] and item.name != "experiment_prefix" and value != item.default:
+            if item.name in shared and item.name != "experiment_prefix" and value != item.default:
                 text = f"--{'no_' * (value is False)}{item.name}" + f" {value}" * (not isinstance(value, bool))
                 fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
                 words += [text] * bool(fits and SHARED_FLAGS.fullmatch(text))
     return " ".join(words)
 
 
-def list_shared(groups: Sequence[type]) -> set[str]:
+def list_shared(groups: Iterable[type]) -> set[str]:
     """Names of the flags that all peers of a run must share."""
     return {item.name for group in groups for item in fields(group) if "ALL PEERS" in item.metadata["help"]}
 

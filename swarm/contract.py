@@ -81,6 +81,12 @@ def stop_different(prefix: str, differences: list[str], others: Iterable[RunCont
     )
 
 
+def require_same(prefix: str, contract: dict[str, str], others: list[RunContract]) -> None:
+    """A UserError where these terms differ from those that most others hold."""
+    if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
+        stop_different(prefix, differences, others)
+
+
 def find_binding(dht: DHT, prefix: str, own_key: bytes = b"") -> list[RunContract]:
     """What a peer has to train by: what those in --initial_peers vouch for, if that is only that nobody has worked yet;
     where none of them answers, what live trainers have published, as anybody can."""
@@ -95,8 +101,7 @@ def compare_with_run(dht: DHT, prefix: str, contract: dict[str, str]) -> int:
     :returns: the number of contracts that it was compared with
     """
     others = find_binding(dht, prefix)
-    if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
-        stop_different(prefix, differences, others)
+    require_same(prefix, contract, others)
     return len(others)
 
 
@@ -134,6 +139,4 @@ def confirm_contract(dht: DHT, prefix: str, mine: RunContract) -> None:
     """At an epoch's end, for who joined before anybody had worked: stop if the run is not the one it took it for."""
     if dht.vouched and not dht.vouched.contract:
         dht.vouched = ask_initial_peers(dht, prefix, map(str, dht.initial_peers or ()), is_new_run=True)
-        others = find_binding(dht, prefix) if dht.vouched else []
-        if differences := find_differences(mine, others):
-            stop_different(prefix, differences, others)
+        require_same(prefix, mine.contract, find_binding(dht, prefix) if dht.vouched else [])

@@ -18,11 +18,10 @@ from pydantic.v1 import BaseModel, conlist, constr
 
 from support.console import UserError
 from swarm.addresses import get_peer_id
-from utils import RunContract
+from utils import MAX_WORKERS, RunContract
 
 VOUCH = "vouch"  # the name of the request
 ANSWER_SECONDS, ASKED = 5.0, 8  # to wait for an answer; peers that are asked
-MAX_WORKERS = 64
 
 
 class Statement(BaseModel):

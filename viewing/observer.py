@@ -7,13 +7,13 @@ from collections import deque
 from arguments import AuxPeerArguments
 from support.console import UserError
 from swarm.addresses import stop_unreachable
-from swarm.contract import compare_with_run, find_differences, stop_different
+from swarm.contract import compare_with_run, require_same
 from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
 from swarm.status import StatusServer
-from swarm.vouching import MAX_WORKERS, Statement, vouch
-from utils import RunContract, SwarmMetrics
+from swarm.vouching import Statement, vouch
+from utils import MAX_WORKERS, SwarmMetrics
 from viewing.report import RunReport
 
 LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
@@ -107,9 +107,7 @@ class Observer:
         )
         if self.contract and course.contract:
             # once more: the first trainers may have come after this peer
-            mine = RunContract(joined=course.contract.joined, contract=self.contract)
-            if differences := find_differences(mine, [course.contract]):
-                stop_different(self.prefix, differences, [course.contract])
+            require_same(self.prefix, self.contract, [course.contract])
             self.contract = None
 
     def step(self) -> SwarmMetrics | None:
