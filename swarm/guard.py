@@ -6,6 +6,7 @@ than what the others sent or points away from all of them, counts less or not at
 """
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from hivemind.averaging.allreduce import AllreduceException
@@ -19,6 +20,8 @@ REVERSED, FAR_TOO_LONG = -1.0, -4.0
 # beginning of a plateau, and of 64 samples, an honest gradient can point away from all others.
 TRUST_WEIGHT, LEAST_TRUST = 0.25, 0.25
 MAX_CHANGE = 0.05, 1e-3  # of parameters by their average: of their length, and of each number
+SKETCH_SIZE, SKETCH_WIDTH = 9, 1024
+MAX_ODD = 0.05  # of the length of the parameters: by how much those of a peer may differ from most others'
 NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of nothing else infinite
 
 
@@ -151,3 +154,29 @@ def find_own_shares(sums: torch.Tensor, own_index: int, own_weight: float) -> di
         return {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
     least = REVERSED if shares[own_index] >= 1 else REVERSED / 2
     return {i: FAR_TOO_LONG if lengths[i] > too_long else float(shares[i].clamp(least, 1.0)) for i in others}
+
+
+@torch.no_grad()
+def sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
+    """A few numbers that are near each other where the parameters are: their length, and what random signs make of
+    their sums, as far from another peer's as the parameters are (Johnson and Lindenstrauss)."""
+    # as many of either sign, so that rounding which always goes the same way does not add up over millions of numbers
+    signs = torch.rand(SKETCH_WIDTH, SKETCH_SIZE - 1, generator=torch.Generator().manual_seed(0)).argsort(dim=0) % 2
+    square, columns = torch.zeros((), dtype=torch.float64), torch.zeros(SKETCH_WIDTH, dtype=torch.float64)
+    for tensor in (parameter.detach().flatten().float() for parameter in parameters):
+        square += (tensor @ tensor).double().cpu()
+        padded = torch.nn.functional.pad(tensor, (0, -len(tensor) % SKETCH_WIDTH))
+        columns += padded.view(-1, SKETCH_WIDTH).sum(dim=0).double().cpu()
+    projections = columns @ (2.0 * signs - 1).double() / (SKETCH_SIZE - 1) ** 0.5
+    return [float(square.sqrt()), *projections.tolist()]
+
+
+def find_odd(sketches: Sequence[Sequence[float]]) -> list[int]:
+    """Which of these peers have other parameters than most: none of two, of which nobody knows who is right."""
+    if len(sketches) < 3:
+        return []
+    numbers = torch.tensor(sketches, dtype=torch.float64)
+    middle = numbers.sort(dim=0).values[len(numbers) // 2]
+    distances = (numbers - middle).norm(dim=1)
+    odd = torch.nonzero(~(distances <= MAX_ODD * middle[0])).flatten().tolist()  # what is not finite too
+    return odd if 2 * len(odd) < len(sketches) else []

@@ -130,6 +130,17 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             if entry.value["epoch"] > highest:
                 lowered = {**entry.value, "epoch": highest, "samples_accumulated": 0}
                 counted[key] = ValueWithExpiration(lowered, entry.expiration_time)
+        # nor do they end it early: all of them together count for as much at most as those who have worked
+        present, trusted = self.present, self.trusted
+        workers = [self.local_progress, *(present[peer_id] for peer_id in present.keys() & trusted)]
+        strangers = [newest[peer_id] for peer_id in present.keys() - trusted]
+        for name in ("samples_accumulated", "samples_per_second") if len(workers) > 1 else ():
+            limit = sum(getattr(record, name) for record in workers)
+            claimed = max(limit, sum(getattr(record, name) for _, record in strangers))
+            for key, record in strangers if claimed else ():
+                number = type(limit)(getattr(record, name) * limit / claimed)
+                value = {**counted[key].value, name: min(counted[key].value[name], number)}
+                counted[key] = ValueWithExpiration(value, counted[key].expiration_time)
         if all(record.client_mode for record in self.present.values()):
             # hivemind would not look at their epochs, as clients give no state; here they do
             for key, entry in counted.items():

@@ -25,12 +25,15 @@ from swarm.guard import (
     LEAST_TRUST,
     NO_WEIGHT,
     REVERSED,
+    SKETCH_SIZE,
     TRUST_WEIGHT,
     GuardedContainer,
     GuardedReducer,
     Lie,
     PeersLied,
+    find_odd,
     find_own_shares,
+    sketch,
 )
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered, sign_standing
@@ -523,9 +526,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
 
 def is_round_state(item: object) -> bool:
-    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, history digest],
-    signed, see sign_standing."""
-    return isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, bytes, bytes]
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, history digest,
+    sketch of its parameters], signed, see sign_standing."""
+    is_list = isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, list, bytes, bytes]
+    return is_list and len(item[3]) == SKETCH_SIZE and all(type(number) is float for number in item[3])
 
 
 class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
@@ -535,6 +539,7 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
     everybody's new ones, forever one epoch behind; and two halves of a swarm that could not reach each other for a
     while, or a peer that has stepped alone, continue with other weights and moments than the rest. So peers gather
     their epoch and their history digest (see StateAverager): the majority continues, the others take over its state.
+    So does one of three or more whose parameters have become others all the same, see `find_odd`.
     And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
     """
 
@@ -554,28 +559,32 @@ class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAv
         super().__init__(*args, **kwargs)
 
     def schedule_step(self, *args, **kwargs):
-        return super().schedule_step(*args, gather=sign_standing(self.round_state), **kwargs)
+        standing = [*self.round_state, sketch(self.parameters)]
+        return super().schedule_step(*args, gather=sign_standing(standing), **kwargs)
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
         of_group = [read_gathered(data) for data in group_info.gathered]
         # auxiliary peers have no gradients, and average anybody's
         trainers = [index for index, (mode, *_) in enumerate(of_group) if mode != AveragingMode.AUX]
-        if trainers and all(is_round_state(of_group[index][1]) and of_group[index][1][1] for index in trainers):
-            standings = {index: (of_group[index][1][0], of_group[index][1][2]) for index in trainers}
+        in_step = [i for i in trainers if is_round_state(of_group[i][1]) and of_group[i][1][1]]
+        if 2 * len(in_step) > len(trainers):
+            standings = {index: (of_group[index][1][0], of_group[index][1][2]) for index in in_step}
             votes = Counter(standings.values())
             # among equals not one that is far behind; then that of a peer that gives it to anybody, as clients give
             # theirs only to peers that they have called
             newest = max(epoch for epoch, _ in votes)
-            given = {standings[index] for index in trainers if of_group[index][0] != AveragingMode.CLIENT}
+            given = {standings[index] for index in in_step if of_group[index][0] != AveragingMode.CLIENT}
             chosen = max(votes, key=lambda item: (votes[item], item[0] >= newest - 1, item in given, item))
-            donors = [group_info.peer_ids[index] for index in trainers if standings[index] == chosen]
-            if self.peer_id not in donors and self.mode != AveragingMode.AUX:
+            agreeing = [index for index in in_step if standings[index] == chosen]
+            odd = find_odd([of_group[index][1][3] for index in agreeing])
+            agreeing = [index for at, index in enumerate(agreeing) if at not in odd]
+            if self.mode != AveragingMode.AUX and self.peer_id not in [group_info.peer_ids[i] for i in agreeing]:
                 # not that of the next epoch: a group may form long before its epoch ends
-                raise OutOfStep(chosen[0], [peer_id.to_bytes() for peer_id in donors])
-            if len(donors) == 1:
+                raise OutOfStep(chosen[0], [group_info.peer_ids[index].to_bytes() for index in agreeing])
+            if len(agreeing) == 1:
                 raise AllreduceException(f"nobody else of the same state in a group of {len(trainers)} trainers")
-            staying = [index for index in range(len(of_group)) if standings.get(index, chosen) == chosen]
+            staying = [index for index in range(len(of_group)) if index not in trainers or index in agreeing]
             if all(of_group[index][0] == AveragingMode.CLIENT for index in staying):
                 raise AllreduceException(f"none of the {len(staying)} peers of the same state accepts connections")
             group_info = dataclasses.replace(

@@ -86,7 +86,8 @@ def main() -> None:
     parser.add_argument("--robust", action="store_true")
     parser.add_argument("--others", type=int, default=0, help="go on when so many other peers are there")
     parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
-    parser.add_argument("--nudge_at", type=int, help="at this epoch, once: add 1 to the parameters, as if led astray")
+    parser.add_argument("--nudge_at", type=int, help="at this epoch, once: change the parameters, as if led astray")
+    parser.add_argument("--nudge_by", type=float, default=1.0)
     args = parser.parse_args()
     setup_logging("peer")
 
@@ -131,7 +132,7 @@ def main() -> None:
             args.nudge_at = None
             averager = optimizer.state_averager
             with torch.no_grad(), averager.lock_averaged_tensors:
-                next(iter(optimizer.opt.param_groups))["params"][0].add_(1)
+                next(iter(optimizer.opt.param_groups))["params"][0].add_(args.nudge_by)
             averager._apply_optimizer_parameters_()
             print(json.dumps({"nudged": optimizer.local_epoch}), flush=True)
         if optimizer.local_epoch != epoch:

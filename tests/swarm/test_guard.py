@@ -9,7 +9,16 @@ from processes import make_prefix, wait_until
 from programs.hostile_peer import ANSWERED, HOLDS_UP, SENT
 from swarms import epochs, start_peer
 
-from swarm.guard import GuardedContainer, GuardedReducer, Lie, choose_factors, find_own_shares
+from swarm.guard import (
+    SKETCH_SIZE,
+    GuardedContainer,
+    GuardedReducer,
+    Lie,
+    choose_factors,
+    find_odd,
+    find_own_shares,
+    sketch,
+)
 
 
 def make_gradients(count: int, correlation: float, numbers: int = 5000) -> torch.Tensor:
@@ -113,6 +122,48 @@ def test_a_false_average_is_found():
     give_averages(own, [part + 1e-3 for part in own.chunk(4)], are_parameters=True)
     with pytest.raises(Lie, match="not near"):
         give_averages(own, [*own[:3750].chunk(3), true[3]], are_parameters=True)
+
+
+def test_whose_parameters_have_become_others_is_found():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(300, 1000), (77,), (5,), (3, 2, 1)]
+    common = [torch.randn(shape, generator=generator) for shape in shapes]
+    numbers = sum(map(torch.Tensor.numel, common))
+    length = sum(tensor.square().sum() for tensor in common).sqrt().item()
+
+    def sketch_at(distance: float, constant: float = 0.0) -> list[float]:
+        """Of parameters so far from the common ones, in terms of their length."""
+        step = distance * length / numbers**0.5
+        return sketch([t + step * torch.randn(t.shape, generator=generator) + constant for t in common])
+
+    near, far = [sketch_at(1e-3) for _ in range(3)], sketch_at(0.2)
+    assert near[0][0] == pytest.approx(length, rel=1e-3)
+    assert torch.tensor(far).dist(torch.tensor(near[0])).item() == pytest.approx(0.2 * length, rel=0.7)
+    assert find_odd(near) == find_odd([near[0], far]) == find_odd([[0.0] * SKETCH_SIZE] * 4) == []
+    assert find_odd([near[0], far, *near[1:]]) == find_odd([near[0], [math.nan] * SKETCH_SIZE, *near[1:]]) == [1]
+    assert find_odd([near[0], sketch_at(1e-3, constant=1e-4), near[1]]) == [], "rounding that goes one way"
+    assert find_odd([near[0], [math.inf] * SKETCH_SIZE, *near[1:], far]) == [1, 4]
+
+
+def test_one_of_three_that_was_led_astray_takes_over_the_state_of_the_others(start):
+    prefix, flags = make_prefix(), ("--group_size", 8, "--others", 2)
+    peers = [start_peer(start, "a", prefix, 1.0, 48, flags=flags)]
+    peers.append(start_peer(start, "b", prefix, 1.0, 48, peers[:1], flags))
+    peers.append(start_peer(start, "astray", prefix, 1.0, 48, peers[:1], (*flags, "--nudge_at", 3, "--nudge_by", 0.5)))
+    peers[2].wait_for("nudged", 90)
+    peers[2].wait_for("took over the state", 60)
+    last = max(epochs(peers[2]))
+
+    def joint() -> list[int]:
+        common = set.intersection(*map(set, map(epochs, peers)))
+        return [e for e in common if e > last and all(epochs(peer)[e]["averaged_with"] == 3 for peer in peers)]
+
+    wait_until(joint, 60, "a round of all")
+    for peer in peers:
+        assert epochs(peer)[joint()[0]]["parameter"] == pytest.approx([-joint()[0]] * 3)
+        peer.interrupt()
+        peer.assert_clean_end()
+    assert not any("took over" in peer.text for peer in peers[:2])
 
 
 KINDS = [*SENT, *ANSWERED, *HOLDS_UP]

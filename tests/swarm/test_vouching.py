@@ -7,11 +7,13 @@ import pytest
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
+from records import run_dhts
 
 from arguments import AveragingArguments, SwarmArguments
 from support.console import UserError
 from swarm.contract import compare_with_run, confirm_contract, join_run, publish_contract
 from swarm.dht import DHT
+from swarm.progress import ProgressTracker
 from swarm.vouching import Statement, answer_vouching, ask_initial_peers, ask_to_vouch, set_statement, vouch
 from utils import RunContract, make_validators
 
@@ -100,3 +102,29 @@ def test_a_strangers_contract_locks_nobody_out():
         newcomer.vouched = Statement(prefix=prefix)
         confirm_contract(newcomer, prefix, mine)
         assert newcomer.vouched.contract.contract == terms
+
+
+def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
+    periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
+    prefix = make_prefix()
+    with run_dhts([], [], [], []) as dhts:
+        one, partner, *strangers = trackers = [
+            ProgressTracker(dht, prefix, target_batch_size=10**6, private_key=RSAPrivateKey(), start=True, **periods)
+            for dht in dhts
+        ]
+        try:
+            for tracker, samples in zip(trackers, (30, 10, 10, 10), strict=True):
+                tracker.report_local_progress(5, samples)
+
+            def counts(samples: range) -> bool:
+                return one.global_progress.samples_accumulated in samples
+
+            wait_until(lambda: counts(range(60, 61)), 20, "all count, as nobody is known to have worked")
+            one.partners.add(dhts[1].peer_id.to_bytes())
+            strangers[0].report_local_progress(5, 10_000)
+            liar = dhts[2].peer_id.to_bytes()
+            wait_until(lambda: one.others[liar].samples_accumulated == 10_000, 20, "the claim")
+            wait_until(lambda: counts(range(78, 81)), 20, "40 of those who have worked, and as many of both strangers")
+        finally:
+            for tracker in trackers:
+                tracker.shutdown()
