@@ -65,10 +65,12 @@ def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm):
     names = ["a", "b", "c"]
     swarm = line_swarm(names, pace=0.5, compression="8bit")  # half as long as the rounds of the slow tests
     first = swarm.wait_for_joint_epochs(names, 1, 240)[0]
+    until_then = {name: len(swarm.trainers[name].text) for name in names}  # who starts later may miss a round
     joint = swarm.wait_for_joint_epochs(names, 8, 8 * (ROUND_SECONDS + 20), after=first)
     assert joint == list(range(first + 1, first + len(joint) + 1)), "none was missed"
     for name in names:
-        assert not re.search("averaging failed|no answer|is gone", swarm.trainers[name].text)
+        lines = swarm.trainers[name].text[until_then[name] :].splitlines()
+        assert not [line for line in lines if re.search("averaging failed|no answer|is gone", line)]
     for epoch in joint:
         norms = [swarm.history(name)[epoch]["grad_norm"] for name in names]
         assert norms == pytest.approx([norms[0]] * 3, rel=5e-2)  # each has what was rounded to 8 bits for it

@@ -1,0 +1,105 @@
+"""What it costs an honest peer to check what the others of a round send: processor time with and without it.
+
+    OMP_NUM_THREADS=1 python benchmarks/checks.py
+    OMP_NUM_THREADS=1 python benchmarks/checks.py --millions 60 --peers 8
+
+In one process and without a network: one peer averages its part of the gradients of all, and takes back what the others
+have averaged; the same with hivemind's classes and with ours (swarm/guard.py); and once a round, what is new: the
+sketch of the parameters, the signature of the standing, and the signatures of the others.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
+from hivemind.p2p import PeerID
+from hivemind.utils.crypto import RSAPrivateKey
+
+from swarm.guard import GuardedContainer, GuardedReducer, sketch
+from swarm.matchmaking import is_signed, sign_standing
+from utils import find_peer_id
+
+TURNS = 7
+PART = 2**17  # numbers, as hivemind cuts them
+MAX_WEIGHT = 512
+
+
+async def reduce(gradients: torch.Tensor, is_guarded: bool) -> None:
+    """Average a vector of each sender, part by part."""
+    shapes = [part.shape for part in gradients[0].split(PART)]
+    reducer = (GuardedReducer if is_guarded else TensorPartReducer)(shapes, len(gradients))
+    if is_guarded:
+        reducer.guard(MAX_WEIGHT, are_parameters=False)
+
+    async def send(index: int) -> None:
+        for number, part in enumerate(gradients[index].split(PART)):
+            await reducer.accumulate_part(index, number, part, weight=100.0)
+
+    await asyncio.gather(*map(send, range(len(gradients))))
+
+
+def take_back(gradient: torch.Tensor, peers: int, is_guarded: bool) -> None:
+    """Register what each of the others has averaged."""
+    container = (GuardedContainer if is_guarded else TensorPartContainer)([gradient], [1 / peers] * peers)
+    if is_guarded:
+        container.guard(are_parameters=False)
+    for index in range(peers):
+        for number, (part, _) in enumerate(container._input_parts_by_peer[index]):
+            container.register_processed_part(index, number, torch.zeros_like(part))
+
+
+def measure(function) -> float:
+    """Median seconds of the processor."""
+    times = []
+    for _ in range(TURNS):
+        start = time.process_time()
+        function()
+        times.append(time.process_time() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=float, default=14.0, help="parameters")
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--epoch_seconds", type=float, default=20.0, help="to compare with")
+    args = parser.parse_args()
+    numbers, peers = int(args.millions * 1e6), args.peers
+    gradients, parameters = torch.randn(peers, numbers // peers), torch.randn(numbers)
+    RSAPrivateKey.process_wide()
+    own_id = PeerID(find_peer_id(sign_standing([])[-2]))
+    standing = [10, True, "0" * 16, sketch([parameters])]
+
+    def judge_standings() -> None:
+        signed = sign_standing(standing)
+        for _ in range(peers):
+            is_signed(signed, own_id)
+
+    rows = {
+        "averaging": [
+            lambda is_guarded=is_guarded: asyncio.run(reduce(gradients, is_guarded)) for is_guarded in (0, 1)
+        ],
+        "taking back": [
+            lambda is_guarded=is_guarded: take_back(parameters, peers, is_guarded) for is_guarded in (0, 1)
+        ],
+        "sketch": [lambda: None, lambda: sketch([parameters])],
+        "signatures": [lambda: None, judge_standings],
+    }
+    print(f"{numbers:,} parameters, {peers} peers, {torch.get_num_threads()} threads; seconds of the processor a round")
+    total = 0.0
+    for name, pair in rows.items():
+        without, with_checks = map(measure, pair)
+        total += with_checks - without
+        print(f"{name:12} {without:.3f} without, {with_checks:.3f} with checks")
+    print(f"all checks: {total:.3f} s, {total / args.epoch_seconds:.1%} of an epoch of {args.epoch_seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
