@@ -227,11 +227,11 @@ class AveragingArguments:
         "Average parameters every N epochs, in the background, so that peers come together again that failed rounds "
         "have parted; costs as many bytes as two rounds of gradients in 16 bits. ALL PEERS.",
     )
-    delay_optimizer_step: bool = flag(False, "Step in the background. For large models with long steps. ALL PEERS.")
-    delay_grad_averaging: bool = flag(
+    overlap: bool = flag(
         False,
-        "Average gradients in the background; needs --delay_optimizer_step. For large models with long rounds: "
-        "gradients are then one epoch old, with which small models stop learning. ALL PEERS.",
+        "Average and step in the background. For large models with long rounds: gradients are then one epoch old, with "
+        "which small models stop learning. ALL PEERS.",
+        aliases=["--delay_grad_averaging", "--delay_optimizer_step"],
     )
     min_refresh_period: float = flag(0.5, "Minimum seconds between two checks of the swarm's progress.")
     max_refresh_period: float = flag(30, "Maximum seconds between two checks of the swarm's progress.")
@@ -258,7 +258,6 @@ class AveragingArguments:
         check_range(self, "bandwidth", above=0, at_most=1e6)
         # others refuse records that live longer: utils.py
         check_range(self, "metadata_expiration", above=0, at_most=3600)
-        check_needs(self, "delay_grad_averaging", "delay_optimizer_step")
 
 
 @dataclass

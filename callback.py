@@ -207,7 +207,7 @@ class CollaborativeCallback:
             expiration = self.optimizer.tracker.metadata_expiration
             self.next_contract_time = now + expiration / 3
             publish_contract(self.dht, self.prefix, self.public_key, self.contract, expiration)
-        if not self.has_contributed and self.optimizer.grad_averager.local_samples_accumulated:
+        if not self.has_contributed and self.optimizer.grad_averager.samples:
             self.has_contributed = True
             seconds = time.time() - psutil.Process().create_time()
             next_epoch = self.optimizer.local_epoch + 1
@@ -279,7 +279,7 @@ class CollaborativeCallback:
             # computed since this process started, and of these what waits for the next round: the rest of what is not
             # in total_samples is lost
             "computed_samples": self.counters["computed_samples"] - self.samples_before,
-            "pending_samples": optimizer.grad_averager.local_samples_accumulated + optimizer.grad_averager.kept_samples,
+            "pending_samples": optimizer.grad_averager.samples,
             "longest_step": self.longest_step,
             "compute_seconds": compute_seconds(metrics),
             "data_wait_share": self.wait_share,
@@ -424,7 +424,7 @@ class CollaborativeCallback:
         """One line on the swarm, from what the tracker already knows: what matters first, and nothing that is not known
         yet. Its parts are two spaces apart."""
         optimizer, tracker = self.optimizer, self.optimizer.tracker
-        progress, here = tracker.global_progress, optimizer.grad_averager.local_samples_accumulated
+        progress, here = tracker.global_progress, optimizer.grad_averager.samples
         gathered, target = max(progress.samples_accumulated, here), progress.target_batch_size
         speed = sum(peer.samples_per_second for peer in (tracker.performance_ema, *tracker.present.values()))
         loss = self.loss_sum / self.mini_steps if self.mini_steps else self.epoch_loss

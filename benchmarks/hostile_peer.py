@@ -27,8 +27,9 @@ from hostile_strangers import note
 import run_trainer
 import swarm.dht
 import swarm.rounds
+from swarm.gradients import GradientAverager, is_round_state
 from swarm.matchmaking import PromptMatchmaking
-from swarm.rounds import GradientAverager, PromptRunner, is_round_state
+from swarm.rounds import PromptRunner
 from swarm.states import StateAverager, list_params
 
 # --- in rounds: what it gives to an average, and what it gives out as one ---------------------------------------------

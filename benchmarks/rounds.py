@@ -125,26 +125,25 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     from swarm.line import LINE
     from swarm.optimizer import CollaborativeOptimizer
     from swarm.processes import handle_stop_signals, shut_down
-    from swarm.rounds import GradientAverager
 
     setup_logging("peer")
     dht, *_ = make_dht(SwarmArguments(experiment_prefix, initial_peers, host_maddrs=[f"/ip4/{ip}/tcp/0"]))
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
     LINE.set_bandwidth(row.up, is_given=True)
-    averager_options = dict(target_group_size=row.peers)
     optimizer = CollaborativeOptimizer(
         dht=dht,
         run_id=experiment_prefix,
         params=[{"params": params}],
         optimizer=partial(torch.optim.SGD, lr=1e-3),
         target_batch_size=row.peers * STEPS_PER_EPOCH * BATCH_SIZE,
-        grad_compression=COMPRESSIONS[row.compression],
-        grad_averager_factory=partial(GradientAverager, **averager_options),
-        averager_opts=averager_options,
+        gradients=COMPRESSIONS[row.compression],
+        state_averaging=COMPRESSIONS["none"],
+        load_state=COMPRESSIONS["none"],
+        averager_options=dict(target_group_size=row.peers),
         client_mode=dht.client_mode,
         average_state_every=10**6,
-        tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
+        tracker_options=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
     )
     stop = handle_stop_signals()
     for param in params:

@@ -18,13 +18,9 @@ from torch import nn
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
-from swarm.optimizer import (
-    CollaborativeOptimizer,
-    describe_averaging,
-    initialize_optimizer_state_,
-    make_swarm_optimizer,
-)
-from swarm.states import list_params
+from swarm.contract import describe_averaging
+from swarm.optimizer import CollaborativeOptimizer, make_swarm_optimizer
+from swarm.states import initialize_optimizer_state_, list_params
 
 
 def make_param_groups(model: nn.Module) -> list[dict]:
@@ -123,9 +119,9 @@ def make_optimizer(
         params=make_param_groups(model),
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
-        grad_compression=COMPRESSIONS[averaging.compression],
-        state_averaging_compression=COMPRESSIONS[averaging.state_compression],
-        load_state_compression=LOAD_STATE_COMPRESSIONS[averaging.load_state_compression],
+        gradients=COMPRESSIONS[averaging.compression],
+        state_averaging=COMPRESSIONS[averaging.state_compression],
+        load_state=LOAD_STATE_COMPRESSIONS[averaging.load_state_compression],
         client_mode=client_mode,
         auxiliary=auxiliary,
     )

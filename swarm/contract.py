@@ -24,6 +24,18 @@ def fetch_contracts(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> di
     return {key: RunContract.parse_obj(entry.value) for key, entry in found.items() if entry.value is not None}
 
 
+def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
+    """The part of a run's contract that is about averaging."""
+    return {
+        # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
+        "target_batch_size": str(averaging.target_batch_size),
+        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
+        f"loaded {averaging.load_state_compression}",
+        "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
+        f"state every {averaging.average_state_every}, overlap {averaging.overlap:d}",
+    }
+
+
 @dataclasses.dataclass
 class RunSchedule:
     """What the contracts of a run's trainers say about its course."""

@@ -6,24 +6,25 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException
-from hivemind.averaging.control import AveragingStage
-from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.utils import get_dht_time
 
 from arguments import AveragingArguments
 from swarm.dht import find_answering_peers
+from swarm.gradients import GradientAverager
 from swarm.guard import PeersLied
 from swarm.line import LINE, from_line
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_when_dead
 from swarm.progress import ProgressTracker
-from swarm.rounds import GradientAverager, OutOfStep, PeersGone
+from swarm.rounds import OutOfStep, PeersGone
 from swarm.states import StateAverager, list_params
 
 logger = logging.getLogger("swarm")
@@ -47,10 +48,12 @@ class AveragingFailed(Exception):
     """A gradient averaging round failed; its gradients are kept."""
 
 
-class CollaborativeOptimizer(hivemind.Optimizer):
-    """hivemind.Optimizer whose failed rounds lose no gradients and take no step, and that never waits in vain.
+class CollaborativeOptimizer:
+    """Steps when the swarm has gathered a batch, with the average of all peers' gradients, and never waits in vain.
 
-    After a failed round the epoch stays, the gradients are kept, and a later `step` tries again.
+    Each `step` adds gradients to what this peer has not yet sent. When the swarm has enough of them, a round averages
+    them in a group of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch.
+    After a failed round the epoch stays, and a later `step` tries again. Who has missed a step takes over the others'.
     """
 
     #: peers whose gradients verifiably entered the last step, this one included
@@ -81,25 +84,115 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def __init__(
         self,
-        *args,
+        *,
+        dht: hivemind.DHT,
+        run_id: str,
+        target_batch_size: int,
+        params: list[dict],
+        optimizer: Callable[[list[dict]], torch.optim.Optimizer],
+        scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+        client_mode: bool,
+        auxiliary: bool = False,
+        overlap: bool = False,
+        average_state_every: int,
         matchmaking_time: float | None = None,
         request_timeout: float | None = None,
         averaging_timeout: float | None = None,
         next_chunk_timeout: float | None = None,
-        **kwargs,
+        load_state_timeout: float = 600.0,
+        shutdown_timeout: float = 5.0,
+        averager_options: dict | None = None,
+        tracker_options: dict | None = None,
+        **compressions: CompressionBase,
     ):
-        """hivemind's arguments; times (in seconds) that are None follow from the line, see swarm/line.py."""
+        """
+        :param params: groups of the model's parameters, from which `optimizer` makes one of their copies
+        :param client_mode: accept no incoming connection
+        :param auxiliary: without gradients, average those of others
+        :param overlap: average and step in the background, while the next gradients are computed
+        :param average_state_every: epochs between two averages of the parameters, in the background
+        :param matchmaking_time: seconds, as all the times; those that are None follow from the line, see swarm/line.py
+        :param averager_options: of both averagers: target_group_size, min_vector_size, max_weight
+        :param tracker_options: of the ProgressTracker
+        :param compressions: of gradients, states that are averaged, and states that are given
+        """
         LINE.fix(
             matchmaking=matchmaking_time, request=request_timeout, averaging=averaging_timeout, chunk=next_chunk_timeout
         )
+        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
+        self.overlap, self.average_state_every = overlap, average_state_every
+        self.load_state_timeout, self.shutdown_timeout = load_state_timeout, shutdown_timeout
         #: seconds spent so far while a group formed, and while gradients were averaged
         self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
-        super().__init__(*args, **kwargs)
+        #: the rounds of gradients and of parameters that are looked for, or running
+        self.scheduled_grads: StepControl | None = None
+        self.scheduled_state: StepControl | None = None
+        self._must_be_exact = True
+        self.tracker = ProgressTracker(
+            dht, run_id, target_batch_size, client_mode=client_mode, start=True, **tracker_options or {}
+        )
+        self.tracker.vouched = set(dht.vouched.workers if dht.vouched else ())
+        options = dict(
+            dht=dht,
+            client_mode=client_mode,
+            auxiliary=auxiliary,
+            min_matchmaking_time=self.matchmaking_time,
+            allreduce_timeout=self.averaging_timeout,
+            next_chunk_timeout=self.next_chunk_timeout,
+            shutdown_timeout=shutdown_timeout,
+            start=True,
+            **averager_options or {},
+        )
+        self.state_averager = StateAverager(
+            prefix=f"{run_id}_state_averager",
+            params=params,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            initialize_optimizer=False,  # it comes with its state, see initialize_optimizer_state_
+            offload_optimizer=True,
+            custom_gradients=True,
+            compression=compressions["state_averaging"],
+            state_compression=compressions["load_state"],
+            **options,
+        )
+        exit_when_dead(self.state_averager, "state averager")
+        if client_mode:
+            self.state_averager.offer_states()
+        self.grad_averager = GradientAverager(
+            self.state_averager.main_parameters,
+            prefix=f"{run_id}_grad_averager",
+            compression=compressions["gradients"],
+            **options,
+        )
+        exit_when_dead(self.grad_averager, "gradient averager")
         self.state_averager.grad_averager = self.grad_averager
+        with self.grad_averager.get_tensors() as gradients:
+            for param, gradient in zip(list_params(self.opt), gradients, strict=True):
+                param.grad = gradient
         if LINE.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.allreduce_kwargs["compression"])
             LINE.expect_round(2 * bits / (LINE.mbits * 1e6))
             logger.info(f"a round of {bits / 8e6:.3g} MB: {LINE.describe_times()}")
+
+    @property
+    def opt(self) -> torch.optim.Optimizer:
+        """The optimizer of the parameters' copies."""
+        return self.state_averager.optimizer
+
+    @property
+    def local_epoch(self) -> int:
+        """Steps that lie behind this peer's parameters."""
+        return self.state_averager.local_epoch
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """The model's parameters, for torch's GradScaler."""
+        return [{"params": list(self.state_averager.main_parameters)}]
+
+    def zero_grad(self) -> None:
+        """Forget the model's gradients, which `step` has added up."""
+        for param in self.state_averager.main_parameters:
+            param.grad = None
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
@@ -160,28 +253,36 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             averager.history_digest = state.get("lineage", "")
         averager._apply_optimizer_parameters_()
         self.grad_averager.last_step = None
-        self.grad_averager.reset_accumulated_grads_()
+        self.grad_averager.drop()
         self.total_samples = state["total_samples"]
         with self.tracker.pause_updates():
             self.tracker.update_epoch(epoch)
             if not self.tracker.present:  # an epoch that this peer was at before counts no more
                 self.tracker.global_progress.epoch = epoch
-        self._should_check_synchronization_on_update = True
+        self._must_be_exact = True
         if not self.client_mode:
             # newcomers ask those who are furthest
             averager.state_sharing_priority = self.grad_averager.state_sharing_priority = epoch
 
-    def step(self, closure=None, batch_size: int | None = None, grad_scaler=None):
+    def step(self, batch_size: int = 0) -> None:
+        """Add the gradients of so many samples to what is not yet sent; when the swarm has enough, average and step.
+
+        :param batch_size: of which the model's gradients are the mean; an auxiliary peer has none
+        """
+        self.state_averager.step(apply_delayed_updates=True)
         if self.auxiliary:
             self._follow_trainers()
             if len(self.tracker.peers_at_epoch) < 2:
-                return None  # who is alone needs no help
-        elif self._should_load_state_from_peers():
-            # hivemind drops what this step has computed
-            self.grad_averager.accumulate_grads_(batch_size)
-            self.load_state_from_peers()
-            return None
-        return super().step(closure, batch_size, grad_scaler)
+                return  # who is alone needs no help
+        else:
+            self.grad_averager.accumulate(batch_size)
+            if self._must_download():
+                self.load_state_from_peers()
+                return
+            self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
+        self._look_for_group()
+        if self.tracker.ready_to_update_epoch:
+            self._end_epoch()
 
     def leave(self) -> None:
         """Tell the others that this peer is about to go: `shutdown` comes when it has saved what it has. A round that
@@ -197,12 +298,29 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 control.allow_allreduce()
 
     def shutdown(self) -> None:
-        # hivemind cancels once more a round that has failed and was cancelled, which raises
-        self.scheduled_grads, self.scheduled_state = (
-            None if control is None or control.done() else control
-            for control in (self.scheduled_grads, self.scheduled_state)
-        )
-        super().shutdown()
+        self.tracker.shutdown(self.shutdown_timeout)
+        self.state_averager.step(wait_for_delayed_updates=True)
+        for control in (self.scheduled_grads, self.scheduled_state):
+            self._leave_round(control)
+        self.state_averager.shutdown()
+        self.grad_averager.shutdown()
+
+    def _leave_round(self, control: StepControl | None) -> None:
+        """Where a group has begun, let its round go on to its end, without anything of this peer."""
+        if control is None or control.done():
+            return
+        if control.stage == AveragingStage.LOOKING_FOR_GROUP:
+            control.cancel()
+            return
+        if not control.triggered:
+            control.weight = 0.0
+            control.allow_allreduce()
+        try:
+            control.result(self.averaging_timeout)
+        except Exception as e:  # whatever ends a round of others
+            logger.debug(f"a round without this peer: {e!r}")
+            if not control.done():
+                control.cancel()
 
     def seconds_to_next_step(self, at_most: float) -> float:
         """How long an auxiliary peer may do nothing: it has to be there when the trainers' epoch is about to end."""
@@ -232,8 +350,14 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self.tracker.global_progress.epoch = epoch
         self.tracker.fetch_soon(0.0)
 
-    def _should_load_state_from_peers(self) -> bool:
-        return self._may_download() and super()._should_load_state_from_peers()
+    def _must_download(self) -> bool:
+        """Whether the others are further: once an epoch by any number, as one of them may just be the first."""
+        if not self._may_download():
+            return False
+        if self._must_be_exact and self.tracker.fetched_global_progress_this_epoch.is_set():
+            self._must_be_exact = False
+            return self.local_epoch != self.tracker.global_epoch
+        return self.local_epoch < self.tracker.global_epoch - 1
 
     def _may_download(self) -> bool:
         epoch = self.tracker.global_epoch
@@ -257,7 +381,6 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         with self.grad_averager.get_tensors() as averaged_gradients:
             for tensor, gradient in zip(averaged_gradients, gradients, strict=True):
                 tensor.copy_(gradient)
-        self._load_averaged_gradients_into_optimizer_()
         self.state_averager.group_id = group_id
         self.state_averager.step(increment_epoch=True, optimizer_step=True)
         self._offer_last_step(*before)
@@ -265,7 +388,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
 
     def _offer_last_step(self, epoch: int, digest: str) -> None:
         """To who was late for it; in the background, the optimizer may be using its gradients still."""
-        if not self.delay_optimizer_step:
+        if not self.overlap:
             self.grad_averager.last_step = epoch, digest, self.state_averager.group_id
 
     @property
@@ -280,13 +403,12 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         :returns: whether a peer sent it; otherwise the local state stays, and peers that do not answer do not count
             any more, so that training continues without them
         """
-        if self.scheduled_grads is not None and not self.scheduled_grads.done():
-            if self.scheduled_grads.stage != AveragingStage.RUNNING_ALLREDUCE and self._averages_in_step():
-                # the group would leave this peer out
-                self.scheduled_grads.cancel()
+        control, self.scheduled_grads = self.scheduled_grads, None
+        if control is not None and not control.done():
+            if control.stage != AveragingStage.RUNNING_ALLREDUCE and self._averages_in_step():
+                control.cancel()  # the group would leave this peer out
             else:
-                self._tag_along_with_zero_weight(self.scheduled_grads)
-            self.scheduled_grads = None
+                self._leave_round(control)
         self.state_averager.step(wait_for_delayed_updates=True)
         self.grad_averager.last_step = None
         old_epoch = self.local_epoch
@@ -310,17 +432,16 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             self._download_after = time.monotonic() + RETRY_PERIOD
             return False
 
-        self.grad_averager.keep_accumulated()
-        if self.local_epoch - old_epoch > MAX_STALENESS and self.grad_averager.kept_samples:
-            logger.warning(f"dropped {self.grad_averager.kept_samples} samples: their epoch {old_epoch} is too old")
-            self.grad_averager.drop_kept()
+        samples = self.grad_averager.samples
+        if self.local_epoch - old_epoch > MAX_STALENESS and samples:
+            logger.warning(f"dropped {samples} samples: their epoch {old_epoch} is too old")
+            self.grad_averager.drop()
         logger.info(
             f"{'made the step to' if has_stepped else 'took over the state of'} epoch {self.local_epoch} (was at "
-            f"{old_epoch}), kept the gradients of {self.grad_averager.kept_samples} samples"
+            f"{old_epoch}), kept the gradients of {self.grad_averager.samples} samples"
         )
         self.epoch_samples, self.averaged_with = 0, 1
-        self.tracker.report_local_progress(self.local_epoch, samples_accumulated=0)
-        self.grad_averager.reset_accumulated_grads_()
+        self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
         if not self.client_mode:
             self.state_averager.state_sharing_priority = self.local_epoch
         if not self.auxiliary:
@@ -355,61 +476,27 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             )
             self._download_after = time.monotonic() + pause
 
-    def _make_progress_tracker(self, target_batch_size: int, **kwargs) -> ProgressTracker:
-        tracker = ProgressTracker(
-            dht=self.dht,
-            prefix=self.run_id,
-            target_batch_size=target_batch_size,
-            client_mode=self.client_mode,
-            status_loglevel=self.status_loglevel,
-            start=True,
-            **kwargs,
-        )
-        tracker.vouched = set(self.dht.vouched.workers if self.dht.vouched else ())
-        return tracker
-
-    def _make_state_averager(self, **kwargs) -> StateAverager:
-        averager = StateAverager(
-            dht=self.dht,
-            prefix=f"{self.run_id}_state_averager",
-            min_matchmaking_time=self.matchmaking_time,
-            allreduce_timeout=self.allreduce_timeout,
-            shutdown_timeout=self.shutdown_timeout,
-            offload_optimizer=self.offload_optimizer,
-            custom_gradients=self.offload_optimizer,
-            status_loglevel=self.status_loglevel,
-            next_chunk_timeout=self.next_chunk_timeout,
-            client_mode=self.client_mode,
-            auxiliary=self.auxiliary,
-            initialize_optimizer=False,  # it comes with its state, see initialize_optimizer_state_
-            start=True,
-            **kwargs,
-        )
-        exit_when_dead(averager, "state averager")
-        if self.client_mode:
-            averager.offer_states()
-        return averager
-
-    def _make_gradient_averager(self, *args, **kwargs):
-        averager = super()._make_gradient_averager(*args, **kwargs)
-        exit_when_dead(averager, "gradient averager")
-        return averager
-
-    def _maybe_schedule_gradient_averaging(self) -> None:
-        digest = self.state_averager.history_digest
-        self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
+    def _look_for_group(self) -> None:
+        """In good time before the epoch ends, so that the round begins as soon as it has ended."""
+        self.grad_averager.round_state = [
+            self.local_epoch,
+            self._averages_in_step(),
+            self.state_averager.history_digest,
+        ]
         others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
         self.grad_averager.set_expected_peers(others, 1 + len(others) * self._averages_in_step(), self.tracker.silent)
         self._expect_for_parameters()
-        # hivemind looks for a group in advance even for a peer that is alone, and cancels when the epoch ends: a round
-        # that is cancelled late still goes on, with a newcomer and the gradients of an old epoch
-        if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
-            before = self.scheduled_grads
-            super()._maybe_schedule_gradient_averaging()
-            if self.scheduled_grads is not before:
-                # in good time: who is gone is known when the epoch ends
-                self._question(others)
+        # not when alone: a round that is cancelled late still goes on, with a newcomer and gradients of an old epoch
+        is_soon = self.tracker.estimated_next_update_time - get_dht_time() <= self.matchmaking_time
+        control = self.scheduled_grads
+        if self._has_others and is_soon and (control is None or control.triggered or control.done()):
+            self.scheduled_grads = self.grad_averager.schedule_step(self.averaging_timeout)
+            self._question(others)  # who is gone is known when the epoch ends
+
+    @property
+    def _has_others(self) -> bool:
+        return self.tracker.global_progress.num_peers > 1 + self.auxiliary
 
     def _expect_for_parameters(self) -> None:
         """Let the averaging of parameters wait, in step, for those of the last round alone: whoever makes the step
@@ -419,37 +506,45 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             others = self.last_group & self.tracker.present.keys()
         self.state_averager.set_expected_peers(others, silent=self.tracker.silent)
 
-    def _maybe_schedule_state_averaging(self) -> None:
-        if self.tracker.global_progress.num_peers > 1 + self.auxiliary:
-            super()._maybe_schedule_state_averaging()
-
-    def _begin_averaging_gradients(self, grad_scaler) -> bool:
-        for control in (self.scheduled_grads, self.scheduled_state):
-            has_ended = control is not None and control.done() and not control.cancelled()
-            if has_ended and isinstance(control.exception(), PeersLied):
-                self.tracker.ban(control.exception().args[0])
-        if self.scheduled_grads is not None and (self.scheduled_grads.triggered or self.scheduled_grads.done()):
-            # hivemind steps alone when the group that it looked for in advance failed, while others are there
-            self.scheduled_grads = None
-        if not self.delay_grad_averaging:
+    def _begin_round(self) -> StepControl | None:
+        """The round of this epoch's gradients, or None where nobody else is there."""
+        control = self.scheduled_grads
+        for ended in (control, self.scheduled_state):
+            if (
+                ended is not None
+                and ended.done()
+                and not ended.cancelled()
+                and isinstance(ended.exception(), PeersLied)
+            ):
+                self.tracker.ban(ended.exception().args[0])
+        if control is not None and (control.triggered or control.done()):
+            control = None  # the group that was looked for in advance has failed, while others are there
+        if not self.overlap:
             self.averaged_with = 1
         self.state_averager.group_id = self.dht.peer_id.to_bytes()
-        return super()._begin_averaging_gradients(grad_scaler)
+        if self.tracker.global_progress.num_peers <= 1:
+            self._leave_round(control)
+            self.scheduled_grads = None
+        else:
+            self.scheduled_grads = self.grad_averager.begin(control)
+        return self.scheduled_grads
 
-    def _average_gradients_and_load_into_optimizer(self, maybe_step_control) -> None:
-        # hivemind would continue with its accumulators here, which are zeros by now (note 16)
+    def _finish_round(self, control: StepControl) -> None:
+        """Wait for the averaged gradients, which are the optimizer's then.
+
+        :raises AveragingFailed: the round has failed, and its gradients go into the next one
+        """
         try:
-            group = self._wait_for_round(maybe_step_control)
+            group = self._wait_for_round(control)
         except (Exception, asyncio.CancelledError) as e:
-            if not maybe_step_control.done():
-                maybe_step_control.cancel()
-            self.grad_averager.keep_gradients()
+            if not control.done():
+                control.cancel()
+            self.grad_averager.put_back()
             self.failed_rounds += 1
             self.averaged_with = 1
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
-        self._load_averaged_gradients_into_optimizer_()
         group_id, *sent, lies = next(iter(group.values()))
-        self.grad_averager.keep_unsent(*sent)
+        self.grad_averager.finish(*sent)
         self.tracker.ban(lies)
         self.averaged_with = len(group)
         self.last_group = frozenset(peer_id.to_bytes() for peer_id in group) - {self.dht.peer_id.to_bytes()}
@@ -494,7 +589,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
             finally:
                 now = time.monotonic()
                 # in the background it costs the loop nothing
-                self.round_seconds[activity] += (now - last) * (not self.delay_grad_averaging)
+                self.round_seconds[activity] += (now - last) * (not self.overlap)
                 last = now
             if control.stage != AveragingStage.LOOKING_FOR_GROUP:
                 self.grad_averager.set_expected_peers(self.tracker.peers_at_epoch, at_least, self.tracker.silent)
@@ -571,7 +666,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         group_size = self.grad_averager.matchmaking_kwargs["target_group_size"]
         is_one_group = group_size is None or len(self.tracker.peers_at_epoch) + (not self.auxiliary) <= group_size
-        return is_one_group and not self.delay_grad_averaging
+        return is_one_group and not self.overlap
 
     def _has_missed_the_round(self) -> bool:
         """Whether the others have stepped without this peer.
@@ -581,7 +676,7 @@ class CollaborativeOptimizer(hivemind.Optimizer):
         """
         return self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
 
-    def _update_global_epoch(self, grad_scaler) -> None:
+    def _end_epoch(self) -> None:
         if self._has_missed_the_round():
             if self._may_download() and not self.auxiliary:
                 self.load_state_from_peers()
@@ -594,63 +689,77 @@ class CollaborativeOptimizer(hivemind.Optimizer):
                 self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
             if self.tracker.peers_at_epoch:
                 return
-        samples = self.grad_averager.local_samples_accumulated
+        samples = self.grad_averager.samples
         before = self.local_epoch, self.state_averager.history_digest
         try:
-            super()._update_global_epoch(grad_scaler)
-            self._offer_last_step(*before)
-            if self.averaged_with == 1 and not self.delay_grad_averaging:
-                self.grad_averager.drop_kept()  # all that was accumulated was in this step
-            self.epoch_samples = samples
-            self.total_samples += samples
-            self.rounds += 1
-            self._epoch_start = get_dht_time()
+            with self.tracker.pause_updates():
+                self._average_and_step()
         except AveragingFailed as e:
-            cause = e.__cause__
-            if isinstance(cause, PeersLied):
-                self.tracker.ban(cause.args[0])
-            if self.auxiliary:
-                # nothing of its own is lost; where the trainers are, it looks in the next step
-                self._retry_after = time.monotonic()
-                self.tracker.fetch_soon(0.0)
-                return
-            logger.warning(
-                f"epoch {self.local_epoch}: averaging failed ({e}); the gradients of {self.grad_averager.kept_samples} "
-                "samples go into the next round"
-            )
-            if isinstance(cause, PeersGone):
-                self.tracker.leave_out(cause.args[0])
-            if isinstance(cause, OutOfStep):
-                self.load_state_from_peers(*cause.args)
-            elif self._has_missed_the_round():
-                self.load_state_from_peers()
-            else:
-                self._question(self.tracker.present, quiet_for=0.0)  # one of them may have ended the round by its death
-                self._retry_after = time.monotonic() + RETRY_AFTER
-                self.tracker.fetch_soon(RETRY_AFTER)
+            self._try_again(e)
+            return
+        self._offer_last_step(*before)
+        self.epoch_samples = samples
+        self.total_samples += samples
+        self.rounds += 1
+        self._epoch_start = get_dht_time()
 
+    def _average_and_step(self) -> None:
+        """:raises AveragingFailed: the round has failed, and nothing has changed"""
+        averager, finish = self.state_averager, None
+        if self.overlap:
+            averager.step(wait_for_delayed_updates=True)
+        control = self._begin_round()
+        if control is None:
+            self.grad_averager.take_out()
+            self.grad_averager.finish()
+        elif self.overlap:
+            finish = partial(self._finish_round, control)
+        else:
+            self._finish_round(control)
+        next_epoch = max(self.local_epoch + 1, self.tracker.global_epoch)
+        is_due = next_epoch % self.average_state_every == 0 and not averager.averaging_in_progress
+        if with_parameters := is_due and self._has_others:
+            self.scheduled_state = averager.schedule_step(gather=next_epoch, timeout=self.averaging_timeout)
+        averager.step(
+            increment_epoch=True,
+            wait_for_trigger=finish,
+            optimizer_step=not self.auxiliary,
+            delay_optimizer_step=self.overlap and not self.auxiliary,
+            averaging_round=with_parameters,
+            delay_averaging=not self.auxiliary,
+            averaging_control=self.scheduled_state if with_parameters else None,
+            averaging_opts=dict(timeout=self.averaging_timeout) if with_parameters else None,
+        )
+        self.tracker.update_epoch(self.local_epoch)
+        self._must_be_exact = True
+        if not self.client_mode:
+            # newcomers ask those who are furthest
+            averager.state_sharing_priority = self.grad_averager.state_sharing_priority = self.local_epoch
 
-def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
-    """Make the tensors of the optimizer's state, as before its first step.
-
-    hivemind needs them, and makes them by a step with zero gradients at the full learning rate: it counts in bias
-    correction (note 8), and weight decay moves the parameters, or gets into the momentum of SGD.
-    """
-    params = list_params(optimizer)
-    gradients = [param.grad for param in params]
-    settings = [dict(group) for group in optimizer.param_groups]
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    for group in optimizer.param_groups:
-        group |= {"lr": 0.0, "weight_decay": 0.0}
-    optimizer.step()
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = gradient
-        state = optimizer.state[param]
-        if "step" in state:  # torch's SGD, for one, counts none
-            state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+    def _try_again(self, failure: AveragingFailed) -> None:
+        """Find out what the round has failed of."""
+        cause = failure.__cause__
+        if isinstance(cause, PeersLied):
+            self.tracker.ban(cause.args[0])
+        if self.auxiliary:
+            # nothing of its own is lost; where the trainers are, it looks in the next step
+            self._retry_after = time.monotonic()
+            self.tracker.fetch_soon(0.0)
+            return
+        logger.warning(
+            f"epoch {self.local_epoch}: averaging failed ({failure}); the gradients of {self.grad_averager.samples} "
+            "samples go into the next round"
+        )
+        if isinstance(cause, PeersGone):
+            self.tracker.leave_out(cause.args[0])
+        if isinstance(cause, OutOfStep):
+            self.load_state_from_peers(*cause.args)
+        elif self._has_missed_the_round():
+            self.load_state_from_peers()
+        else:
+            self._question(self.tracker.present, quiet_for=0.0)  # one of them may have ended the round by its death
+            self._retry_after = time.monotonic() + RETRY_AFTER
+            self.tracker.fetch_soon(RETRY_AFTER)
 
 
 def make_swarm_optimizer(
@@ -658,7 +767,7 @@ def make_swarm_optimizer(
 ) -> CollaborativeOptimizer:
     """A CollaborativeOptimizer by the flags.
 
-    :param options: of hivemind.Optimizer, which no flag of averaging sets
+    :param options: of the optimizer, which no flag of averaging sets
     """
 
     def select(*names: str) -> dict:
@@ -670,28 +779,12 @@ def make_swarm_optimizer(
         dht=dht,
         run_id=prefix,
         target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,
-        offload_optimizer=True,
-        averager_opts=averager_options,
-        # hivemind passes averager_opts to the state averager alone (note 39)
-        grad_averager_factory=partial(GradientAverager, **averager_options),
-        tracker_opts=select(
+        averager_options=averager_options,
+        tracker_options=select(
             *("min_refresh_period", "max_refresh_period", "default_refresh_period"),
-            *("expected_drift_peers", "expected_drift_rate", "metadata_expiration"),
+            *("expected_drift_peers", "expected_drift_rate", "metadata_expiration", "performance_ema_alpha"),
         ),
         **select("matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout"),
-        **select("average_state_every", "delay_optimizer_step", "delay_grad_averaging", "performance_ema_alpha"),
+        **select("average_state_every", "overlap"),
         **options,
     )
-
-
-def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
-    """The part of a run's contract that is about averaging."""
-    return {
-        # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
-        "target_batch_size": str(averaging.target_batch_size),
-        "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
-        f"loaded {averaging.load_state_compression}",
-        "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
-        f"state every {averaging.average_state_every}, delays {averaging.delay_optimizer_step:d}"
-        f"{averaging.delay_grad_averaging:d}, {GradientAverager.__name__} {StateAverager.__name__}",
-    }

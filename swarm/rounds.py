@@ -1,7 +1,6 @@
-"""Rounds: whose data entered the average, and gradients that a failed round does not lose."""
+"""Rounds: whose data entered the average."""
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import Counter, defaultdict
@@ -25,18 +24,15 @@ from swarm.guard import (
     LEAST_TRUST,
     NO_WEIGHT,
     REVERSED,
-    SKETCH_SIZE,
     TRUST_WEIGHT,
     GuardedContainer,
     GuardedReducer,
     Lie,
     PeersLied,
-    find_odd,
     find_own_shares,
-    sketch,
 )
 from swarm.line import LINE, from_line
-from swarm.matchmaking import PromptMatchmaking, read_gathered, sign_standing
+from swarm.matchmaking import PromptMatchmaking, read_gathered
 from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
 from swarm.processes import become_helper, hold_ctrl_c
 
@@ -523,154 +519,3 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 runner.finalize(exception=PeersGone(gone))
                 return gone
         return []
-
-
-def is_round_state(item: object) -> bool:
-    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, history digest,
-    sketch of its parameters], signed, see sign_standing."""
-    is_list = isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, list, bytes, bytes]
-    return is_list and len(item[3]) == SKETCH_SIZE and all(type(number) is float for number in item[3])
-
-
-class GradientAverager(hivemind.optim.grad_averager.GradientAverager, VerifiedAverager):
-    """Keeps the gradients of a failed round, which hivemind loses: it empties the accumulators when a round starts.
-
-    Averages peers of one state only. hivemind lets a peer that has lost a round average its old gradients with
-    everybody's new ones, forever one epoch behind; and two halves of a swarm that could not reach each other for a
-    while, or a peer that has stepped alone, continue with other weights and moments than the rest. So peers gather
-    their epoch and their history digest (see StateAverager): the majority continues, the others take over its state.
-    So does one of three or more whose parameters have become others all the same, see `find_odd`.
-    And spares a joining peer a second download: hivemind fetches the averaged gradients of a peer and drops them.
-    """
-
-    is_urgent = True
-    content = "gradients"
-    #: set by the optimizer: [epoch, whether the whole swarm averages in step, history digest] of the gradients
-    round_state = [0, False, ""]
-    #: epoch and history digest of the state that the averaged gradients have moved on, and the group that made them;
-    #: None once the next round has begun. Set by the optimizer
-    last_step: tuple[int, str, bytes] | None = None
-
-    def __init__(self, *args, **kwargs):
-        self._in_flight = self._kept = None
-        # samples and times of the accumulated gradients that were in earlier rounds and could not be sent: for each of
-        # the turns that this peer's line makes of its gradients, see plan_round; and whose turn it is
-        self._behind, self._next_turn = [(0, 0)], 0
-        super().__init__(*args, **kwargs)
-
-    def schedule_step(self, *args, **kwargs):
-        standing = [*self.round_state, sketch(self.parameters)]
-        return super().schedule_step(*args, gather=sign_standing(standing), **kwargs)
-
-    async def _aggregate_with_group(self, group_info, **kwargs):
-        # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
-        of_group = [read_gathered(data) for data in group_info.gathered]
-        # auxiliary peers have no gradients, and average anybody's
-        trainers = [index for index, (mode, *_) in enumerate(of_group) if mode != AveragingMode.AUX]
-        in_step = [i for i in trainers if is_round_state(of_group[i][1]) and of_group[i][1][1]]
-        if 2 * len(in_step) > len(trainers):
-            standings = {index: (of_group[index][1][0], of_group[index][1][2]) for index in in_step}
-            votes = Counter(standings.values())
-            # among equals not one that is far behind; then that of a peer that gives it to anybody, as clients give
-            # theirs only to peers that they have called
-            newest = max(epoch for epoch, _ in votes)
-            given = {standings[index] for index in in_step if of_group[index][0] != AveragingMode.CLIENT}
-            chosen = max(votes, key=lambda item: (votes[item], item[0] >= newest - 1, item in given, item))
-            agreeing = [index for index in in_step if standings[index] == chosen]
-            odd = find_odd([of_group[index][1][3] for index in agreeing])
-            agreeing = [index for at, index in enumerate(agreeing) if at not in odd]
-            if self.mode != AveragingMode.AUX and self.peer_id not in [group_info.peer_ids[i] for i in agreeing]:
-                # not that of the next epoch: a group may form long before its epoch ends
-                raise OutOfStep(chosen[0], [group_info.peer_ids[index].to_bytes() for index in agreeing])
-            if len(agreeing) == 1:
-                raise AllreduceException(f"nobody else of the same state in a group of {len(trainers)} trainers")
-            staying = [index for index in range(len(of_group)) if index not in trainers or index in agreeing]
-            if all(of_group[index][0] == AveragingMode.CLIENT for index in staying):
-                raise AllreduceException(f"none of the {len(staying)} peers of the same state accepts connections")
-            group_info = dataclasses.replace(
-                group_info,
-                peer_ids=tuple(group_info.peer_ids[index] for index in staying),
-                gathered=tuple(group_info.gathered[index] for index in staying),
-            )
-        averaged = await super()._aggregate_with_group(group_info, **kwargs)
-        runner = self._running_groups[group_info.group_id].result()
-        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, self._unsent, runner.lies))
-
-    def step(self, *args, **kwargs):
-        self._in_flight = self._snapshot()
-        samples = self.local_samples_accumulated + self._behind[self._next_turn][0]
-        return super().step(*args, weight=samples, **kwargs)
-
-    def load_accumulators_into_averager_(self) -> None:
-        self.last_step = None
-        times = self.local_times_accumulated
-        self.local_times_accumulated += self._behind[self._next_turn][1]
-        super().load_accumulators_into_averager_()
-        self.local_times_accumulated = times
-
-    def _snapshot(self) -> tuple:
-        sums = [accumulator.clone() for accumulator in self._grad_accumulators() if self.local_samples_accumulated]
-        return sums, self.local_samples_accumulated, self.local_times_accumulated, self._anchor_batch_size
-
-    def keep_unsent(self, share: int, turn: int, unsent: Sequence[tuple[int, int]]) -> None:
-        """Of the gradients of the round that has just succeeded, keep those that were not sent, for a later one.
-
-        :param share: that one of so many turns was sent
-        :param turn: which one
-        :param unsent: begin and end of what was not, counted over all tensors
-        """
-        sums, samples, times, anchor = self._in_flight
-        if share != len(self._behind):  # the line has changed: neither exact nor lost
-            self._behind = [
-                tuple(sum(column) // len(self._behind) for column in zip(*self._behind, strict=True))
-            ] * share
-        self._behind = [(samples + s, times + t) for s, t in self._behind]
-        self._behind[turn], self._next_turn = (0, 0), (turn + 1) % share
-        if unsent and sums:
-            is_sent = torch.ones(sum(tensor.numel() for tensor in sums), dtype=torch.bool)
-            for begin, end in unsent:
-                is_sent[begin:end] = False
-            for tensor, mask in zip(sums, is_sent.split([tensor.numel() for tensor in sums]), strict=True):
-                tensor.view(-1).masked_fill_(mask.to(tensor.device), 0.0)
-            self._kept = sums, 0, 0, anchor
-
-    def keep_gradients(self) -> None:
-        """Put the gradients of the round that just failed aside, for the next `accumulate_grads_`."""
-        sums, samples, *_ = self._in_flight
-        # with a number that is not finite, no round would succeed any more
-        is_worth = samples and all((tensor.view(-1) @ tensor.view(-1)).isfinite() for tensor in sums)
-        self._kept, self._in_flight = self._in_flight if is_worth else None, None
-        self.notify_used_averaged_gradients()
-
-    def keep_accumulated(self) -> None:
-        """Put the gradients accumulated so far aside, for the next `accumulate_grads_`."""
-        self._kept = self._snapshot() if self.local_samples_accumulated else self._kept
-
-    def drop_kept(self) -> None:
-        """Forget the gradients that were put aside, and those that were not sent."""
-        self._kept, self._behind, self._next_turn = None, [(0, 0)], 0
-
-    @property
-    def kept_samples(self) -> int:
-        """Samples whose gradients wait for the next round."""
-        return self._kept[1] if self._kept else 0
-
-    @torch.no_grad()
-    def accumulate_grads_(self, batch_size: int) -> None:
-        # merged here, in the loop's own thread: after a delayed round, hivemind empties the accumulators once more
-        if self._kept:
-            sums, samples, times, anchor = self._kept
-            self._kept = None
-            self._anchor_batch_size = self._anchor_batch_size or anchor
-            for accumulator, kept in zip(self._grad_accumulators(), sums, strict=True):
-                accumulator.add_(kept.to(accumulator.device), alpha=anchor / self._anchor_batch_size)
-            self.local_samples_accumulated += samples
-            self.local_times_accumulated += times
-        super().accumulate_grads_(batch_size)
-
-    def load_state_from_peers(self, **kwargs) -> None:
-        return None
-
-    def accumulate_on(self, device: torch.device) -> None:
-        """Move the accumulators to where the gradients are, so that accumulating needs no transfer."""
-        self._local_accumulators = tuple(accumulator.to(device) for accumulator in self._local_accumulators)

@@ -43,9 +43,10 @@ from swarm.downloads import (
     read_description,
     read_request,
 )
+from swarm.gradients import GradientAverager
 from swarm.line import LINE
 from swarm.processes import STOP_REQUESTED
-from swarm.rounds import GradientAverager, VerifiedAverager
+from swarm.rounds import VerifiedAverager
 
 logger = logging.getLogger("swarm")
 
@@ -66,6 +67,29 @@ DONORS = 4  # peers that are asked to describe their state at once
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All parameters of an optimizer, in the order of its groups, in which peers exchange them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
+    """Make the tensors of the optimizer's state, as before its first step.
+
+    hivemind needs them, and makes them by a step with zero gradients at the full learning rate: it counts in bias
+    correction (note 8), and weight decay moves the parameters, or gets into the momentum of SGD.
+    """
+    params = list_params(optimizer)
+    gradients = [param.grad for param in params]
+    settings = [dict(group) for group in optimizer.param_groups]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for group in optimizer.param_groups:
+        group |= {"lr": 0.0, "weight_decay": 0.0}
+    optimizer.step()
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+        state = optimizer.state[param]
+        if "step" in state:  # torch's SGD, for one, counts none
+            state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
 
 
 def name_step(digest: str) -> str:

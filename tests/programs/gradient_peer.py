@@ -18,7 +18,6 @@ from swarm.joining import make_dht
 from swarm.line import LINE
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.rounds import GradientAverager
 
 
 def make_gradient_optimizer(
@@ -34,7 +33,6 @@ def make_gradient_optimizer(
     max_weight: float | None = None,
 ) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
-    averager_options = dict(target_group_size=group_size, max_weight=max_weight)
     return CollaborativeOptimizer(
         dht=dht,
         run_id=prefix,
@@ -45,13 +43,14 @@ def make_gradient_optimizer(
         averaging_timeout=averaging_timeout,
         next_chunk_timeout=4.0,
         request_timeout=1.0,
-        grad_compression=COMPRESSIONS["8bit" if eight_bit else "none"],
-        grad_averager_factory=partial(GradientAverager, **averager_options),
-        averager_opts=averager_options,
+        gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
+        state_averaging=COMPRESSIONS["none"],
+        load_state=COMPRESSIONS["none"],
+        averager_options=dict(target_group_size=group_size, max_weight=max_weight),
         client_mode=dht.client_mode,
         auxiliary=auxiliary,
         average_state_every=average_state_every,
-        tracker_opts=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
+        tracker_options=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
     )
 
 

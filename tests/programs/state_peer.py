@@ -12,9 +12,8 @@ from models.state_codecs import LOAD_STATE_COMPRESSIONS
 from support.console import setup_logging
 from swarm.joining import make_dht
 from swarm.line import LINE
-from swarm.optimizer import initialize_optimizer_state_
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.states import StateAverager, list_params
+from swarm.states import StateAverager, initialize_optimizer_state_, list_params
 
 
 def make_optimizer(groups):
