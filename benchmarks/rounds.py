@@ -118,7 +118,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     """Average random gradients until stopped; print a JSON line after each round, also a failed one."""
     import torch
 
-    from arguments import SwarmArguments
+    from arguments import AveragingArguments, SwarmArguments
     from models.state_codecs import COMPRESSIONS
     from support.console import setup_logging
     from swarm.joining import make_dht
@@ -131,19 +131,27 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
     LINE.set_bandwidth(row.up, is_given=True)
+    averaging = AveragingArguments(
+        target_batch_size=row.peers * STEPS_PER_EPOCH * BATCH_SIZE,
+        batch_size_lead=0,
+        target_group_size=row.peers,
+        min_vector_size=0,
+        average_state_every=10**6,
+        min_refresh_period=0.2,
+        default_refresh_period=0.3,
+        metadata_expiration=60.0,
+        robust_averaging="none",
+    )
     optimizer = CollaborativeOptimizer(
-        dht=dht,
-        run_id=experiment_prefix,
+        dht,
+        experiment_prefix,
+        averaging,
         params=[{"params": params}],
         optimizer=partial(torch.optim.SGD, lr=1e-3),
-        target_batch_size=row.peers * STEPS_PER_EPOCH * BATCH_SIZE,
+        client_mode=dht.client_mode,
         gradients=COMPRESSIONS[row.compression],
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
-        averager_options=dict(target_group_size=row.peers),
-        client_mode=dht.client_mode,
-        average_state_every=10**6,
-        tracker_options=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
     )
     stop = handle_stop_signals()
     for param in params:

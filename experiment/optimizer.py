@@ -19,7 +19,7 @@ from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.contract import describe_averaging
-from swarm.optimizer import CollaborativeOptimizer, make_swarm_optimizer
+from swarm.optimizer import CollaborativeOptimizer
 from swarm.states import initialize_optimizer_state_, list_params
 
 
@@ -112,7 +112,7 @@ def make_optimizer(
     :param client_mode: accept no incoming connection
     :param auxiliary: a role that computes no gradients (the monitor)
     """
-    return make_swarm_optimizer(
+    return CollaborativeOptimizer(
         dht,
         swarm.experiment_prefix,
         averaging,

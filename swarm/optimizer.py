@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +33,7 @@ FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself give
 FIRST_LOOK = 2.0  # of waiting for a group, or without a report, before asking whether anybody is there
 SIGN_PERIOD = 3.0  # between two signs of life while this peer waits for a round
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
+LEAST_DOWNLOAD_TIMEOUT, SHUTDOWN_TIMEOUT = 600.0, 5.0
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody sent it the first time
 
 MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the others
@@ -79,49 +79,40 @@ class CollaborativeOptimizer:
 
     matchmaking_time = from_line("matchmaking_time")
     averaging_timeout = from_line("averaging_timeout")
-    allreduce_timeout = from_line("averaging_timeout")
     next_chunk_timeout = from_line("next_chunk_timeout")
 
     def __init__(
         self,
-        *,
         dht: hivemind.DHT,
-        run_id: str,
-        target_batch_size: int,
+        prefix: str,
+        averaging: AveragingArguments,
+        *,
         params: list[dict],
         optimizer: Callable[[list[dict]], torch.optim.Optimizer],
         scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
         client_mode: bool,
         auxiliary: bool = False,
-        overlap: bool = False,
-        average_state_every: int,
-        matchmaking_time: float | None = None,
-        request_timeout: float | None = None,
-        averaging_timeout: float | None = None,
-        next_chunk_timeout: float | None = None,
-        load_state_timeout: float = 600.0,
-        shutdown_timeout: float = 5.0,
-        averager_options: dict | None = None,
-        tracker_options: dict | None = None,
         **compressions: CompressionBase,
     ):
         """
         :param params: groups of the model's parameters, from which `optimizer` makes one of their copies
         :param client_mode: accept no incoming connection
         :param auxiliary: without gradients, average those of others
-        :param overlap: average and step in the background, while the next gradients are computed
-        :param average_state_every: epochs between two averages of the parameters, in the background
-        :param matchmaking_time: seconds, as all the times; those that are None follow from the line, see swarm/line.py
-        :param averager_options: of both averagers: target_group_size, min_vector_size, max_weight
-        :param tracker_options: of the ProgressTracker
-        :param compressions: of gradients, states that are averaged, and states that are given
+        :param compressions: of gradients, of states that are averaged, and of those that are given (load_state)
         """
+
+        def select(*names: str) -> dict:
+            return {name: getattr(averaging, name) for name in names}
+
+        # in seconds; those that are None follow from the line
         LINE.fix(
-            matchmaking=matchmaking_time, request=request_timeout, averaging=averaging_timeout, chunk=next_chunk_timeout
+            matchmaking=averaging.matchmaking_time,
+            request=averaging.request_timeout,
+            averaging=averaging.averaging_timeout,
+            chunk=averaging.next_chunk_timeout,
         )
-        self.dht, self.run_id, self.client_mode, self.auxiliary = dht, run_id, client_mode, auxiliary
-        self.overlap, self.average_state_every = overlap, average_state_every
-        self.load_state_timeout, self.shutdown_timeout = load_state_timeout, shutdown_timeout
+        self.dht, self.client_mode, self.auxiliary = dht, client_mode, auxiliary
+        self.overlap, self.average_state_every = averaging.overlap, averaging.average_state_every
         #: seconds spent so far while a group formed, and while gradients were averaged
         self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
         #: the rounds of gradients and of parameters that are looked for, or running
@@ -129,7 +120,13 @@ class CollaborativeOptimizer:
         self.scheduled_state: StepControl | None = None
         self._must_be_exact = True
         self.tracker = ProgressTracker(
-            dht, run_id, target_batch_size, client_mode=client_mode, start=True, **tracker_options or {}
+            dht,
+            prefix,
+            averaging.target_batch_size - averaging.batch_size_lead,
+            client_mode=client_mode,
+            start=True,
+            **select("min_refresh_period", "max_refresh_period", "default_refresh_period", "expected_drift_peers"),
+            **select("expected_drift_rate", "metadata_expiration", "performance_ema_alpha"),
         )
         self.tracker.vouched = set(dht.vouched.workers if dht.vouched else ())
         options = dict(
@@ -139,12 +136,13 @@ class CollaborativeOptimizer:
             min_matchmaking_time=self.matchmaking_time,
             allreduce_timeout=self.averaging_timeout,
             next_chunk_timeout=self.next_chunk_timeout,
-            shutdown_timeout=shutdown_timeout,
+            shutdown_timeout=SHUTDOWN_TIMEOUT,
+            max_weight=averaging.target_batch_size if averaging.robust_averaging == "clip" else None,
             start=True,
-            **averager_options or {},
+            **select("target_group_size", "min_vector_size"),
         )
         self.state_averager = StateAverager(
-            prefix=f"{run_id}_state_averager",
+            prefix=f"{prefix}_state_averager",
             params=params,
             optimizer=optimizer,
             scheduler=scheduler,
@@ -160,7 +158,7 @@ class CollaborativeOptimizer:
             self.state_averager.offer_states()
         self.grad_averager = GradientAverager(
             self.state_averager.main_parameters,
-            prefix=f"{run_id}_grad_averager",
+            prefix=f"{prefix}_grad_averager",
             compression=compressions["gradients"],
             **options,
         )
@@ -199,70 +197,28 @@ class CollaborativeOptimizer:
         self.grad_averager.accumulate_on(device)
 
     def training_state(self) -> dict:
-        """A copy of all that this peer's next step depends on but its gradients, at any moment between two steps.
-
-        Without waiting for an averaging of parameters that runs in the background: for some of them the copy may hold
-        the values before it, for others those after it, as all peers do that lose their connection in it.
-
-        :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
-            local_epoch, lineage (the history digest), total_samples; all of it of types that torch.load reads with
-            weights_only=True
-        """
-        averager = self.state_averager
-        with averager.lock_optimizer, torch.no_grad():
-            # a step in the background counts when it has ended, which is when it moves the schedule on
-            return {
-                "parameters": [param.detach().clone() for param in list_params(self.opt)],
-                "optimizer": copy.deepcopy(self.opt.state_dict()),
-                "scheduler": copy.deepcopy(averager.scheduler.state_dict()),
-                "local_epoch": averager.scheduler.last_epoch,
-                "lineage": averager.history_digest,
-                "total_samples": self.total_samples,
-            }
+        """A copy of all that this peer's next step depends on but its gradients, see StateAverager.dump_state."""
+        return self.state_averager.dump_state() | {"total_samples": self.total_samples}
 
     def load_training_state(self, state: dict) -> None:
         """Take over what `training_state` returned, also that of another process or device.
 
-        Learning rate and other options remain those of this process, which the run's contract names. hivemind's
-        load_state_dict would leave the parameters, the schedule, and what the swarm hears of this peer (note 26).
-
         :raises ValueError: the tensors have other shapes than this optimizer's; nothing has changed then
         """
-        averager, epoch = self.state_averager, state["local_epoch"]
-        own = self.opt.state_dict()
-        params = list_params(self.opt)
-        moments = state["optimizer"]["state"]
-
-        def shapes(parameters: list[torch.Tensor], moments: dict[int, dict]) -> list:
-            # single numbers are tensors at one time and not at another: LAMB's trust ratio
-            return [tuple(tensor.shape) for tensor in parameters] + [
-                {name: tuple(getattr(value, "shape", ())) for name, value in entry.items()}
-                for _, entry in sorted(moments.items())
-            ]
-
-        if shapes(state["parameters"], moments) != shapes(params, own["state"]):
-            raise ValueError("its optimizer differs (--optim, --min_8bit_size), or its tensors have different shapes")
-        with averager.lock_optimizer, averager.lock_averaged_tensors, torch.no_grad():
-            for param, saved in zip(params, state["parameters"], strict=True):
-                param.copy_(saved)
-            # a copy: torch would keep these tensors and change them in place
-            self.opt.load_state_dict({"state": copy.deepcopy(moments), "param_groups": own["param_groups"]})
-            scheduler = averager.scheduler
-            scheduler.load_state_dict({**state["scheduler"], "base_lrs": scheduler.base_lrs})
-            averager.set_epoch(epoch)
-            averager.history_digest = state.get("lineage", "")
-        averager._apply_optimizer_parameters_()
+        self.state_averager.restore_state(state)
+        epoch, self.total_samples = self.local_epoch, state["total_samples"]
         self.grad_averager.last_step = None
         self.grad_averager.drop()
-        self.total_samples = state["total_samples"]
         with self.tracker.pause_updates():
             self.tracker.update_epoch(epoch)
             if not self.tracker.present:  # an epoch that this peer was at before counts no more
                 self.tracker.global_progress.epoch = epoch
         self._must_be_exact = True
-        if not self.client_mode:
-            # newcomers ask those who are furthest
-            averager.state_sharing_priority = self.grad_averager.state_sharing_priority = epoch
+        self._offer_states()
+
+    def _offer_states(self) -> None:
+        if not self.client_mode:  # newcomers ask those who are furthest
+            self.state_averager.state_sharing_priority = self.grad_averager.state_sharing_priority = self.local_epoch
 
     def step(self, batch_size: int = 0) -> None:
         """Add the gradients of so many samples to what is not yet sent; when the swarm has enough, average and step.
@@ -287,26 +243,20 @@ class CollaborativeOptimizer:
     def leave(self) -> None:
         """Tell the others that this peer is about to go: `shutdown` comes when it has saved what it has. A round that
         they have begun goes on, without anything of this peer."""
-        self.tracker.shutdown(self.shutdown_timeout)
+        self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         for control in (self.scheduled_grads, self.scheduled_state):
-            if control is None or control.done() or control.triggered:
-                continue
-            if control.stage == AveragingStage.LOOKING_FOR_GROUP:
-                control.cancel()
-            else:
-                control.weight = 0.0
-                control.allow_allreduce()
+            self._leave_round(control, patience=0.0)
 
     def shutdown(self) -> None:
-        self.tracker.shutdown(self.shutdown_timeout)
+        self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         self.state_averager.step(wait_for_delayed_updates=True)
         for control in (self.scheduled_grads, self.scheduled_state):
-            self._leave_round(control)
+            self._leave_round(control, patience=self.averaging_timeout)
         self.state_averager.shutdown()
         self.grad_averager.shutdown()
 
-    def _leave_round(self, control: StepControl | None) -> None:
-        """Where a group has begun, let its round go on to its end, without anything of this peer."""
+    def _leave_round(self, control: StepControl | None, patience: float) -> None:
+        """Where a group has begun, let its round go on, without anything of this peer, and wait for its end so long."""
         if control is None or control.done():
             return
         if control.stage == AveragingStage.LOOKING_FOR_GROUP:
@@ -315,12 +265,8 @@ class CollaborativeOptimizer:
         if not control.triggered:
             control.weight = 0.0
             control.allow_allreduce()
-        try:
-            control.result(self.averaging_timeout)
-        except Exception as e:  # whatever ends a round of others
-            logger.debug(f"a round without this peer: {e!r}")
-            if not control.done():
-                control.cancel()
+        with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            control.exception(patience)
 
     def seconds_to_next_step(self, at_most: float) -> float:
         """How long an auxiliary peer may do nothing: it has to be there when the trainers' epoch is about to end."""
@@ -338,11 +284,7 @@ class CollaborativeOptimizer:
         epoch, reported = records[1].epoch, records[1].time > self._epoch_start + FIRST_LOOK
         if epoch == self.local_epoch or (epoch < self.local_epoch and not reported):
             return
-        if self.scheduled_grads is not None and not self.scheduled_grads.done():
-            if self.scheduled_grads.stage == AveragingStage.LOOKING_FOR_GROUP:
-                self.scheduled_grads.cancel()
-            else:
-                self.scheduled_grads.allow_allreduce()  # others are waiting for this peer
+        self._leave_round(self.scheduled_grads, patience=0.0)
         self.scheduled_grads, self._epoch_start = None, get_dht_time()
         self.state_averager.set_epoch(epoch)
         with self.tracker.pause_updates():
@@ -393,7 +335,7 @@ class CollaborativeOptimizer:
 
     @property
     def _download_timeout(self) -> float:
-        return max(self.load_state_timeout, LINE.seconds_for(12 * self.state_averager.total_size))
+        return max(LEAST_DOWNLOAD_TIMEOUT, LINE.seconds_for(12 * self.state_averager.total_size))
 
     def load_state_from_peers(self, min_epoch: int | None = None, donors: Sequence[bytes] = ()) -> bool:
         """Take over the newest state of the swarm; gradients that are not yet averaged are kept.
@@ -404,11 +346,10 @@ class CollaborativeOptimizer:
             any more, so that training continues without them
         """
         control, self.scheduled_grads = self.scheduled_grads, None
-        if control is not None and not control.done():
-            if control.stage != AveragingStage.RUNNING_ALLREDUCE and self._averages_in_step():
-                control.cancel()  # the group would leave this peer out
-            else:
-                self._leave_round(control)
+        is_running = control is not None and control.stage == AveragingStage.RUNNING_ALLREDUCE
+        if control is not None and not control.done() and self._averages_in_step() and not is_running:
+            control.cancel()  # the group would leave this peer out
+        self._leave_round(control, patience=self.averaging_timeout)
         self.state_averager.step(wait_for_delayed_updates=True)
         self.grad_averager.last_step = None
         old_epoch = self.local_epoch
@@ -442,8 +383,7 @@ class CollaborativeOptimizer:
         )
         self.epoch_samples, self.averaged_with = 0, 1
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
-        if not self.client_mode:
-            self.state_averager.state_sharing_priority = self.local_epoch
+        self._offer_states()
         if not self.auxiliary:
             self.tracker.announce()
         self._note_late_download()
@@ -523,7 +463,7 @@ class CollaborativeOptimizer:
             self.averaged_with = 1
         self.state_averager.group_id = self.dht.peer_id.to_bytes()
         if self.tracker.global_progress.num_peers <= 1:
-            self._leave_round(control)
+            self._leave_round(control, patience=0.0)
             self.scheduled_grads = None
         else:
             self.scheduled_grads = self.grad_averager.begin(control)
@@ -732,9 +672,7 @@ class CollaborativeOptimizer:
         )
         self.tracker.update_epoch(self.local_epoch)
         self._must_be_exact = True
-        if not self.client_mode:
-            # newcomers ask those who are furthest
-            averager.state_sharing_priority = self.grad_averager.state_sharing_priority = self.local_epoch
+        self._offer_states()
 
     def _try_again(self, failure: AveragingFailed) -> None:
         """Find out what the round has failed of."""
@@ -760,31 +698,3 @@ class CollaborativeOptimizer:
             self._question(self.tracker.present, quiet_for=0.0)  # one of them may have ended the round by its death
             self._retry_after = time.monotonic() + RETRY_AFTER
             self.tracker.fetch_soon(RETRY_AFTER)
-
-
-def make_swarm_optimizer(
-    dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, **options
-) -> CollaborativeOptimizer:
-    """A CollaborativeOptimizer by the flags.
-
-    :param options: of the optimizer, which no flag of averaging sets
-    """
-
-    def select(*names: str) -> dict:
-        return {name: getattr(averaging, name) for name in names}
-
-    averager_options = select("target_group_size", "min_vector_size")
-    averager_options["max_weight"] = averaging.target_batch_size if averaging.robust_averaging == "clip" else None
-    return CollaborativeOptimizer(
-        dht=dht,
-        run_id=prefix,
-        target_batch_size=averaging.target_batch_size - averaging.batch_size_lead,
-        averager_options=averager_options,
-        tracker_options=select(
-            *("min_refresh_period", "max_refresh_period", "default_refresh_period"),
-            *("expected_drift_peers", "expected_drift_rate", "metadata_expiration", "performance_ema_alpha"),
-        ),
-        **select("matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout"),
-        **select("average_state_every", "overlap"),
-        **options,
-    )

@@ -7,6 +7,7 @@ for their description, takes those that agree, and lets each of them work on one
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import ctypes
 import hashlib
 import logging
@@ -430,6 +431,52 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors and self.mode != AveragingMode.AUX:
             self._load_local_tensors_into_averager_()
+
+    def dump_state(self) -> dict:
+        """A copy of all that the next step depends on but the gradients, at any moment between two steps.
+
+        Without waiting for an averaging of parameters that runs in the background: for some of them the copy may hold
+        the values before it, for others those after it, as all peers do that lose their connection in it.
+
+        :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
+            local_epoch, lineage (the history digest); all of it of types that torch.load reads with weights_only=True
+        """
+        with self.lock_optimizer, torch.no_grad():
+            # a step in the background counts when it has ended, which is when it moves the schedule on
+            return {
+                "parameters": [param.detach().clone() for param in list_params(self.optimizer)],
+                "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+                "scheduler": copy.deepcopy(self.scheduler.state_dict()),
+                "local_epoch": self.scheduler.last_epoch,
+                "lineage": self.history_digest,
+            }
+
+    def restore_state(self, state: dict) -> None:
+        """Take over what `dump_state` returned. Learning rate and other options remain those of this process, which the
+        run's contract names.
+
+        :raises ValueError: the tensors have other shapes than this optimizer's; nothing has changed then
+        """
+        own, params, moments = self.optimizer.state_dict(), list_params(self.optimizer), state["optimizer"]["state"]
+
+        def shapes(parameters: list[torch.Tensor], moments: dict[int, dict]) -> list:
+            # single numbers are tensors at one time and not at another: LAMB's trust ratio
+            return [tuple(tensor.shape) for tensor in parameters] + [
+                {name: tuple(getattr(value, "shape", ())) for name, value in entry.items()}
+                for _, entry in sorted(moments.items())
+            ]
+
+        if shapes(state["parameters"], moments) != shapes(params, own["state"]):
+            raise ValueError("its optimizer differs (--optim, --min_8bit_size), or its tensors have different shapes")
+        with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
+            for param, saved in zip(params, state["parameters"], strict=True):
+                param.copy_(saved)
+            # a copy: torch would keep these tensors and change them in place
+            self.optimizer.load_state_dict({"state": copy.deepcopy(moments), "param_groups": own["param_groups"]})
+            self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": self.scheduler.base_lrs})
+            self.set_epoch(state["local_epoch"])
+            self.history_digest = state.get("lineage", "")
+        self._apply_optimizer_parameters_()
 
     def set_epoch(self, epoch: int) -> None:
         """Move epoch and learning rate to this epoch, also back; hivemind's only ever go forward."""

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from arguments import SwarmArguments
+from arguments import AveragingArguments, SwarmArguments
 from models.state_codecs import COMPRESSIONS
 from support.console import setup_logging
 from swarm.joining import make_dht
@@ -30,27 +30,35 @@ def make_gradient_optimizer(
     auxiliary: bool = False,
     average_state_every: int = 10**6,
     averaging_timeout: float = 10.0,
-    max_weight: float | None = None,
+    is_robust: bool = False,
 ) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
-    return CollaborativeOptimizer(
-        dht=dht,
-        run_id=prefix,
-        params=[{"params": [parameter]}],
-        optimizer=partial(torch.optim.SGD, lr=1.0),
+    averaging = AveragingArguments(
         target_batch_size=target_batch_size,
+        batch_size_lead=0,
+        target_group_size=group_size,
+        min_vector_size=0,
         matchmaking_time=2.0,
+        request_timeout=1.0,
         averaging_timeout=averaging_timeout,
         next_chunk_timeout=4.0,
-        request_timeout=1.0,
+        average_state_every=average_state_every,
+        robust_averaging="clip" if is_robust else "none",
+        min_refresh_period=0.2,
+        default_refresh_period=0.3,
+        metadata_expiration=60.0,
+    )
+    return CollaborativeOptimizer(
+        dht,
+        prefix,
+        averaging,
+        params=[{"params": [parameter]}],
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        client_mode=dht.client_mode,
+        auxiliary=auxiliary,
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
-        averager_options=dict(target_group_size=group_size, max_weight=max_weight),
-        client_mode=dht.client_mode,
-        auxiliary=auxiliary,
-        average_state_every=average_state_every,
-        tracker_options=dict(min_refresh_period=0.2, default_refresh_period=0.3, metadata_expiration=60.0),
     )
 
 
@@ -101,9 +109,7 @@ def main() -> None:
         LINE.set_bandwidth(args.mbits, is_given=True)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
     options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
-    options |= dict(
-        averaging_timeout=args.averaging_timeout, max_weight=args.target_batch_size if args.robust else None
-    )
+    options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust)
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
