@@ -63,7 +63,6 @@ def test_steps_count_epochs_and_say_so():
         ),
         (["--run_id", "a", "--statistics_expiration", "7200"], ["--statistics_expiration", "3600"]),
         (["--run_id", "a", "--metadata_expiration", "0"], ["--metadata_expiration", "3600"]),
-        (["--run_id", "a", "--delay_grad_averaging"], ["--delay_optimizer_step"]),
         (["--run_id", "a", "--host_maddrs", "localhost"], ["--host_maddrs", "'localhost'"]),
         (["--run_id", "a", "--dht_listen_on", "[::]:70000"], ["--host_maddrs", "70000"]),
         (["--run_id", "a", "--status_port", "70000"], ["--status_port", "70000"]),

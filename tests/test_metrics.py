@@ -119,7 +119,7 @@ def test_contracts_are_bounded():
     expiration_time = get_dht_time() + 300
     with run_dhts(validators, make_validators(prefix)[0]) as (writer, reader):
 
-        def store(contract: dict | None, flags: str = "--seed 1 --learning_rate 3e-3 --delay_optimizer_step") -> bool:
+        def store(contract: dict | None, flags: str = "--seed 1 --learning_rate 3e-3 --overlap") -> bool:
             record = None if contract is None else {"joined": 1.0, "contract": contract, "flags": flags}
             # without the writer's own copy the answer is the reader's
             return writer.store(
