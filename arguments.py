@@ -227,6 +227,12 @@ class AveragingArguments:
         "Average parameters every N epochs, in the background, so that peers come together again that failed rounds "
         "have parted; costs as many bytes as two rounds of gradients in 16 bits. ALL PEERS.",
     )
+    local_steps: int = flag(
+        1, "Above 1: an epoch takes N times --target_batch_size, in which peers step by themselves. ALL PEERS."
+    )
+    local_steps_from: int = flag(200, "The epoch until which all step together even so. ALL PEERS.")
+    outer_lr: float = flag(0.7, "With --local_steps: rate of the step by how far the peers have come. ALL PEERS.")
+    outer_momentum: float = flag(0.9, "With --local_steps: Nesterov momentum of that step. ALL PEERS.")
     overlap: bool = flag(
         False,
         "Average and step in the background. For large models with long rounds: gradients are then one epoch old, with "
@@ -242,7 +248,9 @@ class AveragingArguments:
     metadata_expiration: float = flag(120, "Seconds for which this peer's progress and contract stay on the DHT.")
 
     def __post_init__(self):
-        check_range(self, "target_batch_size", "average_state_every", at_least=1)
+        check_range(self, "target_batch_size", "average_state_every", "local_steps", at_least=1)
+        check_range(self, "local_steps_from", "outer_momentum", at_least=0)
+        check_range(self, "outer_lr", above=0)
         check_range(self, "target_group_size", at_least=2)
         check_range(self, "batch_size_lead", "min_vector_size", at_least=0)
         check_range(self, "expected_drift_peers", "expected_drift_rate", at_least=0)

@@ -211,12 +211,8 @@ def estimate_round_seconds(parameters: int, peers: int, averaging: AveragingArgu
 
 def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) -> Check:
     size, seconds = estimate_round_seconds(parameters, peers, averaging)
-    LINE.fix(
-        matchmaking=averaging.matchmaking_time,
-        request=averaging.request_timeout,
-        averaging=averaging.averaging_timeout,
-        chunk=averaging.next_chunk_timeout,
-    )
+    times = (averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout)
+    LINE.fix(*times, averaging.next_chunk_timeout)
     LINE.expect_round(seconds)
     finding = (
         f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {format_number(averaging.bandwidth)} "

@@ -26,7 +26,7 @@ def fetch_contracts(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> di
 
 def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
     """The part of a run's contract that is about averaging."""
-    return {
+    terms = {
         # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
         "target_batch_size": str(averaging.target_batch_size),
         "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
@@ -34,6 +34,12 @@ def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
         "averaging": f"groups of {averaging.target_group_size}, vectors of {averaging.min_vector_size}, "
         f"state every {averaging.average_state_every}, overlap {averaging.overlap:d}",
     }
+    if averaging.local_steps > 1:
+        terms["local steps"] = (
+            f"{averaging.local_steps} from epoch {averaging.local_steps_from}, outer rate {averaging.outer_lr:g}, "
+            f"momentum {averaging.outer_momentum:g}"
+        )
+    return terms
 
 
 @dataclasses.dataclass

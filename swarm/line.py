@@ -151,9 +151,9 @@ class Line:
 
     # --- times
 
-    def fix(self, **seconds: float | None) -> None:
-        """Times that the user has given: matchmaking, request, averaging, chunk."""
-        for name, value in seconds.items():
+    def fix(self, *seconds: float | None) -> None:
+        """Times that the user has given, or None: of matchmaking, a request, averaging, a chunk."""
+        for name, value in zip(("matchmaking", "request", "averaging", "chunk"), seconds, strict=True):
             self._fixed[name].value = value or 0.0
 
     @property

@@ -5,24 +5,24 @@ import concurrent.futures
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.control import AveragingStage, StepControl
-from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
+from hivemind.compression import CompressionBase
 from hivemind.utils import get_dht_time
 
 from arguments import AveragingArguments
-from swarm.dht import find_answering_peers
 from swarm.gradients import GradientAverager
 from swarm.guard import PeersLied
 from swarm.line import LINE, from_line
+from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_when_dead
-from swarm.progress import ProgressTracker
+from swarm.progress import FIRST_LOOK, ProgressTracker
 from swarm.rounds import OutOfStep, PeersGone
 from swarm.states import StateAverager, list_params
 
@@ -30,7 +30,6 @@ logger = logging.getLogger("swarm")
 
 # All in seconds.
 FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself gives up on a peer after 3
-FIRST_LOOK = 2.0  # of waiting for a group, or without a report, before asking whether anybody is there
 SIGN_PERIOD = 3.0  # between two signs of life while this peer waits for a round
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
 LEAST_DOWNLOAD_TIMEOUT, SHUTDOWN_TIMEOUT = 600.0, 5.0
@@ -40,7 +39,6 @@ MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the 
 # A peer one epoch behind is waited for, for half of a round's time: at 20 Mbit/s it makes the step of the others while
 # they accumulate the next one, and would come too late forever. After a wait in vain not again in so many epochs.
 PATIENT_EVERY = 5
-QUESTIONED = 8  # peers pinged at once, by each peer before each round
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
 
@@ -54,6 +52,9 @@ class CollaborativeOptimizer:
     Each `step` adds gradients to what this peer has not yet sent. When the swarm has enough of them, a round averages
     them in a group of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch.
     After a failed round the epoch stays, and a later `step` tries again. Who has missed a step takes over the others'.
+
+    With `--local_steps` above 1, each `step` also moves this peer's model, from some epoch on; epochs take so many
+    times the batch, and what is averaged is how far each peer has come, see swarm/local_steps.py.
     """
 
     #: peers whose gradients verifiably entered the last step, this one included
@@ -71,7 +72,6 @@ class CollaborativeOptimizer:
     _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
     _waited_since: float | None = None  # for the last round, if others were waited for in vain; time of the DHT
     _patient_from = 0  # the epoch before which nobody who is behind is waited for
-    _questions: list = []  # pings in flight
     #: ids of the others in the last round
     last_group: frozenset[bytes] = frozenset()
     #: of an auxiliary peer: when its epoch began
@@ -104,15 +104,13 @@ class CollaborativeOptimizer:
         def select(*names: str) -> dict:
             return {name: getattr(averaging, name) for name in names}
 
-        # in seconds; those that are None follow from the line
-        LINE.fix(
-            matchmaking=averaging.matchmaking_time,
-            request=averaging.request_timeout,
-            averaging=averaging.averaging_timeout,
-            chunk=averaging.next_chunk_timeout,
-        )
+        def make_outer(groups: list[dict]) -> OuterOptimizer:
+            return OuterOptimizer(optimizer(groups), averaging.outer_lr, averaging.outer_momentum)
+
+        times = (averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout)
+        LINE.fix(*times, averaging.next_chunk_timeout)  # in seconds; those that are None follow from the line
         self.dht, self.client_mode, self.auxiliary = dht, client_mode, auxiliary
-        self.overlap, self.average_state_every = averaging.overlap, averaging.average_state_every
+        self.averaging, self.average_state_every = averaging, averaging.average_state_every
         #: seconds spent so far while a group formed, and while gradients were averaged
         self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
         #: the rounds of gradients and of parameters that are looked for, or running
@@ -129,6 +127,7 @@ class CollaborativeOptimizer:
             **select("expected_drift_rate", "metadata_expiration", "performance_ema_alpha"),
         )
         self.tracker.vouched = set(dht.vouched.workers if dht.vouched else ())
+        largest_batch = averaging.target_batch_size * averaging.local_steps
         options = dict(
             dht=dht,
             client_mode=client_mode,
@@ -137,14 +136,14 @@ class CollaborativeOptimizer:
             allreduce_timeout=self.averaging_timeout,
             next_chunk_timeout=self.next_chunk_timeout,
             shutdown_timeout=SHUTDOWN_TIMEOUT,
-            max_weight=averaging.target_batch_size if averaging.robust_averaging == "clip" else None,
+            max_weight=largest_batch if averaging.robust_averaging == "clip" else None,
             start=True,
             **select("target_group_size", "min_vector_size"),
         )
         self.state_averager = StateAverager(
             prefix=f"{prefix}_state_averager",
             params=params,
-            optimizer=optimizer,
+            optimizer=make_outer if averaging.local_steps > 1 else optimizer,
             scheduler=scheduler,
             initialize_optimizer=False,  # it comes with its state, see initialize_optimizer_state_
             offload_optimizer=True,
@@ -156,7 +155,7 @@ class CollaborativeOptimizer:
         exit_when_dead(self.state_averager, "state averager")
         if client_mode:
             self.state_averager.offer_states()
-        self.grad_averager = GradientAverager(
+        self.grad_averager = (LocalStepsAverager if averaging.local_steps > 1 else GradientAverager)(
             self.state_averager.main_parameters,
             prefix=f"{prefix}_grad_averager",
             compression=compressions["gradients"],
@@ -164,6 +163,11 @@ class CollaborativeOptimizer:
         )
         exit_when_dead(self.grad_averager, "gradient averager")
         self.state_averager.grad_averager = self.grad_averager
+        self.local: LocalSteps | None = None
+        if averaging.local_steps > 1:
+            self.local = LocalSteps(self.state_averager.main_parameters, self.opt, optimizer, params)
+            self.grad_averager.local = self.state_averager.local = self.local
+        self._choose_phase()
         with self.grad_averager.get_tensors() as gradients:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
@@ -195,10 +199,31 @@ class CollaborativeOptimizer:
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate gradients on the model's device; call it once, after the model has moved there."""
         self.grad_averager.accumulate_on(device)
+        if self.local:
+            self.local.move_to(device)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether peers step by themselves in this epoch."""
+        return self.local is not None and self.local_epoch >= self.averaging.local_steps_from
+
+    @property
+    def overlap(self) -> bool:
+        """Whether rounds run in the background: of local steps only, where there are any."""
+        return self.averaging.overlap and (self.local is None or self.is_local)
+
+    def _choose_phase(self) -> None:
+        """By the epoch, after it has changed."""
+        batch = self.averaging.target_batch_size * (self.averaging.local_steps if self.is_local else 1)
+        self.tracker.target_batch_size = batch - self.averaging.batch_size_lead
+        if self.local and self.is_local != self.grad_averager.is_local:
+            self.grad_averager.drop()  # of the other kind
+            self.grad_averager.is_local = self.opt.is_outer = self.is_local
 
     def training_state(self) -> dict:
         """A copy of all that this peer's next step depends on but its gradients, see StateAverager.dump_state."""
-        return self.state_averager.dump_state() | {"total_samples": self.total_samples}
+        own = {"local": self.local.state_dict()} if self.local and self.local.inner else {}
+        return self.state_averager.dump_state() | {"total_samples": self.total_samples} | own
 
     def load_training_state(self, state: dict) -> None:
         """Take over what `training_state` returned, also that of another process or device.
@@ -207,8 +232,11 @@ class CollaborativeOptimizer:
         """
         self.state_averager.restore_state(state)
         epoch, self.total_samples = self.local_epoch, state["total_samples"]
+        self._choose_phase()
         self.grad_averager.last_step = None
         self.grad_averager.drop()
+        if "local" in state:
+            self.local.load_state_dict(state["local"])
         with self.tracker.pause_updates():
             self.tracker.update_epoch(epoch)
             if not self.tracker.present:  # an epoch that this peer was at before counts no more
@@ -287,6 +315,7 @@ class CollaborativeOptimizer:
         self._leave_round(self.scheduled_grads, patience=0.0)
         self.scheduled_grads, self._epoch_start = None, get_dht_time()
         self.state_averager.set_epoch(epoch)
+        self._choose_phase()
         with self.tracker.pause_updates():
             self.tracker.update_epoch(epoch)
             self.tracker.global_progress.epoch = epoch
@@ -369,10 +398,11 @@ class CollaborativeOptimizer:
         if not loaded:
             ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
             logger.warning("no peer sent its state: continuing with the local one")
-            self._question(ahead)
+            self.tracker.question(ahead)
             self._download_after = time.monotonic() + RETRY_PERIOD
             return False
 
+        self._choose_phase()
         samples = self.grad_averager.samples
         if self.local_epoch - old_epoch > MAX_STALENESS and samples:
             logger.warning(f"dropped {samples} samples: their epoch {old_epoch} is too old")
@@ -402,11 +432,8 @@ class CollaborativeOptimizer:
         self._download_from = self.tracker.global_epoch + 1
         megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
         # what has to come within an epoch, with a connection as it was: a step
-        params = list_params(self.opt)
-        infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
-        step_megabytes = count_bits(params, self.state_averager.state_compression, infos) / 8e6
-        step_seconds = seconds * min(1.0, step_megabytes / megabytes)
-        if self.late_downloads >= 3 or step_seconds > seconds / epochs:
+        step_share = min(1.0, self.state_averager.count_step_bits() / 8e6 / megabytes)
+        if self.late_downloads >= 3 or seconds * step_share > seconds / epochs:
             pause = min(300.0, seconds * 2 ** max(0, self.late_downloads - 3))
             logger.warning(
                 f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "
@@ -418,11 +445,8 @@ class CollaborativeOptimizer:
 
     def _look_for_group(self) -> None:
         """In good time before the epoch ends, so that the round begins as soon as it has ended."""
-        self.grad_averager.round_state = [
-            self.local_epoch,
-            self._averages_in_step(),
-            self.state_averager.history_digest,
-        ]
+        digest = self.state_averager.history_digest
+        self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
         others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
         self.grad_averager.set_expected_peers(others, 1 + len(others) * self._averages_in_step(), self.tracker.silent)
@@ -432,7 +456,7 @@ class CollaborativeOptimizer:
         control = self.scheduled_grads
         if self._has_others and is_soon and (control is None or control.triggered or control.done()):
             self.scheduled_grads = self.grad_averager.schedule_step(self.averaging_timeout)
-            self._question(others)  # who is gone is known when the epoch ends
+            self.tracker.question(others)  # who is gone is known when the epoch ends
 
     @property
     def _has_others(self) -> bool:
@@ -495,7 +519,7 @@ class CollaborativeOptimizer:
             # nobody can ping a peer in client mode; one that has just reported is late, and would be so forever
             quiet = [peer_id for peer_id in absent if present[peer_id].time < get_dht_time() - FIRST_LOOK]
             self.tracker.leave_out(peer_id for peer_id in quiet if present[peer_id].client_mode)
-            self._question(absent)
+            self.tracker.question(absent)
         else:
             # in other groups there are many whom this peer has not met
             self.tracker.partners.clear()
@@ -524,7 +548,7 @@ class CollaborativeOptimizer:
                     return control.result()  # just now, or its failure is a TimeoutError too
                 if time.monotonic() >= deadline:
                     if control.stage == AveragingStage.LOOKING_FOR_GROUP:
-                        self._leave_out_idle(asked)
+                        self.tracker.leave_out_idle(asked, len(self.tracker.present) * self._averages_in_step())
                     raise
             finally:
                 now = time.monotonic()
@@ -537,7 +561,8 @@ class CollaborativeOptimizer:
             waited = time.monotonic() - start
             if waited > self.matchmaking_time and self._waited_since is None:
                 self._waited_since = asked
-                self._leave_out_idle(asked, at_most=len(self.tracker.peers_at_epoch) // 2)
+                # where there are more, they may be busy with long steps: most of the swarm will do
+                self.tracker.leave_out_idle(asked, len(self.tracker.peers_at_epoch) // 2 * self._averages_in_step())
             others = self.tracker.peers_at_epoch
             if not self._averages_in_step():
                 at_least = 1
@@ -552,8 +577,8 @@ class CollaborativeOptimizer:
             if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
                 raise AllreduceException("this peer was asked to stop")
             if time.monotonic() >= next_look and answer is None:
-                if all(question.done() for question in self._questions):
-                    self._question(self.tracker.peers_at_epoch)
+                if all(question.done() for question in self.tracker.questions):
+                    self.tracker.question(self.tracker.peers_at_epoch)
                 answer = self.tracker.request_records()
             if answer is None or not answer.done():  # a dead peer delays the DHT for seconds
                 continue
@@ -568,35 +593,6 @@ class CollaborativeOptimizer:
                     self._patient_from = self.local_epoch + PATIENT_EVERY
             if not self.tracker.peers_at_epoch:
                 raise AllreduceException("nobody else is there")
-
-    def _leave_out_idle(self, asked: float, at_most: int | None = None) -> None:
-        """Those who answer pings, but have given no sign of life since this time, in which others waited for them.
-
-        :param at_most: nobody where there are more of them, who may be busy with long steps: most of the swarm will do
-        """
-        idle = [peer_id for peer_id, record in self.tracker.present.items() if record.time < asked]
-        if self._averages_in_step() and (at_most is None or len(idle) <= at_most):
-            self.tracker.leave_out(idle)
-
-    def _question(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
-        """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
-
-        :param quiet_for: seconds without a report after which a peer is asked
-        """
-        present, quiet_since = self.tracker.present, get_dht_time() - quiet_for
-        public = [
-            peer_id
-            for peer_id in peer_ids
-            if peer_id in present and not present[peer_id].client_mode and present[peer_id].time < quiet_since
-        ]
-        asked = set(sorted(public, key=lambda peer_id: present[peer_id].time)[:QUESTIONED])
-        if not asked:
-            return
-        future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
-        self._questions = [question for question in self._questions if not question.done()] + [future]
-        future.add_done_callback(
-            lambda done: done.cancelled() or done.exception() or self.tracker.leave_out(asked - done.result())
-        )
 
     def _averages_in_step(self) -> bool:
         """Whether all peers go from epoch to epoch together.
@@ -670,6 +666,7 @@ class CollaborativeOptimizer:
             averaging_control=self.scheduled_state if with_parameters else None,
             averaging_opts=dict(timeout=self.averaging_timeout) if with_parameters else None,
         )
+        self._choose_phase()
         self.tracker.update_epoch(self.local_epoch)
         self._must_be_exact = True
         self._offer_states()
@@ -695,6 +692,8 @@ class CollaborativeOptimizer:
         elif self._has_missed_the_round():
             self.load_state_from_peers()
         else:
-            self._question(self.tracker.present, quiet_for=0.0)  # one of them may have ended the round by its death
+            self.tracker.question(
+                self.tracker.present, quiet_for=0.0
+            )  # one of them may have ended the round by its death
             self._retry_after = time.monotonic() + RETRY_AFTER
             self.tracker.fetch_soon(RETRY_AFTER)

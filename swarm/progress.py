@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import hivemind
 from hivemind.optim.progress_tracker import LocalTrainingProgress
@@ -13,12 +14,14 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, get_dht_time
 
 from support.console import format_count
-from swarm.dht import name_peers
+from swarm.dht import find_answering_peers, name_peers
 from utils import find_peer_id, select_believable
 
 logger = logging.getLogger("swarm")
 
 BAN_SECONDS = 60.0
+FIRST_LOOK = 2.0  # seconds of waiting for a group, or without a report, before asking whether anybody is there
+QUESTIONED = 8  # peers pinged at once, by each peer before each round
 MAX_LEAD = 2  # epochs by which a stranger may be further than all who are known to have worked
 MAX_ABSENCES = 3  # rounds in a row for which a peer is waited for in vain that says it is there
 
@@ -48,6 +51,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.partners: set[bytes] = set()
         self.vouched: set[bytes] = set()
         self.last_fetch = -float("inf")
+        #: pings in flight
+        self.questions: list[MPFuture] = []
         #: the epoch in which peers that are behind have been waited for long enough
         self.impatient_epoch = -1
         super().__init__(*args, **kwargs)
@@ -205,6 +210,33 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         if gone:
             self.unexplained.update(gone)
             self.fetch_soon(0.0)
+
+    def leave_out_idle(self, since: float, at_most: int) -> None:
+        """Those who answer pings, but have given no sign of life since this time, in which others waited for them;
+        nobody where there are more of them than this."""
+        idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
+        if len(idle) <= at_most:
+            self.leave_out(idle)
+
+    def question(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
+        """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
+
+        :param quiet_for: seconds without a report after which a peer is asked
+        """
+        present, quiet_since = self.present, get_dht_time() - quiet_for
+        public = [
+            peer_id
+            for peer_id in peer_ids
+            if peer_id in present and not present[peer_id].client_mode and present[peer_id].time < quiet_since
+        ]
+        asked = set(sorted(public, key=lambda peer_id: present[peer_id].time)[:QUESTIONED])
+        if not asked:
+            return
+        future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
+        self.questions = [question for question in self.questions if not question.done()] + [future]
+        future.add_done_callback(
+            lambda done: done.cancelled() or done.exception() or self.leave_out(asked - done.result())
+        )
 
     def ban(self, lies: dict[PeerID, str]) -> None:
         """These peers have lied in a round, and do not count for a while, four times as long each time.

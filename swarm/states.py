@@ -46,6 +46,7 @@ from swarm.downloads import (
 )
 from swarm.gradients import GradientAverager
 from swarm.line import LINE
+from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED
 from swarm.rounds import VerifiedAverager
 
@@ -113,6 +114,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     group_id = b""
     #: whose last step is given to those who have missed it; set by the optimizer
     grad_averager: GradientAverager | None = None
+    #: the steps of this peer's own, with which its model is ahead of the parameters here; set by the optimizer
+    local = None
 
     def __init__(self, *args, **kwargs):
         self._lock_step = threading.Lock()
@@ -323,6 +326,12 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             self._declare_as_client()
             return result
 
+    def _apply_optimizer_parameters_(self) -> None:
+        if self.local is None:
+            super()._apply_optimizer_parameters_()
+        else:
+            self.local.move_anchor(list_params(self.optimizer))
+
     def _declare_as_client(self) -> None:
         if self.client_mode:
             self._state_sharing_priority.value = self.local_epoch
@@ -396,6 +405,12 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                     )
                 if STOP_REQUESTED.is_set():
                     return None
+
+    def count_step_bits(self) -> int:
+        """What the gradients of a step take when they are downloaded."""
+        params = list_params(self.optimizer)
+        infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
+        return count_bits(params, self.state_compression, infos)
 
     def start_download(
         self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0

@@ -31,6 +31,7 @@ def make_gradient_optimizer(
     average_state_every: int = 10**6,
     averaging_timeout: float = 10.0,
     is_robust: bool = False,
+    **settings,
 ) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
     averaging = AveragingArguments(
@@ -47,6 +48,7 @@ def make_gradient_optimizer(
         min_refresh_period=0.2,
         default_refresh_period=0.3,
         metadata_expiration=60.0,
+        **settings,
     )
     return CollaborativeOptimizer(
         dht,
@@ -94,6 +96,8 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=0, help="go on when so many other peers are there")
     parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: change the parameters, as if led astray")
+    parser.add_argument("--local_steps", type=int, default=1)
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--nudge_by", type=float, default=1.0)
     args = parser.parse_args()
     setup_logging("peer")
@@ -110,6 +114,8 @@ def main() -> None:
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
     options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
     options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust)
+    options |= dict(local_steps=args.local_steps, local_steps_from=3, outer_lr=1.0, outer_momentum=0.5)
+    options |= dict(overlap=args.overlap)
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
@@ -153,6 +159,7 @@ def main() -> None:
                 "failed_rounds": optimizer.failed_rounds,
                 "traffic": list(LINE.traffic),
                 "round_seconds": optimizer.round_seconds,
+                "anchor": next(iter(optimizer.opt.param_groups))["params"][0].mean().item(),
                 "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],
             }
             print(json.dumps(report), flush=True)

@@ -307,7 +307,7 @@ def test_times_follow_from_answers_and_rounds_unless_they_are_given():
         line.note_answer(0.01)
         line.expect_round(1.0)
     assert line.patience == pytest.approx(1.5) and line.averaging_timeout == pytest.approx(30.0 + 7.5)
-    line.fix(matchmaking=2.0, request=None, averaging=9.0, chunk=4.0)
+    line.fix(2.0, None, 9.0, 4.0)
     assert (line.matchmaking_time, line.averaging_timeout, line.next_chunk_timeout) == (2.0, 9.0, 4.0)
     assert line.request_timeout == 1.0  # of which there have to be two in matchmaking_time
 

@@ -1,0 +1,162 @@
+"""Steps of a peer's own between two rounds, which average how far each peer has come (DiLoCo, arXiv 2311.08105)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from swarm.gradients import GradientAverager
+from swarm.states import list_params
+
+
+class OuterOptimizer(torch.optim.Optimizer):
+    """Of the parameters in host memory: the optimizer that it is made of as long as all peers step together; from then
+    on SGD with Nesterov momentum, whose gradient is the average of how far the peers have come."""
+
+    def __init__(self, inner: torch.optim.Optimizer, lr: float, momentum: float):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.lr, self.momentum = inner, lr, momentum
+        #: whether the next step is one of SGD; set by the swarm's optimizer
+        self.is_outer = False
+        for param in list_params(inner):  # all peers exchange the same tensors all the time
+            inner.state[param]["outer_momentum"] = torch.zeros_like(param)
+        self.state = inner.state
+
+    @property
+    def grad_norm(self) -> float:
+        """Of the last gradient before clipping."""
+        return self.inner.grad_norm
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        if not self.is_outer:
+            self.inner.step()
+            return
+        params = list_params(self)
+        self.inner.grad_norm = torch.nn.utils.get_total_norm([param.grad for param in params]).item()
+        for param in params:
+            momentum = self.state[param]["outer_momentum"].mul_(self.momentum).add_(param.grad)
+            param.sub_(param.grad + self.momentum * momentum, alpha=self.lr)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+
+class LocalSteps:
+    """Where this peer is, on the model's device, beside the swarm's parameters, the *anchor*. What lies between the two
+    is what it has not yet sent: steps add to it, rounds take it out, and when the anchor moves, it moves along."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        outer: OuterOptimizer,
+        make_optimizer: Callable[[list[dict]], torch.optim.Optimizer],
+        groups: list[dict],
+    ):
+        """
+        :param params: the model's
+        :param make_optimizer: of these groups of them
+        """
+        self.params, self.outer, self.make_optimizer, self.groups = params, outer, make_optimizer, groups
+        self.inner: torch.optim.Optimizer | None = None
+        self.anchor = [param.detach().clone() for param in params]
+        self._taken: list[torch.Tensor] = []  # by a round that has succeeded, in the background perhaps
+
+    def move_to(self, device: torch.device) -> None:
+        """Call it once, after the model has moved there."""
+        self.anchor = [tensor.to(device) for tensor in self.anchor]
+
+    def step(self) -> None:
+        """With the model's gradients, at the swarm's learning rate; the first one begins with the moments of the steps
+        that all peers have made together."""
+        if self.inner is None:
+            self.inner = self.make_optimizer(self.groups)
+            self.load_state_dict(self.outer.inner.state_dict())
+        for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):
+            group["lr"] = of_swarm["lr"]
+        self.inner.step()
+
+    @torch.no_grad()
+    def measure(self) -> list[torch.Tensor]:
+        """How far the anchor would have to go, against the gradient, to be where this peer is."""
+        return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
+
+    def take_out(self, sent: list[torch.Tensor]) -> None:
+        """A round has taken this of it; from any thread."""
+        self._taken = sent
+
+    @torch.no_grad()
+    def move_anchor(self, anchor: Sequence[torch.Tensor]) -> None:
+        """To the swarm's new parameters."""
+        taken, self._taken = self._taken, []
+        for param, sent in zip(self.params, taken, strict=False):
+            param.add_(sent)
+        for param, before, after in zip(self.params, self.anchor, anchor, strict=True):
+            param.add_(after.to(param.device) - before)
+            before.copy_(after)
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Go back to the anchor."""
+        for param, anchor in zip(self.params, self.anchor, strict=True):
+            param.copy_(anchor)
+
+    def state_dict(self) -> dict:
+        """The moments, which are this peer's own; nothing before its first step."""
+        return self.inner.state_dict() if self.inner else {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """What `state_dict` returned, also of the outer optimizer."""
+        if self.inner is None:
+            self.inner = self.make_optimizer(self.groups)
+        state = {
+            number: {name: value for name, value in moments.items() if name != "outer_momentum"}
+            for number, moments in state_dict["state"].items()
+        }
+        # a copy: torch would keep tensors that are on its device, and change them in place
+        state = {n: {k: v.clone() if torch.is_tensor(v) else v for k, v in m.items()} for n, m in state.items()}
+        self.inner.load_state_dict({"state": state, "param_groups": self.inner.state_dict()["param_groups"]})
+
+
+class LocalStepsAverager(GradientAverager):
+    """Averages how far peers have come, once they step by themselves."""
+
+    local: LocalSteps  # set by the optimizer, as is whether it is in use
+    is_local = False
+
+    def accumulate(self, batch_size: int) -> None:
+        if not self.is_local:
+            return super().accumulate(batch_size)
+        self.local.step()
+        self.samples += batch_size
+
+    @torch.no_grad()
+    def take_out(self) -> float:
+        if not self.is_local:
+            return super().take_out()
+        self.last_step = None
+        self._in_flight, self.samples = (self.local.measure(), self.samples), 0
+        with self.get_tensors() as averaged:
+            for mean, own in zip(averaged, self._in_flight[0], strict=True):
+                mean.copy_(own)
+        return self._in_flight[1]
+
+    @torch.no_grad()
+    def finish(self, share: int = 1, turn: int = 0, unsent: Sequence[tuple[int, int]] = ()) -> None:
+        sums, _ = self._in_flight
+        super().finish(share, turn, unsent)
+        if self.is_local:
+            # what was not sent, of which the other averager keeps sums, stays in the model here
+            self.local.take_out([total - kept for total, kept in zip(sums, self.unsent, strict=True)])
+            for kept in self.unsent:
+                kept.zero_()
+
+    def put_back(self) -> None:
+        if not self.is_local:
+            return super().put_back()
+        (_, samples), self._in_flight = self._in_flight, ([], 0)
+        self.samples += samples
+
+    def drop(self) -> None:
+        super().drop()
+        self.local.drop()

@@ -1,0 +1,101 @@
+"""Steps of a peer's own between two rounds: how far each has come is averaged, and nothing is lost of it."""
+
+import pytest
+import torch
+from processes import make_prefix, wait_until
+from swarms import epochs, start_peer
+
+from swarm.local_steps import LocalSteps, OuterOptimizer
+from swarm.states import initialize_optimizer_state_
+
+BATCH, FROM = 16, 3  # samples of a step, and the epoch until which all peers step together: gradient_peer.py
+
+
+def outer_steps(of: dict[int, dict], *peers: tuple[float, dict[int, dict]]) -> list[tuple[float, float]]:
+    """Of each epoch since the first one with local steps: the step of the anchor, and what it should be.
+
+    :param of: epochs of the peer that is looked at
+    :param peers: of all peers their gradient, which is also how far a step of their own goes, and their epochs
+    """
+    momentum, steps = 0.0, []
+    for epoch in range(FROM + 1, max(of) + 1):
+        samples = [lines[epoch]["samples"] for _, lines in peers]
+        come = sum(s * s / BATCH * gradient for s, (gradient, _) in zip(samples, peers, strict=True)) / sum(samples)
+        momentum = 0.5 * momentum + come
+        steps.append((of[epoch]["anchor"] - of[epoch - 1]["anchor"], -(come + 0.5 * momentum)))
+    return steps
+
+
+def test_what_all_have_come_moves_the_anchor(start):
+    prefix, flags = make_prefix(), ("--local_steps", 4, "--target_batch_size", 64, "--others", 1)
+    one = start_peer(start, "one", prefix, 1.0, BATCH, flags=flags)
+    two = start_peer(start, "two", prefix, 3.0, BATCH, [one], flags)
+    wait_until(lambda: min(map(max, (epochs(one) or [0], epochs(two) or [0]))) >= FROM + 4, 90, "epochs of local steps")
+    for peer in (one, two):
+        peer.interrupt()
+        peer.assert_clean_end()
+    last = min(max(epochs(one)), max(epochs(two)))
+    lines = [{e: line for e, line in epochs(peer).items() if e <= last} for peer in (one, two)]
+    assert all(line["averaged_with"] == 2 for of in lines for e, line in of.items() if e > FROM)
+    together = [sum(of[e]["samples"] for of in lines) for e in range(1, last + 1)]
+    assert min(together[:FROM]) >= 64 and min(together[FROM:]) >= 4 * 64
+    for of in lines:
+        assert [of[e]["parameter"] for e in of] == [pytest.approx([of[e]["anchor"]] * 3) for e in of]
+        for step, expected in outer_steps(of, (1.0, lines[0]), (3.0, lines[1])):
+            assert step == pytest.approx(expected, rel=1e-5)
+
+
+def make_local_steps(numbers: int = 5) -> tuple[torch.nn.Parameter, OuterOptimizer, LocalSteps]:
+    """Of one parameter, which begins with zeros."""
+    model, host = torch.nn.Parameter(torch.zeros(numbers)), torch.nn.Parameter(torch.zeros(numbers))
+
+    def make_adam(groups: list[dict]) -> torch.optim.Optimizer:
+        adam = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0)
+        initialize_optimizer_state_(adam)
+        adam.grad_norm = 0.0
+        return adam
+
+    outer = OuterOptimizer(make_adam([{"params": [host]}]), lr=0.5, momentum=0.0)
+    return model, outer, LocalSteps([model], outer, make_adam, [{"params": [model]}])
+
+
+def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
+    model, outer, local = make_local_steps()
+    model.grad = torch.full_like(model, 2.0)
+    local.step()
+    assert local.measure()[0].tolist() == pytest.approx([0.1] * 5) and model.tolist() == pytest.approx([-0.1] * 5)
+    sent = local.measure()
+    local.step()  # while the round is under way
+    local.take_out(sent)
+    local.move_anchor([torch.full((5,), 3.0)])
+    assert model.tolist() == pytest.approx([2.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
+    local.move_anchor([torch.full((5,), 4.0)])  # somebody else's step
+    assert model.tolist() == pytest.approx([3.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
+    local.drop()
+    assert model.tolist() == [4.0] * 5
+
+
+def test_the_first_step_has_the_moments_of_all_and_the_rate_of_the_schedule():
+    model, outer, local = make_local_steps()
+    (host,) = outer.param_groups[0]["params"]
+    for _ in range(9):
+        host.grad = torch.full_like(host, 2.0)
+        outer.step()
+    assert host.tolist() == pytest.approx([-0.9] * 5)
+    outer.param_groups[0]["lr"] = 0.01
+    model.grad = torch.zeros_like(model)
+    local.step()
+    # AdamW with a tenth zero gradient after nine of 2
+    first, second = (1 - 0.9**9) * 0.9 * 2, (1 - 0.999**9) * 0.999 * 4
+    step = 0.01 * first / (1 - 0.9**10) / (second / (1 - 0.999**10)) ** 0.5
+    assert model.tolist() == pytest.approx([-step] * 5, rel=1e-4)
+    before = outer.state[host]["exp_avg"].clone()
+    outer.is_outer, host.grad = True, torch.full_like(host, 0.2)
+    outer.step()
+    assert host.tolist() == pytest.approx([-0.9 - 0.5 * 0.2] * 5)
+    assert outer.state[host]["exp_avg"].equal(before) and outer.grad_norm == pytest.approx(0.2 * 5**0.5)
+    state = outer.state_dict()
+    model2, outer2, _ = make_local_steps()
+    outer2.load_state_dict(state)
+    (host2,) = outer2.param_groups[0]["params"]
+    assert outer2.state[host2]["outer_momentum"].tolist() == pytest.approx([0.2] * 5)
