@@ -137,8 +137,9 @@ async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> l
 async def measure_rate(node: DHTNode, peer_id: PeerID, is_up: bool) -> float:
     """Mbit/s, the highest of some batches of requests: one at a time first, then more, so that slow lines end soon."""
     request = BytesValue(value=bytes(MEASURE_BYTES if is_up else 2))
-    requests, best, start = 1, LOWEST_BANDWIDTH, time.monotonic()
-    while time.monotonic() < start + MEASURE_TIME:
+    requests, made, best, start = 1, 0, LOWEST_BANDWIDTH, time.monotonic()
+    # there and back, and once more after a restart, before the other peer answers no more
+    while time.monotonic() < start + MEASURE_TIME and made < MEASURE_LIMIT // 5:
         batch_start = time.monotonic()
         calls = [node.p2p.call_protobuf_handler(peer_id, MEASURE, request, BytesValue) for _ in range(requests)]
         try:
@@ -147,6 +148,7 @@ async def measure_rate(node: DHTNode, peer_id: PeerID, is_up: bool) -> float:
             break
         if not is_up and any(len(answer.value) != MEASURE_BYTES for answer in answers):
             raise ValueError("its answer is too short")
+        made += requests
         best = max(best, 8e-6 * requests * MEASURE_BYTES / (time.monotonic() - batch_start))
         requests = min(2 * requests, MEASURE_REQUESTS)
     return best
