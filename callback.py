@@ -37,7 +37,7 @@ from machine.training import evaluate
 from support.console import UserError, fit_terminal, format_count, format_duration, format_number
 from support.files import append_line, read_json_lines, write_file
 from swarm.addresses import select_for_others
-from swarm.contract import confirm_contract, publish_contract
+from swarm.contract import confirm_contract, publish_contract, read_schedule
 from swarm.joining import warn_of_local_addresses
 from swarm.line import LINE
 from swarm.optimizer import CollaborativeOptimizer
@@ -379,8 +379,8 @@ class CollaborativeCallback:
     def measure_progress(self) -> dict:
         """How far the swarm has come, and when this trainer ends: as its data may before the run does."""
         # not the tracker's, which is less --batch_size_lead
-        target_batch_size, recent = self.arguments["target_batch_size"], list(self.recent_seconds)
-        progress = measure_progress(self.optimizer.local_epoch, self.final_epoch, target_batch_size, recent)
+        schedule, recent = read_schedule(self.contract), list(self.recent_seconds)
+        progress = measure_progress(self.optimizer.local_epoch, self.final_epoch, schedule, recent)
         computed = self.counters["computed_samples"]
         if computed > self.samples_before and self.sample_limit < math.inf:
             seconds = (time.monotonic() - self.train_start) / (computed - self.samples_before)

@@ -48,16 +48,26 @@ class RunSchedule:
 
     target_batch_size: int | None = None  # samples that make an epoch
     total_steps: int | None = None  # epochs, at the end of which the learning rate is lowest
+    local_steps: int = 1  # times which they make an epoch, from the next one on
+    local_steps_from: int = 0
+
+    def count_samples(self, epoch: int) -> int:
+        """Of all epochs until this one."""
+        return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - self.local_steps_from))
 
 
 def read_schedule(contract: RunContract) -> RunSchedule:
     """What a contract says of its run's course."""
 
-    def find_number(name: str, pattern: str) -> int | None:
+    def find_numbers(name: str, pattern: str) -> list[int | None]:
         match = re.fullmatch(pattern, contract.contract.get(name, ""), re.ASCII)
-        return int(match[1]) if match else None
+        return [int(number) for number in match.groups()] if match else []
 
-    return RunSchedule(find_number("target_batch_size", r"(\d{1,9})"), find_number("schedule", r".*\btotal (\d{1,9})"))
+    return RunSchedule(
+        *(find_numbers("target_batch_size", r"(\d{1,9})") or [None]),
+        *(find_numbers("schedule", r".*\btotal (\d{1,9})") or [None]),
+        *find_numbers("local steps", r"(\d{1,9}) from epoch (\d{1,9}),.*"),
+    )
 
 
 def publish_contract(dht: DHT, prefix: str, public_key: bytes, contract: RunContract | None, expiration: float):

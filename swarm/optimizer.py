@@ -127,7 +127,6 @@ class CollaborativeOptimizer:
             **select("expected_drift_rate", "metadata_expiration", "performance_ema_alpha"),
         )
         self.tracker.vouched = set(dht.vouched.workers if dht.vouched else ())
-        largest_batch = averaging.target_batch_size * averaging.local_steps
         options = dict(
             dht=dht,
             client_mode=client_mode,
@@ -136,7 +135,6 @@ class CollaborativeOptimizer:
             allreduce_timeout=self.averaging_timeout,
             next_chunk_timeout=self.next_chunk_timeout,
             shutdown_timeout=SHUTDOWN_TIMEOUT,
-            max_weight=largest_batch if averaging.robust_averaging == "clip" else None,
             start=True,
             **select("target_group_size", "min_vector_size"),
         )
@@ -216,6 +214,8 @@ class CollaborativeOptimizer:
         """By the epoch, after it has changed."""
         batch = self.averaging.target_batch_size * (self.averaging.local_steps if self.is_local else 1)
         self.tracker.target_batch_size = batch - self.averaging.batch_size_lead
+        if self.averaging.robust_averaging == "clip":
+            self.grad_averager.max_weight = self.state_averager.max_weight = batch
         if self.local and self.is_local != self.grad_averager.is_local:
             self.grad_averager.drop()  # of the other kind
             self.grad_averager.is_local = self.opt.is_outer = self.is_local

@@ -1,7 +1,9 @@
 """Rounds: whose data entered the average."""
 
 import asyncio
+import ctypes
 import logging
+import multiprocessing
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -265,12 +267,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     #: whether to look for a group not much longer than matchmaking_time, when the epoch has ended
     gives_up_early = False
 
-    def __init__(self, *args, max_weight: float | None = None, **kwargs):
-        """hivemind's arguments.
-
-        :param max_weight: samples for which a peer counts at most, see swarm/guard.py; None: whatever is no lie counts
-        """
-        self.max_weight = max_weight
+    def __init__(self, *args, **kwargs):
+        self._max_weight = multiprocessing.Value(ctypes.c_double)
         #: in the averager's process: how many rounds each peer has made fail since one with it succeeded
         self._strikes: Counter[PeerID] = Counter()
         #: in the averager's process: how much each is trusted to average, see swarm/guard.py
@@ -287,6 +285,15 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     def run(self) -> None:
         become_helper()
         super().run()
+
+    @property
+    def max_weight(self) -> float | None:
+        """Samples for which a peer counts at most, see swarm/guard.py; None: whatever is no lie counts."""
+        return self._max_weight.value or None
+
+    @max_weight.setter
+    def max_weight(self, value: float | None) -> None:
+        self._max_weight.value = value or 0.0
 
     bandwidth = from_line("mbits")
     next_chunk_timeout = from_line("next_chunk_timeout")

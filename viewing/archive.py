@@ -35,6 +35,7 @@ from machine.checkpoint import (
     save_model,
     set_aside,
 )
+from swarm.contract import RunSchedule
 from swarm.optimizer import CollaborativeOptimizer
 from utils import SwarmMetrics
 from viewing.history import pick
@@ -240,7 +241,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     objective = model.objective
     trust = ", trust_remote_code=True" * hasattr(model.config, "auto_map")
     heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
-    samples = stamp["epoch"] * settings["target_batch_size"]
+    samples = RunSchedule(**pick(settings, RunSchedule)).count_samples(stamp["epoch"])
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
     options = OptimizerArguments(**pick(settings, OptimizerArguments))

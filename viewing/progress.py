@@ -51,7 +51,7 @@ class RunCourse:
         """
         self.look_at_contract(dht, workers)
         final_epoch = find_final_epoch(records, self.schedule.total_steps)
-        return measure_progress(epoch, final_epoch, self.schedule.target_batch_size, recent_seconds)
+        return measure_progress(epoch, final_epoch, self.schedule, recent_seconds)
 
 
 def find_final_epoch(records: list[tuple[str, LocalMetrics]], total_steps: int | None) -> int | None:
@@ -64,15 +64,16 @@ def find_final_epoch(records: list[tuple[str, LocalMetrics]], total_steps: int |
 
 
 def measure_progress(
-    epoch: int, final_epoch: int | None, target_batch_size: int | None, recent_seconds: Iterable[float]
+    epoch: int, final_epoch: int | None, schedule: RunSchedule, recent_seconds: Iterable[float]
 ) -> dict[str, float]:
     """How far the swarm has come, and when it ends, by the names of files and dashboards; without what is not known.
 
     :param recent_seconds: of its last epochs, each; RECENT_EPOCHS of them will do
     """
     progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
-    if target_batch_size:
-        progress = {"target_batch_size": target_batch_size, "swarm_samples": epoch * target_batch_size}
+    if schedule.target_batch_size:
+        samples = schedule.count_samples(epoch)
+        progress = {"target_batch_size": schedule.count_samples(epoch + 1) - samples, "swarm_samples": samples}
     if final_epoch:
         progress["final_epoch"] = final_epoch
         if recent:

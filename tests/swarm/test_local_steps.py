@@ -5,8 +5,11 @@ import torch
 from processes import make_prefix, wait_until
 from swarms import epochs, start_peer
 
+from arguments import AveragingArguments
+from swarm.contract import RunSchedule, describe_averaging, read_schedule
 from swarm.local_steps import LocalSteps, OuterOptimizer
 from swarm.states import initialize_optimizer_state_
+from utils import RunContract
 
 BATCH, FROM = 16, 3  # samples of a step, and the epoch until which all peers step together: gradient_peer.py
 
@@ -43,6 +46,14 @@ def test_what_all_have_come_moves_the_anchor(start):
         assert [of[e]["parameter"] for e in of] == [pytest.approx([of[e]["anchor"]] * 3) for e in of]
         for step, expected in outer_steps(of, (1.0, lines[0]), (3.0, lines[1])):
             assert step == pytest.approx(expected, rel=1e-5)
+
+
+def test_samples_of_a_run_with_local_steps():
+    averaging = AveragingArguments(target_batch_size=100, local_steps=25, local_steps_from=200)
+    contract = RunContract(joined=0.0, contract={"schedule": "peak 1, total 500", **describe_averaging(averaging)})
+    schedule = read_schedule(contract)
+    assert schedule == RunSchedule(100, 500, 25, 200)
+    assert [schedule.count_samples(epoch) for epoch in (0, 200, 201, 203)] == [0, 20_000, 22_500, 27_500]
 
 
 def make_local_steps(numbers: int = 5) -> tuple[torch.nn.Parameter, OuterOptimizer, LocalSteps]:
