@@ -113,7 +113,7 @@ class CollaborativeOptimizer:
         self.averaging, self.average_state_every = averaging, averaging.average_state_every
         #: seconds spent so far while a group formed, and while gradients were averaged
         self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
-        #: the rounds of gradients and of parameters that are looked for, or running
+        #: the last rounds of gradients, which are looked for in advance, and of parameters
         self.scheduled_grads: StepControl | None = None
         self.scheduled_state: StepControl | None = None
         self._must_be_exact = True
@@ -272,14 +272,12 @@ class CollaborativeOptimizer:
         """Tell the others that this peer is about to go: `shutdown` comes when it has saved what it has. A round that
         they have begun goes on, without anything of this peer."""
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
-        for control in (self.scheduled_grads, self.scheduled_state):
-            self._leave_round(control, patience=0.0)
+        self._leave_round(self.scheduled_grads, patience=0.0)
 
     def shutdown(self) -> None:
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         self.state_averager.step(wait_for_delayed_updates=True)
-        for control in (self.scheduled_grads, self.scheduled_state):
-            self._leave_round(control, patience=self.averaging_timeout)
+        self._leave_round(self.scheduled_grads, patience=self.averaging_timeout)
         self.state_averager.shutdown()
         self.grad_averager.shutdown()
 
