@@ -310,7 +310,8 @@ class CollaborativeCallback:
         workers = [self.dht.peer_id.to_bytes(), *self.optimizer.last_group][:MAX_WORKERS] if has_worked else []
         # where nobody has worked, it may be this trainer that has the wrong settings
         is_sure = has_worked or not self.dht.vouched or self.dht.vouched.contract
-        vouch(self.dht, Statement(prefix=self.prefix, contract=self.contract if is_sure else None, workers=workers))
+        contract = self.contract if is_sure else None
+        vouch(self.dht, Statement(prefix=self.prefix, contract=contract, flags=self.contract.flags, workers=workers))
 
     def publish(self) -> None:
         """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""

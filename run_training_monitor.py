@@ -13,11 +13,11 @@ On one machine, to try it out:
 It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line per
 epoch, and another if a trainer's evaluation comes later), learning_curve.png, and at the end (Ctrl-C) summary.json.
 With --store_checkpoints it also downloads the swarm's state every few epochs and saves it; it then needs the trainers'
-model, optimizer and averaging flags.
+model, optimizer and averaging flags. Whatever of these it is given it tells newcomers, who need not give them.
 
 To watch a swarm from any terminal, as a reader that leaves no trace; and to plot what a monitor has written:
 
-    python run_training_monitor.py --experiment_prefix my_albert --watch --initial_peers /ip4/203.0.113.1/tcp/31337/...
+    python run_training_monitor.py --watch --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
     python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
 """
 
@@ -36,6 +36,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import hivemind
 
 from swarm.addresses import select_for_others
+from swarm.adoption import adopt, find_settings
 from swarm.processes import clean_end
 from viewing.curves import plot_run
 from viewing.history import load_history
@@ -82,6 +83,7 @@ def main(*groups) -> None:
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
+    groups = swarm, args, *_ = adopt(groups, find_settings(swarm))
     if args.watch:
         watch_swarm(swarm, args.refresh_period)
         return

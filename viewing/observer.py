@@ -6,6 +6,7 @@ from collections import deque
 
 from arguments import AuxPeerArguments
 from support.console import UserError
+from support.flags import describe_shared
 from swarm.addresses import stop_unreachable
 from swarm.contract import compare_with_run, require_same
 from swarm.joining import make_dht, warn_of_local_addresses
@@ -41,9 +42,11 @@ class Observer:
         self.report = RunReport(args, swarm)
         self.page = StatusServer(swarm.status_port, self.prefix) if swarm.status_port is not None else None
         self.dht, _ = make_dht(swarm)
+        #: by which the first trainers may begin
+        self.flags = describe_shared(groups)
         if self.dht.vouched:
             self.report.workers.ids |= set(self.dht.vouched.workers)
-            vouch(self.dht, self.dht.vouched)
+        vouch(self.dht, self.dht.vouched or Statement(prefix=self.prefix, flags=self.flags))
         # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
         if self.dht.client_mode and (is_aux or self.needs_model):
             shut_down(self.dht)
@@ -102,9 +105,8 @@ class Observer:
         course, workers = self.report.course, self.report.workers
         course.look_at_contract(self.dht, workers)
         # what this peer has seen of the run, and who is there
-        vouch(
-            self.dht, Statement(prefix=self.prefix, contract=course.contract, workers=[*workers.present][:MAX_WORKERS])
-        )
+        known = [*workers.present][:MAX_WORKERS]
+        vouch(self.dht, Statement(prefix=self.prefix, contract=course.contract, flags=self.flags, workers=known))
         if self.contract and course.contract:
             # once more: the first trainers may have come after this peer
             require_same(self.prefix, self.contract, [course.contract])
