@@ -22,7 +22,6 @@ To watch a swarm from any terminal, as a reader that leaves no trace; and to plo
 """
 
 import logging
-import shlex
 from pathlib import Path
 
 from arguments import MONITOR_ARGS as GROUPS
@@ -38,6 +37,7 @@ import hivemind
 from swarm.addresses import select_for_others
 from swarm.adoption import adopt, find_settings
 from swarm.processes import clean_end
+from swarm.status import format_join
 from viewing.curves import plot_run
 from viewing.history import load_history
 from viewing.observer import Observer
@@ -46,17 +46,15 @@ from viewing.watch import watch_swarm
 logger = logging.getLogger("monitor")
 
 
-def print_how_to_join(dht: hivemind.DHT, prefix: str, flags: str = "") -> None:
+def print_how_to_join(dht: hivemind.DHT, prefix: str, flags: str) -> None:
     """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them.
 
     :param flags: that all peers of the run must share
     """
-    peers = f"--initial_peers {' '.join(select_for_others(dht.get_visible_maddrs()))}"
+    maddrs = select_for_others(dht.get_visible_maddrs())
+    peers, command = " ".join(maddrs), format_join(prefix, maddrs, flags)
     print(
-        f"\nTo join this run, give other peers this:\n{peers}\n\nFor example:\n"
-        f"python run_trainer.py --experiment_prefix {shlex.quote(prefix)} {peers} {flags}".rstrip()
-        + "\n",
-        flush=True,
+        f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n", flush=True
     )
 
 
@@ -89,15 +87,14 @@ def main(*groups) -> None:
         return
     observer = Observer(*groups)
     if not observer.dht.client_mode:
-        print_how_to_join(observer.dht, swarm.experiment_prefix)
+        print_how_to_join(observer.dht, swarm.experiment_prefix, observer.flags)
     stop = observer.begin()
     logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
-    flags = ""
+    flags = observer.flags
     while not stop.wait(min(1.0, args.refresh_period)):
         observer.step()
-        contract = observer.report.course.contract
-        if contract and contract.flags != flags and not observer.dht.client_mode:
-            print_how_to_join(observer.dht, swarm.experiment_prefix, flags := contract.flags)
+        if observer.flags != flags and not observer.dht.client_mode:
+            print_how_to_join(observer.dht, swarm.experiment_prefix, flags := observer.flags)
     observer.finish()
 
 

@@ -14,9 +14,9 @@ import http.server
 import ipaddress
 import json
 import logging
-import math
 import os
 import re
+import shlex
 import socket
 import threading
 import time
@@ -59,7 +59,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
     def serve(self, dht: DHT, read_progress: Callable[[], dict]) -> None:
         """Begin to answer, in a thread: call it when all helper processes are forked.
 
-        :param read_progress: called by that thread; epoch, loss, peers and what else is known, None or NaN if unknown
+        :param read_progress: called by that thread; epoch, loss, peers and what else is known, None if unknown; and the
+            flags that all peers of the run share
         """
         self.dht, self.read_progress = dht, read_progress
         self.maddrs, self.next_look, self.look = [], 0.0, threading.Lock()
@@ -71,15 +72,14 @@ class StatusServer(http.server.ThreadingHTTPServer):
             if time.monotonic() >= self.next_look:
                 self.maddrs = select_for_others(self.dht.get_visible_maddrs(latest=True))
                 self.next_look = time.monotonic() + ADDRESS_PERIOD
-        progress = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in self.read_progress().items()
-        }
+        progress = self.read_progress()
+        flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
         return {
             "experiment_prefix": self.prefix,
             "peer_id": str(self.dht.peer_id),
             "client_mode": self.dht.client_mode,
             "multiaddrs": self.maddrs,
+            "join": format_join(self.prefix, self.maddrs, flags) if can_welcome else None,
             **progress,
         }
 
@@ -97,6 +97,15 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request, client_address) -> None:
         logger.debug("a visitor of the status page left early", exc_info=True)
+
+
+def format_join(prefix: str, maddrs: list[str], flags: str) -> str:
+    """A trainer's command, for copy and paste.
+
+    :param flags: that all peers of the run must share
+    """
+    prefix = shlex.quote(prefix)
+    return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
 
 class StatusHandler(http.server.BaseHTTPRequestHandler):
