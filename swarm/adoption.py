@@ -37,9 +37,12 @@ def find_settings(swarm: SwarmArguments) -> list[str]:
         if swarm.experiment_prefix:
             return []
         raise UserError(find_problem(maddrs) or "--initial_peers do not tell which run they serve: --experiment_prefix")
-    if not re.fullmatch(r"[\w-]{1,100}", found.prefix, re.ASCII):  # it names folders and dashboards
+    if not swarm.experiment_prefix and not re.fullmatch(r"[\w-]{1,100}", found.prefix, re.ASCII):
+        # it names folders and dashboards
         raise UserError(f"--initial_peers serve run {found.prefix!r}: if you trust that, give --experiment_prefix")
     flags = found.contract.flags if found.contract else found.flags
+    if not found.contract and not flags:
+        logger.info("--initial_peers know no settings of the run yet: what is not given has its default")
     settings = [flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag]
     return [f"--experiment_prefix={found.prefix}", *filter(is_for_all, settings)]
 

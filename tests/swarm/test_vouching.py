@@ -107,6 +107,10 @@ def test_what_was_not_given_is_taken_over(monkeypatch):
         ):
             with pytest.raises(UserError, match=words):
                 find_settings(SwarmArguments(names, addresses(*others)))
+        tell(two, three, Statement(prefix="an/other"))
+        assert find_settings(SwarmArguments("an/other", addresses(two))) == ["--experiment_prefix=an/other"]
+        with pytest.raises(UserError, match="serve run 'an/other': if you trust that"):
+            find_settings(SwarmArguments("", addresses(two)))
         gone = addresses(two)
     assert find_settings(SwarmArguments(prefix, gone)) == []
     with pytest.raises(UserError, match="cannot reach --initial_peers"):
