@@ -10,6 +10,7 @@ that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
@@ -33,13 +34,14 @@ class SwarmArguments:
     """How a peer finds the others and is found by them. Read by every role."""
 
     experiment_prefix: str = flag(
-        MISSING, "Unique name of the run: prefix of its DHT keys, without a dot. ALL PEERS.", aliases=["--run_id"]
+        "", "Unique name of the run, without a dot. Default: that of --initial_peers. ALL PEERS.", aliases=["--run_id"]
     )
     initial_peers: list[str] = flag(
         [],
         "Peers through which to join the run: multiaddrs as the monitor prints them, e.g. "
-        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer with --status_port. Default: none, a new swarm.",
+        "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer or its status page. Default: none, a new swarm.",
     )
+    adopt: bool = flag(True, "Take over from the initial peers what all peers must share and is not given.")
     new_run: bool = flag(False, "Begin a run of its own, although the initial peers serve another one.")
     use_ipfs: bool = flag(
         False, "Find the initial peers through the public IPFS network, by their ids alone: /p2p/XXXX."
@@ -71,7 +73,7 @@ class SwarmArguments:
         None, "File with this peer's private key, made if missing: keeps its id, and so its address, across restarts."
     )
     status_port: int | None = flag(
-        None, "Serve addresses, epoch, loss and peers as JSON on this TCP port (0: any); others may join by host:port."
+        None, "Serve addresses, epoch, loss and peers as JSON on this TCP port (0: any); others may join by its page."
     )
 
     def __post_init__(self):
@@ -81,14 +83,13 @@ class SwarmArguments:
         check_exclusive(self, "use_google_dns", "announce_maddrs")
         if self.use_auto_relay and not self.use_relay:
             raise UserError("--use_auto_relay and --no_use_relay are mutually exclusive: give one of them")
-        if not self.experiment_prefix:
-            raise UserError("--experiment_prefix is empty: give the run a name, e.g. --experiment_prefix my_albert")
+        if not self.experiment_prefix and (not self.initial_peers or not self.adopt or self.new_run or self.use_ipfs):
+            raise UserError("--experiment_prefix is missing: name a new run, or give --initial_peers of one")
         if "." in self.experiment_prefix:
             # hivemind separates the group bits from the prefix by a dot (hivemind/averaging/key_manager.py)
             name = self.experiment_prefix
             raise UserError(f"--experiment_prefix {name} contains a dot, try {name.replace('.', '_')}")
-        if self.use_ipfs and not self.initial_peers:
-            raise UserError("--use_ipfs needs --initial_peers /p2p/XXXX: the id of the peer to look for")
+        check_needs(self, "use_ipfs", "initial_peers", " /p2p/XXXX")
 
 
 @dataclass
@@ -223,20 +224,15 @@ class AveragingArguments:
         "away from all others; of parameters, the median counts.",
     )
     average_state_every: int = flag(
-        10,
-        "Average parameters every N epochs, in the background, so that peers come together again that failed rounds "
-        "have parted; costs as many bytes as two rounds of gradients in 16 bits. ALL PEERS.",
+        10, "Average parameters every N epochs, in the background: failed rounds have parted some. ALL PEERS."
     )
-    local_steps: int = flag(
-        1, "Above 1: an epoch takes N times --target_batch_size, in which peers step by themselves. ALL PEERS."
-    )
-    local_steps_from: int = flag(200, "The epoch until which all step together even so. ALL PEERS.")
+    local_steps: int = flag(1, "Average once in N batches, between which peers step by themselves. ALL PEERS.")
+    local_steps_from: int = flag(200, "With --local_steps: epochs in which all still step together. ALL PEERS.")
     outer_lr: float = flag(0.7, "With --local_steps: rate of the step by how far the peers have come. ALL PEERS.")
     outer_momentum: float = flag(0.9, "With --local_steps: Nesterov momentum of that step. ALL PEERS.")
     overlap: bool = flag(
         False,
-        "Average and step in the background. For large models with long rounds: gradients are then one epoch old, with "
-        "which small models stop learning. ALL PEERS.",
+        "Average in the background, for long rounds: without --local_steps, small models stop learning. ALL PEERS.",
         aliases=["--delay_grad_averaging", "--delay_optimizer_step"],
     )
     min_refresh_period: float = flag(0.5, "Minimum seconds between two checks of the swarm's progress.")
@@ -686,8 +682,7 @@ class TokenizeArguments:
 
     def __post_init__(self):
         check_range(self, "seq_length", at_least=SHORTEST_INSTANCE)
-        check_range(self, "num_proc", at_least=1)
-        check_range(self, "archive_shards", at_least=1)
+        check_range(self, "num_proc", "archive_shards", at_least=1)
         check_range(self, "seed", at_least=0, at_most=LARGEST_SEED)
         check_range(self, "validation_fraction", above=0, below=1)
         if self.train_tokenizer:
@@ -738,6 +733,6 @@ BASIC_FLAGS = {
 }
 
 
-def parse_arguments(*groups: type, description: str | None = None) -> tuple:
-    """Parse the command line into one instance of each dataclass, in order; for errors see `parse_flags`."""
-    return parse_flags(groups, BASIC_FLAGS, description)
+def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
+    """Parse the command line into one instance of each dataclass, in order; for more see `parse_flags`."""
+    return parse_flags(groups, BASIC_FLAGS, description, before)

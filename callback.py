@@ -102,7 +102,9 @@ class CollaborativeCallback:
         #: samples of a step of this peer
         self.batch_size = self.args.per_device_train_batch_size * self.batches_per_step
         self.next_contract_time = 0.0
-        self.loss_sum, self.mini_steps, self.epoch_loss = 0.0, 0, math.nan
+        self.loss_sum, self.mini_steps = 0.0, 0
+        #: mean of this trainer's steps in its last epoch that had some; None before
+        self.epoch_loss: float | None = None
         #: what was last published
         self.metrics: dict | None = None
         self.last_epoch, self.epoch_start = 0, time.monotonic()
@@ -292,8 +294,9 @@ class CollaborativeCallback:
         is_first = self.args.logging_first_step and self.counters["epochs"] == 1
         if self.bar.disable and (epoch % self.args.logging_steps == 0 or is_first):
             self.next_line_time = now + LOG_PERIOD
+            loss = "" if self.epoch_loss is None else f"loss = {self.epoch_loss:.5f}  "
             logger.info(
-                f"Epoch #{epoch}  loss = {self.epoch_loss:.5f}  averaged with {metrics['averaged_with']} of "
+                f"Epoch #{epoch}  {loss}averaged with {metrics['averaged_with']} of "
                 f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}  "
                 f"{format_progress(epoch, progress)}  {format_samples(progress)}".rstrip()
             )
@@ -310,7 +313,8 @@ class CollaborativeCallback:
         workers = [self.dht.peer_id.to_bytes(), *self.optimizer.last_group][:MAX_WORKERS] if has_worked else []
         # where nobody has worked, it may be this trainer that has the wrong settings
         is_sure = has_worked or not self.dht.vouched or self.dht.vouched.contract
-        vouch(self.dht, Statement(prefix=self.prefix, contract=self.contract if is_sure else None, workers=workers))
+        contract = self.contract if is_sure else None
+        vouch(self.dht, Statement(prefix=self.prefix, contract=contract, flags=self.contract.flags, workers=workers))
 
     def publish(self) -> None:
         """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""
@@ -416,9 +420,14 @@ class CollaborativeCallback:
     def read_progress(self) -> dict:
         """Return what the status page shows; it asks from its own thread."""
         peers = len(self.optimizer.tracker.present) + 1
-        progress = {"epoch": self.optimizer.local_epoch, "loss": self.epoch_loss, "peers": peers}
+        progress = {"epoch": self.optimizer.local_epoch, "loss": self.measure_loss(), "peers": peers}
+        progress["flags"] = self.contract.flags
         validation = describe_evaluation(self.evaluation) if self.evaluation else {}
         return progress | self.measure_progress() | validation
+
+    def measure_loss(self) -> float | None:
+        """The mean of this epoch's steps so far, or else of the epoch before."""
+        return self.loss_sum / self.mini_steps if self.mini_steps else self.epoch_loss
 
     def describe_progress(self) -> str:
         """One line on the swarm, from what the tracker already knows: what matters first, and nothing that is not known
@@ -427,9 +436,9 @@ class CollaborativeCallback:
         progress, here = tracker.global_progress, optimizer.grad_averager.samples
         gathered, target = max(progress.samples_accumulated, here), progress.target_batch_size
         speed = sum(peer.samples_per_second for peer in (tracker.performance_ema, *tracker.present.values()))
-        loss = self.loss_sum / self.mini_steps if self.mini_steps else self.epoch_loss
+        loss = self.measure_loss()
         parts = [f"epoch {optimizer.local_epoch:,} {min(100, 100 * gathered // target)}%"]
-        parts += [f"loss {loss:.4f}"] * math.isfinite(loss)
+        parts += [] if loss is None else [f"loss {loss:.4f}"]
         parts += [f"own samples {optimizer.total_samples + here:,}", format_count(len(tracker.present) + 1, "peer")]
         if speed > 1e-6:  # not before somebody's first step
             parts.append(f"{format_number(speed)} samples/s")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """An auxiliary peer: a server without a GPU that supports the trainers. Several may run at once, and any may fail.
 
-    python run_aux_peer.py --experiment_prefix my_albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX \\
-        --host_maddrs /ip4/0.0.0.0/tcp/12345 --identity_path aux.id --assist_in_averaging
+    python run_aux_peer.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX --host_maddrs /ip4/0.0.0.0/tcp/12345 \\
+        --identity_path aux.id --assist_in_averaging
 
 On one machine, to try it out with the model of a tiny run (see run_trainer.py):
 
@@ -12,7 +12,8 @@ On one machine, to try it out with the model of a tiny run (see run_trainer.py):
 Without other flags it welcomes others onto the DHT, relays for peers behind firewalls, and follows the learning curve
 as the monitor does. --assist_in_averaging: it also averages for the others, without gradients of its own; trainers in
 client mode need one peer that does, and can join late through it. --store_checkpoints: it keeps the swarm's
-states, and uploads them with --repo_url. These two need the trainers' model, optimizer and averaging flags.
+states, and uploads them with --repo_url. These two need the trainers' model, optimizer and averaging flags,
+which it takes over from --initial_peers where they are not given.
 """
 
 import logging
@@ -26,6 +27,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 from swarm.addresses import select_for_others
+from swarm.adoption import adopt, find_settings
 from swarm.line import LINE
 from swarm.processes import clean_end
 from viewing.observer import Observer
@@ -39,7 +41,7 @@ def main(*groups) -> None:
     setup_logging("aux")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
-    observer = Observer(*groups)
+    observer = Observer(*adopt(groups, find_settings(groups[0])))
     stop = observer.begin()
     maddrs = select_for_others(observer.dht.get_visible_maddrs())
     logger.info(f"others may join through --initial_peers {' '.join(maddrs)}")

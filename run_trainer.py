@@ -3,7 +3,7 @@
 
 A real run, on the machine of a volunteer with a GPU (the monitor prints the address):
 
-    python run_trainer.py --experiment_prefix my_albert --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX --fp16
+    python run_trainer.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX --fp16
 
 The same on a laptop's CPU, alone, on the sample corpus:
 
@@ -12,11 +12,12 @@ The same on a laptop's CPU, alone, on the sample corpus:
         --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
         --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30
 
-The model is the same on every peer; the data order is derived from the peer's id. Running the same command again
-resumes where the last run ended, however it ended: from the newest complete checkpoint in --output_dir, or from the
-swarm if that is further ahead (--resume_from_checkpoint none starts over). With --streaming, text is read on the fly
-(see text/streams.py), and a restart continues after the last batch of the last complete epoch. With several GPUs, each
-gets its own process, and together they are one peer (see machine/ranks.py).
+What all peers must share and is not given is taken over from --initial_peers (see swarm/adoption.py). The model is the
+same on every peer; the data order is derived from the peer's id. Running the same command again resumes where the last
+run ended, however it ended: from the newest complete checkpoint in --output_dir, or from the swarm if that is further
+ahead (--resume_from_checkpoint none starts over). With --streaming, text is read on the fly (see text/streams.py), and
+a restart continues after the last batch of the last complete epoch. With several GPUs, each gets its own process, and
+together they are one peer (see machine/ranks.py).
 """
 
 import logging
@@ -49,6 +50,7 @@ from machine.ranks import DeviceGroup, RankLost, list_gradients, start_ranks
 from machine.training import make_trained_model, move_batch
 from models.build import find_longest_sequence
 from support.flags import describe_shared
+from swarm.adoption import adopt, find_settings
 from swarm.contract import join_run
 from swarm.joining import make_dht
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
@@ -70,9 +72,15 @@ def main(*groups) -> None:
     if args.num_train_epochs and data_args.streaming:
         raise UserError("--num_train_epochs: --streaming reads text endlessly, not in passes: give --max_steps instead")
     if args.preflight:
-        raise SystemExit(run_preflight(*groups))
+        raise SystemExit(run_preflight(*adopt(groups, find_settings(groups[0]))))
     with start_ranks(args) as ranks:
-        train(ranks, *groups)
+        logger.info(
+            f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"python {platform.python_version()}, {ranks.device}{f' and {ranks.count - 1} more' * (ranks.count > 1)}"
+        )
+        # what was not given, the peers of the run know
+        settings = ranks.share(find_settings(groups[0]) if ranks.number == 0 else [])
+        train(ranks, *adopt(groups, settings))
 
 
 def train(ranks: DeviceGroup, *groups) -> None:
@@ -80,10 +88,6 @@ def train(ranks: DeviceGroup, *groups) -> None:
     rank, that lives this life; rank 0 alone speaks to the swarm and to the user."""
     swarm, model_args, optimizer_args, averaging_args, data_args, args = groups
     is_main, device = ranks.number == 0, ranks.device
-    logger.info(
-        f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"python {platform.python_version()}, {device}{f' and {ranks.count - 1} more' if ranks.count > 1 else ''}"
-    )
 
     # data and model
     with ranks.main_first():  # what is wrong with them or with flags, rank 0 says for all

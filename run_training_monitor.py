@@ -13,16 +13,15 @@ On one machine, to try it out:
 It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line per
 epoch, and another if a trainer's evaluation comes later), learning_curve.png, and at the end (Ctrl-C) summary.json.
 With --store_checkpoints it also downloads the swarm's state every few epochs and saves it; it then needs the trainers'
-model, optimizer and averaging flags.
+model, optimizer and averaging flags. Whatever of these it is given it tells newcomers, who need not give them.
 
 To watch a swarm from any terminal, as a reader that leaves no trace; and to plot what a monitor has written:
 
-    python run_training_monitor.py --experiment_prefix my_albert --watch --initial_peers /ip4/203.0.113.1/tcp/31337/...
+    python run_training_monitor.py --watch --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
     python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
 """
 
 import logging
-import shlex
 from pathlib import Path
 
 from arguments import MONITOR_ARGS as GROUPS
@@ -36,7 +35,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import hivemind
 
 from swarm.addresses import select_for_others
+from swarm.adoption import adopt, find_settings
 from swarm.processes import clean_end
+from swarm.status import format_join
 from viewing.curves import plot_run
 from viewing.history import load_history
 from viewing.observer import Observer
@@ -45,17 +46,15 @@ from viewing.watch import watch_swarm
 logger = logging.getLogger("monitor")
 
 
-def print_how_to_join(dht: hivemind.DHT, prefix: str, flags: str = "") -> None:
+def print_how_to_join(dht: hivemind.DHT, prefix: str, flags: str) -> None:
     """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them.
 
     :param flags: that all peers of the run must share
     """
-    peers = f"--initial_peers {' '.join(select_for_others(dht.get_visible_maddrs()))}"
+    maddrs = select_for_others(dht.get_visible_maddrs())
+    peers, command = " ".join(maddrs), format_join(prefix, maddrs, flags)
     print(
-        f"\nTo join this run, give other peers this:\n{peers}\n\nFor example:\n"
-        f"python run_trainer.py --experiment_prefix {shlex.quote(prefix)} {peers} {flags}".rstrip()
-        + "\n",
-        flush=True,
+        f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n", flush=True
     )
 
 
@@ -82,20 +81,20 @@ def main(*groups) -> None:
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
+    groups = swarm, args, *_ = adopt(groups, find_settings(swarm))
     if args.watch:
         watch_swarm(swarm, args.refresh_period)
         return
     observer = Observer(*groups)
     if not observer.dht.client_mode:
-        print_how_to_join(observer.dht, swarm.experiment_prefix)
+        print_how_to_join(observer.dht, swarm.experiment_prefix, observer.flags)
     stop = observer.begin()
     logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
-    flags = ""
+    flags = observer.flags
     while not stop.wait(min(1.0, args.refresh_period)):
         observer.step()
-        contract = observer.report.course.contract
-        if contract and contract.flags != flags and not observer.dht.client_mode:
-            print_how_to_join(observer.dht, swarm.experiment_prefix, flags := contract.flags)
+        if observer.flags != flags and not observer.dht.client_mode:
+            print_how_to_join(observer.dht, swarm.experiment_prefix, flags := observer.flags)
     observer.finish()
 
 

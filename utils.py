@@ -127,12 +127,27 @@ class LocalMetrics(BaseModel):
         return values
 
 
+class Flags(constr(strict=True, max_length=MAX_SHARED, regex=rf"\A{SHARED_FLAGS.pattern}\Z")):
+    """Those that all peers of a run share, as they are typed; others are told of no other ones."""
+
+    @classmethod
+    def __get_validators__(cls):
+        yield from super().__get_validators__()
+        yield cls.check_names
+
+    @classmethod
+    def check_names(cls, flags: str) -> str:
+        if not set(re.findall(r"--(?:no_)?(\w+)", flags)) <= SHARED_NAMES:
+            raise ValueError("others are told only of flags that all peers must share")
+        return flags
+
+
 class RunContract(BaseModel):
     """What one peer trains by: a map of names to texts, so that a later version may add a name and still be read."""
 
     joined: confloat(strict=True, ge=0.0, le=1e11)  # Unix time at which this peer published its contract first
     contract: dict[constr(strict=True, min_length=1, max_length=64), constr(strict=True, max_length=200)]
-    flags: constr(strict=True, max_length=MAX_SHARED, regex=rf"\A{SHARED_FLAGS.pattern}\Z") = ""  # that made it
+    flags: Flags = ""  # that made it
 
     @root_validator(skip_on_failure=True)
     def bound_entries(cls, values: dict) -> dict:
@@ -143,8 +158,6 @@ class RunContract(BaseModel):
             raise ValueError(f"a contract has {MAX_CONTRACT_BYTES:,} bytes at most")
         if not texts.isprintable():
             raise ValueError("a contract is shown to others: no line breaks, and nothing that a terminal obeys")
-        if not set(re.findall(r"--(?:no_)?(\w+)", values["flags"])) <= SHARED_NAMES:
-            raise ValueError("others are told only of flags that all peers must share")
         return values
 
 

@@ -1,6 +1,6 @@
 """The preflight: what may go wrong on this machine and between it and the others, found before training starts.
 
-    python run_trainer.py --preflight --experiment_prefix my_albert --initial_peers 203.0.113.1:8080
+    python run_trainer.py --preflight --initial_peers 203.0.113.1:8080
 
 prints a table, a cure beside each finding, and ends with exit code 0 when nothing is fatal, else 2. It joins the run's
 DHT as any peer does, but publishes and trains nothing. A trainer logs at its start those problems that are quick to
@@ -59,10 +59,12 @@ from machine.devices import (
 from machine.training import make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
+from swarm.adoption import adopt, find_settings
 from swarm.contract import compare_with_run
 from swarm.dht import raise_file_limit
-from swarm.joining import check_addresses, explain_unreachable, start_dht
+from swarm.joining import check_addresses, start_dht
 from swarm.line import LINE
+from swarm.outside import explain_unreachable
 from swarm.processes import clean_end, quiet_hivemind_logs
 from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
 from text.batches import check_data_arguments
@@ -416,9 +418,10 @@ def main(*groups) -> None:
 
     :param groups: instances of GROUPS
     """
+    setup_logging("preflight")
+    groups = adopt(groups, find_settings(groups[0]))
     _, model_args, *_, data_args, args = groups
     args = dataclasses.replace(args, per_device_train_batch_size="auto")
-    setup_logging("preflight")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
     model = make_trained_model(model_args, args, tokenizer)
     check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))

@@ -11,6 +11,7 @@ have said that they are there.
 """
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -154,6 +155,16 @@ class DeviceGroup(contextlib.AbstractContextManager):
             if STOP_REQUESTED.is_set():
                 raise KeyboardInterrupt
             time.sleep(0.1)
+
+    def share(self, words: list[str]) -> list[str]:
+        """Return rank 0's words, on every rank."""
+        if self.number > 0:
+            self.wait_for("has words", [0])
+            return json.loads(self.store.get("words"))
+        if self.count > 1:
+            self.store.set("words", json.dumps(words))
+        self.announce("has words")
+        return words
 
     @property
     def others(self) -> range:

@@ -65,14 +65,15 @@ def describe_shared(groups: Sequence[Any]) -> str:
 
     :param groups: instances of the dataclasses
     """
-    words, shared = [], list_shared(map(type, groups))
+    words = []
     for group in groups:
-        for item in fields(group):
-            value = getattr(group, item.name)
-            if item.name in shared and item.name != "experiment_prefix" and value != item.default:
-                text = f"--{'no_' * (value is False)}{item.name}" + f" {value}" * (not isinstance(value, bool))
-                fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
-                words += [text] * bool(fits and SHARED_FLAGS.fullmatch(text))
+        names = [item.name for item in fields(group) if item.name in list_shared([type(group)]) - {"experiment_prefix"}]
+        usual = type(group)() if names else None
+        for name in names:
+            value = getattr(group, name)
+            text = f"--{'no_' * (value is False)}{name}" + f" {value}" * (not isinstance(value, bool))
+            fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
+            words += [text] * bool(value != getattr(usual, name) and fits and SHARED_FLAGS.fullmatch(text))
     return " ".join(words)
 
 
@@ -89,10 +90,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return names if action.nargs in (0, "?") else f"{names} {self._format_args(action, '')}"
 
 
-def parse_flags(groups: Sequence[type], basic: Collection[str], description: str | None) -> tuple:
+def parse_flags(
+    groups: Sequence[type], basic: Collection[str], description: str | None, before: Sequence[str] = ()
+) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 
     :param basic: names of the flags that --help lists where there are many; --help_all lists all
+    :param before: words that count only where the command line does not say otherwise
     :raises UserError: a flag is unknown, abbreviated, malformed or contradicts another one
     """
     from transformers import HfArgumentParser  # here, see `flag`
@@ -121,7 +125,7 @@ def parse_flags(groups: Sequence[type], basic: Collection[str], description: str
         if name not in parser._option_string_actions:
             known = [other for other in parser._option_string_actions if "-" not in other[2:]]
             refuse(f"unknown argument {name}{suggest(name[2:].replace('-', '_'), known)}")
-    *parsed, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    *parsed, unknown = parser.parse_args_into_dataclasses([*before, *sys.argv[1:]], return_remaining_strings=True)
     if unknown:
         refuse(f"unknown argument {unknown[0]}")
     return tuple(parsed)

@@ -2,9 +2,6 @@
 
 A peer finds out whether others can reach it by asking those it reaches itself to dial back. If they cannot, it becomes
 a client, or is reached through a relay. Each way in which this can fail is one line that names the cure.
-
-    python -c "import asyncio; from swarm.joining import explain_unreachable; \\
-        print(asyncio.run(explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX'])))"
 """
 
 import asyncio
@@ -22,11 +19,9 @@ from functools import partial
 
 import hivemind
 from hivemind.dht.protocol import ValidationError
-from hivemind.p2p import P2P, P2PDaemonError
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.p2p import P2PDaemonError
 from hivemind.proto.crypto_pb2 import PrivateKey
 from hivemind.utils.crypto import RSAPrivateKey
-from hivemind.utils.multiaddr import Multiaddr
 
 from arguments import SwarmArguments
 from support.console import UserError
@@ -35,13 +30,13 @@ from swarm.addresses import (
     explain_silence,
     get_host_port,
     get_ip,
-    get_peer_id,
     is_local,
     is_public,
     is_relayed,
     select_for_others,
 )
 from swarm.dht import DHT, check_versions, raise_file_limit
+from swarm.outside import find_problem
 from swarm.processes import exit_when_dead, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
     answer_newcomers,
@@ -104,9 +99,10 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     check_versions()
     if swarm.authorize:
         raise UserError("--authorize True: membership is not implemented yet, whoever knows --initial_peers may join")
-    swarm = dataclasses.replace(
-        swarm, initial_peers=resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
-    )
+    initial_peers = resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
+    if initial_peers != swarm.initial_peers:
+        logger.info(f"--initial_peers {' '.join(initial_peers)}")
+    swarm = dataclasses.replace(swarm, initial_peers=initial_peers)
     if swarm.use_google_dns:
         swarm = announce_public_address(swarm)
     check_multiaddrs("--initial_peers", swarm.initial_peers, needs_peer_id=True)
@@ -244,33 +240,6 @@ def warn_of_local_addresses(dht: hivemind.DHT, swarm: SwarmArguments) -> None:
         )
 
 
-async def probe(p2p: P2P, maddr: str) -> str | None:
-    """Why libp2p cannot connect to a peer, with the cure, or None."""
-    try:
-        address = Multiaddr(maddr.rsplit("/p2p/", 1)[0])
-        await asyncio.wait_for(p2p._client.connect(get_peer_id(maddr), [address]), 15)
-    except (ControlFailure, TimeoutError) as e:
-        if mismatch := re.search(r"remote key matches (\w+)", str(e)):
-            return f"another peer is at this address: its id is {mismatch[1]}, use the address it prints now"
-        return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
-    return None
-
-
-async def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
-    """For each peer why it cannot be reached, with the cure, or None when it can: by name, TCP, and libp2p."""
-    reasons = dict(zip(maddrs, await asyncio.gather(*map(explain_silence, maddrs)), strict=True))
-    answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
-    if answering:
-        options = dict(no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
-        p2p = await P2P.create(dht_mode="client", **options)  # a daemon made for this purpose
-        try:
-            found = await asyncio.gather(*(probe(p2p, maddr) for maddr in answering))
-            reasons |= zip(answering, found, strict=True)
-        finally:
-            await p2p.shutdown()
-    return reasons
-
-
 def explain_failed_start(swarm: SwarmArguments, error: str) -> str | None:
     """One line for the daemon's error, which names the flag to change; None where all --initial_peers answer."""
     last_line = error.strip().splitlines()[-1] if error.strip() else "no reason given"
@@ -281,7 +250,5 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str | None:
     if swarm.identity_path and (swarm.identity_path in error or "saving the identity" in error):
         return f"--identity_path {swarm.identity_path} cannot be written ({last_line}): name a file in another folder"
     if swarm.initial_peers:
-        reasons = asyncio.run(explain_unreachable(swarm.initial_peers)).items()
-        reasons = [f"{maddr}: {reason}" for maddr, reason in reasons if reason]
-        return f"cannot reach --initial_peers {'; '.join(reasons)}" if reasons else None
+        return find_problem(swarm.initial_peers)
     return f"cannot start the peer-to-peer daemon ({last_line})"

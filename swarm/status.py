@@ -14,9 +14,9 @@ import http.server
 import ipaddress
 import json
 import logging
-import math
 import os
 import re
+import shlex
 import socket
 import threading
 import time
@@ -26,7 +26,8 @@ from hivemind import DHT
 
 from arguments import split_host_port
 from support.console import UserError
-from swarm.addresses import get_host_port, get_ip, get_peer_id, is_public, select_for_others
+from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public, select_for_others
+from swarm.outside import find_peer
 
 logger = logging.getLogger("status")
 
@@ -58,7 +59,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
     def serve(self, dht: DHT, read_progress: Callable[[], dict]) -> None:
         """Begin to answer, in a thread: call it when all helper processes are forked.
 
-        :param read_progress: called by that thread; epoch, loss, peers and what else is known, None or NaN if unknown
+        :param read_progress: called by that thread; epoch, loss, peers and what else is known, None if unknown; and the
+            flags that all peers of the run share
         """
         self.dht, self.read_progress = dht, read_progress
         self.maddrs, self.next_look, self.look = [], 0.0, threading.Lock()
@@ -70,15 +72,14 @@ class StatusServer(http.server.ThreadingHTTPServer):
             if time.monotonic() >= self.next_look:
                 self.maddrs = select_for_others(self.dht.get_visible_maddrs(latest=True))
                 self.next_look = time.monotonic() + ADDRESS_PERIOD
-        progress = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in self.read_progress().items()
-        }
+        progress = self.read_progress()
+        flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
         return {
             "experiment_prefix": self.prefix,
             "peer_id": str(self.dht.peer_id),
             "client_mode": self.dht.client_mode,
             "multiaddrs": self.maddrs,
+            "join": format_join(self.prefix, self.maddrs, flags) if can_welcome else None,
             **progress,
         }
 
@@ -96,6 +97,15 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request, client_address) -> None:
         logger.debug("a visitor of the status page left early", exc_info=True)
+
+
+def format_join(prefix: str, maddrs: list[str], flags: str) -> str:
+    """A trainer's command, for copy and paste.
+
+    :param flags: that all peers of the run must share
+    """
+    prefix = shlex.quote(prefix)
+    return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
 
 class StatusHandler(http.server.BaseHTTPRequestHandler):
@@ -118,20 +128,24 @@ class StatusHandler(http.server.BaseHTTPRequestHandler):
 
 
 async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
-    """The body of http://host:port/, and the IP address that answered; OSError or ValueError when there is none.
+    """The body of http://host:port/, and the IP address that answered; OSError or ValueError when there is none. Where
+    it is no page, but a peer itself, GREETING.
 
     No HTTP client, because this bounds what a hostile page can cost: MAX_PAGE_BYTES, and what the caller waits.
     """
     reader, writer = await asyncio.open_connection(host, port)
     with contextlib.closing(writer):
         writer.write(f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        ip, start = writer.get_extra_info("peername")[0], await reader.read(len(GREETING))
+        if start == GREETING:
+            return start, ip
         try:
-            await reader.readexactly(MAX_PAGE_BYTES + 1)
+            await reader.readexactly(MAX_PAGE_BYTES + 1 - len(start))
         except asyncio.IncompleteReadError as e:  # an HTTP/1.0 server answers in one piece and hangs up
-            head, _, body = e.partial.partition(b"\r\n\r\n")
+            head, _, body = (start + e.partial).partition(b"\r\n\r\n")
             if not re.match(rb"HTTP/\S+ 200\b", head):
                 raise ValueError(f"it answers {head[:60]!r}") from e
-            return body, writer.get_extra_info("peername")[0]
+            return body, ip
     raise ValueError(f"its answer is longer than {MAX_PAGE_BYTES} bytes")
 
 
@@ -141,45 +155,59 @@ def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
     That of the same IP address; or else, as the peer may see itself behind a router or in a container, its ports at
     that address, and its public and relayed addresses.
     """
-    seen = ipaddress.ip_address(ip.partition("%")[0])
-    seen = getattr(seen, "ipv4_mapped", None) or seen
+    place, seen = make_place(ip)
     if same := [maddr for maddr in maddrs if get_ip(maddr) == seen]:
         return same
-    place = f"/ip{seen.version}/{seen}"
     replaced = [] if seen.is_loopback else [f"{place}/{m.split('/', 3)[3]}" for m in maddrs if not is_public(m)]
     return list(dict.fromkeys(replaced + [maddr for maddr in maddrs if is_public(maddr)])) or maddrs
 
 
 def find_maddrs(address: str, prefix: str) -> list[str]:
-    """The multiaddrs of the peer whose status page is at `address` (host:port); a UserError when it has none.
+    """The multiaddrs of the peer that is at `address`, or its status page; a UserError when there is none.
 
-    :param prefix: the run that it must be of
+    :param address: host:port, or http://host:port/
+    :param prefix: the run that the page must be of; empty: any
     """
     try:
-        host, port = split_host_port(address)
+        host, port = split_host_port(address.removeprefix("http://").rstrip("/"))
     except ValueError:
         port = None
     if not port:
         raise UserError(
             f"--initial_peers {address!r} is not an address such as /ip4/203.0.113.1/tcp/31337/p2p/QmPeerId, nor "
-            "HOST:PORT of a peer's status page"
+            "HOST:PORT of a peer or its status page"
         )
     cure = "check that a peer runs there with --status_port, or take the multiaddr that it prints"
     try:
         body, ip = asyncio.run(asyncio.wait_for(fetch_page(host, port), VISIT_TIMEOUT))
+        if body == GREETING:  # the peer's own port, as in older guides
+            return [find_peer_at(ip, port)]
         page = json.loads(body)
         if not isinstance(page, dict) or not isinstance(page.get("multiaddrs"), list):
             raise ValueError("it lists no multiaddrs")
-        if page.get("experiment_prefix") != prefix:
+        if prefix and page.get("experiment_prefix") != prefix:
             raise ValueError(f"it is of the run {str(page.get('experiment_prefix'))[:80]!r}, not {prefix!r}")
         maddrs = [check_maddr(maddr) for maddr in page["multiaddrs"][:32]]
         if page.get("client_mode") or not maddrs:
             raise ValueError("it accepts no connections: ask for another peer")
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"--initial_peers {address}: no status page to join by ({describe(e)}); {cure}") from e
-    chosen = choose_maddrs(maddrs, ip)
-    logger.info(f"{address} is {' '.join(chosen)}")
-    return chosen
+    return choose_maddrs(maddrs, ip)
+
+
+def find_peer_at(ip: str, port: int) -> str:
+    """The multiaddr of the peer that listens there; ValueError when it does not say who it is."""
+    maddr = asyncio.run(find_peer(f"{make_place(ip)[0]}/tcp/{port}"))
+    if maddr is None:
+        raise ValueError("a peer listens there that does not say who it is")
+    return maddr
+
+
+def make_place(ip: str) -> tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The beginning of a multiaddr, and the address: IPv4 where it is IPv4 written as IPv6."""
+    seen = ipaddress.ip_address(ip.partition("%")[0])
+    seen = getattr(seen, "ipv4_mapped", None) or seen
+    return f"/ip{seen.version}/{seen}", seen
 
 
 def check_maddr(maddr: object) -> str:

@@ -12,13 +12,13 @@ import hivemind
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.dht.node import DHTNode
 from hivemind.dht.schema import conbytes
-from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
 from support.console import UserError
 from swarm.addresses import get_peer_id
-from utils import MAX_WORKERS, RunContract
+from utils import MAX_WORKERS, Flags, RunContract
 
 VOUCH = "vouch"  # the name of the request
 ANSWER_SECONDS, ASKED = 5.0, 8  # to wait for an answer; peers that are asked
@@ -29,6 +29,7 @@ class Statement(BaseModel):
 
     prefix: constr(strict=True, max_length=256)
     contract: RunContract | None = None  # that of most who have worked; None: nobody has
+    flags: Flags = ""  # its own ones, by which others may begin where nobody has worked
     workers: conlist(conbytes(strict=True, max_length=64), max_items=MAX_WORKERS) = []  # ids of peers that have worked
 
 
@@ -53,9 +54,12 @@ def vouch(dht: hivemind.DHT, statement: Statement) -> None:
 
 async def ask_to_vouch(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, Statement]:
     """Runs in the DHT's process: the statements of those of these peers that answer."""
+    return await ask_for_statements(node.p2p, peers)
 
+
+async def ask_for_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, Statement]:
     async def ask(peer: PeerID) -> Statement:
-        answer = await node.p2p.call_protobuf_handler(peer, VOUCH, BytesValue(), BytesValue)
+        answer = await p2p.call_protobuf_handler(peer, VOUCH, BytesValue(), BytesValue)
         return Statement.parse_obj(MSGPackSerializer.loads(answer.value))
 
     calls = (asyncio.wait_for(ask(peer), ANSWER_SECONDS) for peer in peers)
@@ -66,13 +70,26 @@ async def ask_to_vouch(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> d
 def ask_initial_peers(
     dht: hivemind.DHT, prefix: str, initial_peers: Iterable[str], is_new_run: bool
 ) -> Statement | None:
-    """What the peers in --initial_peers say of this run; None where none of them answers, or knows it.
+    """What the peers in --initial_peers say of this run, see `combine`."""
+    peers = choose_asked(initial_peers)
+    return combine(dht.run_coroutine(partial(ask_to_vouch, peers=peers)) if peers else {}, prefix, is_new_run)
 
+
+def choose_asked(initial_peers: Iterable[str]) -> list[PeerID]:
+    return list(dict.fromkeys(map(get_peer_id, initial_peers)))[:ASKED]
+
+
+def combine(answers: dict[PeerID, Statement], prefix: str, is_new_run: bool) -> Statement | None:
+    """What these say together of a run; None where none of them answers, or knows it.
+
+    :param prefix: the run's; empty: that which they serve
     :param is_new_run: they may serve other runs alone
     :raises UserError: they do, and that was not expected; or they disagree
     """
-    peers = list(dict.fromkeys(map(get_peer_id, initial_peers)))[:ASKED]
-    answers = dht.run_coroutine(partial(ask_to_vouch, peers=peers)) if peers else {}
+    names = sorted({answer.prefix for answer in answers.values()})
+    if not prefix and len(names) > 1:
+        raise UserError(f"--initial_peers serve several runs: choose one by --experiment_prefix ({', '.join(names)})")
+    prefix = prefix or "".join(names)
     found = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
     if answers and not found:
         if is_new_run:
@@ -83,11 +100,14 @@ def ask_initial_peers(
             "or give --new_run to begin another run among its peers"
         )
     contracts = {peer: answer.contract for peer, answer in found.items() if answer.contract}
-    if len({tuple(sorted(contract.contract.items())) for contract in contracts.values()}) > 1:
+    flags = {peer: answer.flags for peer, answer in found.items() if answer.flags}
+    held = {peer: tuple(sorted(contract.contract.items())) for peer, contract in contracts.items()} or flags
+    if len(set(held.values())) > 1:
         raise UserError(
             f"the peers in --initial_peers disagree on the settings of run {prefix!r}: give those alone whom you trust "
-            f"({', '.join(map(str, contracts))})"
+            f"({', '.join(map(str, held))})"
         )
     workers = list(dict.fromkeys(worker for answer in found.values() for worker in answer.workers))
     contract = next(iter(contracts.values()), None)
-    return Statement(prefix=prefix, contract=contract, workers=workers[:MAX_WORKERS]) if found else None
+    flags = next(iter(flags.values()), "")
+    return Statement(prefix=prefix, contract=contract, flags=flags, workers=workers[:MAX_WORKERS]) if found else None

@@ -23,9 +23,12 @@ from text.hosting import make_archive
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
 SWARM = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "2e-3", "--warmup_steps", "5"),
-    *("--total_steps", "2000", "--target_batch_size", "1024", "--matchmaking_time", "3", "--request_timeout", "1.5"),
-    *("--averaging_timeout", "20", "--average_state_every", "4", "--default_refresh_period", "0.5"),
-    *("--dataloader_num_workers", "0", "--bandwidth", "1000"),
+    *("--total_steps", "2000", "--target_batch_size", "1024", "--average_state_every", "4"),
+]
+# of each peer, as all are on one machine
+OWN = [
+    *("--matchmaking_time", "3", "--request_timeout", "1.5", "--averaging_timeout", "20", "--bandwidth", "1000"),
+    *("--default_refresh_period", "0.5", "--dataloader_num_workers", "0"),
 ]
 
 
@@ -70,18 +73,19 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
     make_archive(tiny_data["--dataset_path"], tiny_data["--tokenizer_path"], args)
     monitor = start(
         *("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"),
-        *("--output_dir", tmp_path / "monitor"),
+        *("--output_dir", tmp_path / "monitor", "--status_port", 0),
     )
     address = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
     own = sum(([name, str(path)] for name, path in tiny_data.items()), [])
-    command = ["--experiment_prefix", prefix, "--initial_peers", address, *LOOPBACK, *SWARM, *own]
+    command = ["--experiment_prefix", prefix, "--initial_peers", address, *LOOPBACK, *SWARM, *OWN, *own]
     small = ["--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "1"]
     other = start("other", "run_trainer.py", *command, *small, "--output_dir", tmp_path / "other")
 
-    more_flags = [*LOOPBACK, *SWARM, "--dataset_cache_dir", str(tmp_path / "cache")]
+    other.wait_for("Epoch #2")  # now it is known by which flags
+    page = monitor.wait_for(r"status page on port (\d+)").group(1)
+    more_flags = [*LOOPBACK, *OWN, "--dataset_cache_dir", str(tmp_path / "cache")]
     with FileServer(hosted) as server:
-        monkeypatch.setenv("EXPERIMENT_PREFIX", prefix)
-        monkeypatch.setenv("INITIAL_PEERS", address)
+        monkeypatch.setenv("INITIAL_PEERS", f"http://127.0.0.1:{page}/")
         monkeypatch.setenv("DATASET_URL", f"{server.url}/tiny.tar.gz")
         monkeypatch.setenv("MORE_FLAGS", shlex.join(more_flags))
         monkeypatch.setenv("OUTPUT_DIR", str(output_dir))
@@ -138,17 +142,16 @@ def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
     names["run"] = lambda *command: measured.append(command) or sizes
     exec(compile(measure, str(NOTEBOOK), "exec"), names)
     # what the cell that joins starts, without starting it
-    [begin] = [node for node in join.body if ast.unparse(node).startswith("command = ")]
     [start] = [node for node in ast.walk(join) if isinstance(node, ast.Call) and "Popen" in ast.unparse(node.func)]
-    names["command"] = eval(ast.unparse(begin.value), names)
     _, script, *words = eval(ast.unparse(start.args[0]), names)
     assert script == "run_trainer.py" and [command[:2] for command in measured] == [("-m", "machine.preflight")]
     for flags in (words, measured[0][2:]):
         monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
         swarm, *_, data, args = parse_arguments(*TRAINER_ARGS)
-        assert swarm.experiment_prefix == "run" and data.dataset_path == settings["dataset_url"] and args.fp16
+        assert swarm.experiment_prefix == "run" and len(swarm.initial_peers) == 2
+        assert data.dataset_path == settings["dataset_url"] and args.fp16
         if flags is words:
-            assert swarm.client_mode and len(swarm.initial_peers) == 2 and args.output_dir == "out"
+            assert swarm.client_mode and args.output_dir == "out"
             assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
 
 
@@ -158,9 +161,9 @@ def test_committed_notebook_has_no_outputs_and_no_keys():
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None
-    # two things to fill in
+    # one thing to fill in, and what the organizer may have told
     parameters = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     empty = re.findall(r'^(\w+) = ""', parameters.source, re.MULTILINE)
-    assert empty == ["experiment_prefix", "initial_peers", "dataset_url", "dataset_sha256", "more_flags"]
+    assert empty == ["initial_peers", "experiment_prefix", "dataset_url", "dataset_sha256", "more_flags"]
     source = "\n".join(cell.source for cell in notebook.cells)
     assert not re.search(r"hf_\w{20}|\b[0-9a-fA-F]{32,}\b|\b[A-Za-z0-9+/_-]{40,}\b|(?i:api_?key|passw|secret)", source)

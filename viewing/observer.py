@@ -6,6 +6,7 @@ from collections import deque
 
 from arguments import AuxPeerArguments
 from support.console import UserError
+from support.flags import describe_shared
 from swarm.addresses import stop_unreachable
 from swarm.contract import compare_with_run, require_same
 from swarm.joining import make_dht, warn_of_local_addresses
@@ -41,9 +42,11 @@ class Observer:
         self.report = RunReport(args, swarm)
         self.page = StatusServer(swarm.status_port, self.prefix) if swarm.status_port is not None else None
         self.dht, _ = make_dht(swarm)
+        #: by which the first trainers may begin
+        self.own_flags = describe_shared(groups)
         if self.dht.vouched:
             self.report.workers.ids |= set(self.dht.vouched.workers)
-            vouch(self.dht, self.dht.vouched)
+        vouch(self.dht, self.dht.vouched or Statement(prefix=self.prefix, flags=self.own_flags))
         # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
         if self.dht.client_mode and (is_aux or self.needs_model):
             shut_down(self.dht)
@@ -63,7 +66,7 @@ class Observer:
         self.report.start_dashboard()
         stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
         if self.page:
-            self.page.serve(self.dht, self.report.read_progress)
+            self.page.serve(self.dht, lambda: self.report.read_progress() | {"flags": self.flags})
         # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
         self.watching = concurrent.futures.ThreadPoolExecutor(1, "watch metrics").submit(self.watch)
         return stop
@@ -96,15 +99,20 @@ class Observer:
             self.look()
         self.report.update(self.dht, is_last=True)
 
+    @property
+    def flags(self) -> str:
+        """Those that all peers of the run share: its contract's, or before there is one those that this peer has."""
+        contract = self.report.course.contract
+        return contract.flags if contract else self.own_flags
+
     def look(self) -> None:
         if metrics := self.report.update(self.dht):
             self.news.append(metrics)
         course, workers = self.report.course, self.report.workers
         course.look_at_contract(self.dht, workers)
         # what this peer has seen of the run, and who is there
-        vouch(
-            self.dht, Statement(prefix=self.prefix, contract=course.contract, workers=[*workers.present][:MAX_WORKERS])
-        )
+        known = [*workers.present][:MAX_WORKERS]
+        vouch(self.dht, Statement(prefix=self.prefix, contract=course.contract, flags=self.own_flags, workers=known))
         if self.contract and course.contract:
             # once more: the first trainers may have come after this peer
             require_same(self.prefix, self.contract, [course.contract])

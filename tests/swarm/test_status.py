@@ -63,7 +63,7 @@ def test_host_port_leads_to_the_multiaddrs_of_the_page():
         (b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 60_000, True, "no status page"),
         (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2 * MAX_PAGE_BYTES, False, f"longer than {MAX_PAGE_BYTES} bytes"),
         (b"HTTP/1.0 200 OK\r\n\r\n{", False, "no answer within"),
-        (b"\x13/multistream/1.0.0\n", False, "no answer within"),
+        (b"\x13/multistream/1.0.0\n", False, "a peer listens there that does not say who it is"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", True, "it answers b'SSH-2.0"),
         (page("run", "/ip4/1.2.3.4", status="404 Not Found"), True, "404"),
         (page("another", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"), True, "of the run 'another', not 'run'"),
@@ -153,7 +153,8 @@ def ask(port: int, method: str = "GET", path: str = "/", timeout: float = 10) ->
 def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start, tmp_path):
     prefix = make_prefix()
     command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"]
-    monitor = start("monitor", *command, "--status_port", 0, "--output_dir", tmp_path / "monitor")
+    shared = ["--seed", 7, "--optim", "adamw"]
+    monitor = start("monitor", *command, *shared, "--status_port", 0, "--output_dir", tmp_path / "monitor")
     port = int(monitor.wait_for(r"status page on port (\d+)").group(1))
     address = monitor.wait_for(r"--initial_peers (\S+)").group(1)
 
@@ -162,6 +163,7 @@ def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start,
     assert code == 200
     assert read["multiaddrs"] == [address] and read["experiment_prefix"] == prefix
     assert read["peers"] == 0 and read["epoch"] is None and read["loss"] is None and not read["client_mode"]
+    assert read["join"].endswith(f"{address} --seed 7 --optim adamw") and f"\n{read['join']}\n" in monitor.text
     assert find_maddrs(f"127.0.0.1:{port}", prefix) == [address]
     assert [ask(port, method)[0] for method in ("POST", "PUT", "DELETE", "HEAD")] == [501] * 4
     assert [ask(port, path=path)[0] for path in ("/etc/passwd", "/../arguments.py", "/status")] == [404, 404, 200]

@@ -10,11 +10,12 @@ from processes import LOOPBACK, make_prefix, wait_until
 from swarms import TRAINER, flags, history, largest_difference, start_monitor, start_trainer
 from transformers import AutoModelForPreTraining
 
-from arguments import DataArguments, ModelArguments, OptimizerArguments
+from arguments import TRAINER_ARGS, DataArguments, ModelArguments, OptimizerArguments
 from experiment.data import make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
 from machine.training import evaluate, move_batch
+from support.flags import list_shared
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 
@@ -28,8 +29,14 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     names = ["first", "second", "third"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.1) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
-    trainers.append(start_trainer(start, tmp_path, "third", prefix, peers, together, pace=0.1))
+    # it is told the monitor's host and port; the run and all that its peers share it finds out
+    shared = {f"--{name}" for name in list_shared(TRAINER_ARGS)} - {"--tokenizer_path"}
+    own = {name: value for name, value in {**TRAINER, **together}.items() if name not in shared}
+    own |= {"--initial_peers": f"127.0.0.1:{peers.split('/')[4]}", "--output_dir": tmp_path / "third"}
+    trainers.append(start("third", "benchmarks/paced_trainer.py", 0.1, *LOOPBACK, *flags(own)))
     trainers[-1].wait_for("first samples", 120)
+    taken = re.search("taken over from --initial_peers: (.*)", trainers[-1].text)[1]
+    assert set(re.findall(r"--\w+", taken)) == shared & TRAINER.keys() | {"--experiment_prefix", "--target_group_size"}
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
     assert "target_batch_size: the run has 384, you have 64" in stranger.text

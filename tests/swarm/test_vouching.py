@@ -1,6 +1,7 @@
 """Who was given a peer's address believes that peer, not what strangers have stored about the run."""
 
 import contextlib
+import sys
 from functools import partial
 
 import pytest
@@ -9,8 +10,9 @@ from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
 from records import run_dhts
 
-from arguments import AveragingArguments, SwarmArguments
+from arguments import TRAINER_ARGS, AveragingArguments, SwarmArguments, parse_arguments
 from support.console import UserError
+from swarm.adoption import adopt, find_settings
 from swarm.contract import compare_with_run, confirm_contract, join_run, publish_contract
 from swarm.dht import DHT
 from swarm.progress import ProgressTracker
@@ -75,6 +77,46 @@ def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
         ):
             two.run_coroutine(partial(set_nonsense, values=values))
             assert ask(prefix, addresses(one, two)).contract == contract and ask(prefix, addresses(two)) is None
+
+
+def test_what_was_not_given_is_taken_over(monkeypatch):
+    prefix, shared = make_prefix(), "--optim adamw --learning_rate 0.1 --config_path configs/demo.json"
+    with run_peer(prefix) as (one, _), run_peer("other", one) as (two, _), run_peer(prefix, one) as (three, _):
+        tell(one, three, Statement(prefix=prefix, flags=shared))
+        command = ["run_trainer.py", "--initial_peers", *addresses(one), "--learning_rate", "0.2"]
+        monkeypatch.setattr(sys, "argv", command)
+        groups = parse_arguments(*TRAINER_ARGS)
+        swarm, model, optimizer, *_ = adopt(groups, find_settings(groups[0]))
+        assert (swarm.experiment_prefix, model.config_path) == (prefix, "configs/demo.json")
+        assert (optimizer.optim, optimizer.learning_rate) == ("adamw", 0.2)
+        assert find_settings(SwarmArguments(prefix, addresses(one), adopt=False)) == []
+
+        # what has worked goes before what a monitor was told; and nothing leads to files of this machine
+        flags = "--seed 7 --tokenizer_path data/mine --model_name_or_path gpt2 --config_path configs/../README.md"
+        contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {prefix}x"})
+        tell(one, three, Statement(prefix=prefix, contract=contract, flags=shared))
+        settings = [f"--experiment_prefix={prefix}", "--seed=7"]
+        assert find_settings(SwarmArguments("", addresses(one))) == settings
+        assert adopt(groups, settings)[1].seed == 7
+        for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
+            with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* of --initial_peers; --no_adopt"):
+                adopt(groups, [wrong])
+        tell(three, one, Statement(prefix=prefix, contract=make_contract(a="c")))
+        for names, others, words in (
+            (prefix, (one, three), "disagree"),
+            ("", (one, two), f"several runs: choose one by --experiment_prefix \\(other, {prefix}\\)"),
+            (prefix, (two,), f"serves run 'other', not '{prefix}'"),
+        ):
+            with pytest.raises(UserError, match=words):
+                find_settings(SwarmArguments(names, addresses(*others)))
+        tell(two, three, Statement(prefix="an/other"))
+        assert find_settings(SwarmArguments("an/other", addresses(two))) == ["--experiment_prefix=an/other"]
+        with pytest.raises(UserError, match="serve run 'an/other': if you trust that"):
+            find_settings(SwarmArguments("", addresses(two)))
+        gone = addresses(two)
+    assert find_settings(SwarmArguments(prefix, gone)) == []
+    with pytest.raises(UserError, match="cannot reach --initial_peers"):
+        find_settings(SwarmArguments("", gone))
 
 
 def test_a_strangers_contract_locks_nobody_out():
