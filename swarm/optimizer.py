@@ -74,6 +74,10 @@ class CollaborativeOptimizer:
     _patient_from = 0  # the epoch before which nobody who is behind is waited for
     #: ids of the others in the last round
     last_group: frozenset[bytes] = frozenset()
+    #: the last rounds of gradients, which are looked for in advance, and of parameters
+    scheduled_grads: StepControl | None = None
+    scheduled_state: StepControl | None = None
+    _must_be_exact = True  # whether the next look at the others may show that they are a single epoch ahead
     #: of an auxiliary peer: when its epoch began
     _epoch_start = -float("inf")
 
@@ -113,10 +117,6 @@ class CollaborativeOptimizer:
         self.averaging, self.average_state_every = averaging, averaging.average_state_every
         #: seconds spent so far while a group formed, and while gradients were averaged
         self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
-        #: the last rounds of gradients, which are looked for in advance, and of parameters
-        self.scheduled_grads: StepControl | None = None
-        self.scheduled_state: StepControl | None = None
-        self._must_be_exact = True
         self.tracker = ProgressTracker(
             dht,
             prefix,
