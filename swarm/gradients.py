@@ -73,8 +73,12 @@ class GradientAverager(VerifiedAverager):
 
     def schedule_step(self, timeout: float | None = None) -> StepControl:
         """Look for a group, for a round that `begin` starts."""
-        gather = sign_standing([*self.round_state, sketch(self.parameters)])
+        gather = sign_standing([*self.round_state, sketch(self.list_common())])
         return self.step(wait=False, require_trigger=True, gather=gather, timeout=timeout)
+
+    def list_common(self) -> Sequence[torch.Tensor]:
+        """The parameters that all peers should have in common."""
+        return self.parameters
 
     def begin(self, control: StepControl | None) -> StepControl:
         """Average what is not yet sent, with the group that this control looks for, or one that is looked for now."""

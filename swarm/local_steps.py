@@ -124,6 +124,9 @@ class LocalStepsAverager(GradientAverager):
     local: LocalSteps  # set by the optimizer, as is whether it is in use
     is_local = False
 
+    def list_common(self) -> Sequence[torch.Tensor]:
+        return self.local.anchor
+
     def accumulate(self, batch_size: int) -> None:
         if not self.is_local:
             return super().accumulate(batch_size)
