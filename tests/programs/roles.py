@@ -22,6 +22,7 @@ from callback import CollaborativeCallback
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer, make_param_groups
 from machine.checkpoint import apply_state, load_state
+from swarm.contract import describe_averaging
 from swarm.joining import make_dht
 from swarm.processes import clean_end, shut_down
 from utils import RunContract
@@ -58,7 +59,7 @@ with clean_end():
             optimizer,
             (swarm, ModelArguments(), options, averaging, DataArguments(), arguments),
             public_key,
-            RunContract(joined=0.0, contract={}),
+            RunContract(joined=0.0, contract=describe_averaging(averaging)),
             model=model,
             tokenizer=None,
             dataset={"train": range(100)},

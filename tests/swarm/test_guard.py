@@ -149,7 +149,7 @@ def test_one_of_three_that_was_led_astray_takes_over_the_state_of_the_others(sta
     prefix, flags = make_prefix(), ("--group_size", 8, "--others", 2)
     peers = [start_peer(start, "a", prefix, 1.0, 48, flags=flags)]
     peers.append(start_peer(start, "b", prefix, 1.0, 48, peers[:1], flags))
-    peers.append(start_peer(start, "astray", prefix, 1.0, 48, peers[:1], (*flags, "--nudge_at", 3, "--nudge_by", 0.5)))
+    peers.append(start_peer(start, "astray", prefix, 1.0, 48, peers[:1], (*flags, "--nudge_at", 3, "--nudge_by", 50)))
     peers[2].wait_for("nudged", 90)
     peers[2].wait_for("took over the state", 60)
     last = max(epochs(peers[2]))
