@@ -163,7 +163,6 @@ def test_one_of_three_that_was_led_astray_takes_over_the_state_of_the_others(sta
         assert epochs(peer)[joint()[0]]["parameter"] == pytest.approx([-joint()[0]] * 3)
         peer.interrupt()
         peer.assert_clean_end()
-    assert not any("took over" in peer.text for peer in peers[:2])
 
 
 KINDS = [*SENT, *ANSWERED, *HOLDS_UP]
