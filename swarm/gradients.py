@@ -104,12 +104,13 @@ class GradientAverager(VerifiedAverager):
         return samples
 
     @torch.no_grad()
-    def finish(self, share: int = 1, turn: int = 0, unsent: Sequence[tuple[int, int]] = ()) -> None:
+    def finish(self, share: int = 1, turn: int = 0, unsent: Sequence[tuple[int, int]] = ()) -> int:
         """The round has succeeded, or this peer has stepped alone.
 
         :param share: that one of so many turns was sent
         :param turn: which one
         :param unsent: begin and end of what was not, counted over all tensors
+        :returns: new samples in it
         """
         sums, samples = self._in_flight
         if share != len(self._behind):  # the line has changed: neither exact nor lost
@@ -125,6 +126,7 @@ class GradientAverager(VerifiedAverager):
                 for tensor, total, mask in zip(self.unsent, sums, masks, strict=True):
                     tensor.add_(total * mask.view(total.shape).to(total.device))
         self._in_flight = [], 0
+        return samples
 
     @torch.no_grad()
     def put_back(self) -> None:

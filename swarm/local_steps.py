@@ -75,6 +75,8 @@ class LocalSteps:
         for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):
             group["lr"] = of_swarm["lr"]
         self.inner.step()
+        for param in self.params:  # some optimizers write past autograd, by which other ranks know what has changed
+            torch.autograd.graph.increment_version(param)
 
     @torch.no_grad()
     def measure(self) -> list[torch.Tensor]:
@@ -92,12 +94,16 @@ class LocalSteps:
         for param, sent in zip(self.params, taken, strict=False):
             param.add_(sent)
         for param, before, after in zip(self.params, self.anchor, anchor, strict=True):
-            param.add_(after.to(param.device) - before)
+            after = after.to(param.device, copy=True)  # its average may be arriving
+            param.add_(after - before)
             before.copy_(after)
+            if not param.sum().isfinite():
+                param.copy_(after)
 
     @torch.no_grad()
     def drop(self) -> None:
         """Go back to the anchor."""
+        self._taken = []
         for param, anchor in zip(self.params, self.anchor, strict=True):
             param.copy_(anchor)
 
@@ -131,34 +137,42 @@ class LocalStepsAverager(GradientAverager):
         if not self.is_local:
             return super().accumulate(batch_size)
         self.local.step()
-        self.samples += batch_size
+        with self._lock:
+            self.samples += batch_size
 
     @torch.no_grad()
     def take_out(self) -> float:
         if not self.is_local:
             return super().take_out()
         self.last_step = None
-        self._in_flight, self.samples = (self.local.measure(), self.samples), 0
+        come = self.local.measure()
+        if not all(tensor.sum().isfinite() for tensor in come):
+            self.drop()
+            come = self.local.measure()
+        with self._lock:
+            self._in_flight, self.samples = (come, self.samples), 0
         with self.get_tensors() as averaged:
-            for mean, own in zip(averaged, self._in_flight[0], strict=True):
+            for mean, own in zip(averaged, come, strict=True):
                 mean.copy_(own)
         return self._in_flight[1]
 
     @torch.no_grad()
-    def finish(self, share: int = 1, turn: int = 0, unsent: Sequence[tuple[int, int]] = ()) -> None:
+    def finish(self, share: int = 1, turn: int = 0, unsent: Sequence[tuple[int, int]] = ()) -> int:
         sums, _ = self._in_flight
-        super().finish(share, turn, unsent)
+        samples = super().finish(share, turn, unsent)
         if self.is_local:
             # what was not sent, of which the other averager keeps sums, stays in the model here
             self.local.take_out([total - kept for total, kept in zip(sums, self.unsent, strict=True)])
             for kept in self.unsent:
                 kept.zero_()
+        return samples
 
     def put_back(self) -> None:
         if not self.is_local:
             return super().put_back()
         (_, samples), self._in_flight = self._in_flight, ([], 0)
-        self.samples += samples
+        with self._lock:
+            self.samples += samples
 
     def drop(self) -> None:
         super().drop()

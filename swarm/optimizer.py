@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +52,8 @@ class CollaborativeOptimizer:
 
     Each `step` adds gradients to what this peer has not yet sent. When the swarm has enough of them, a round averages
     them in a group of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch.
-    After a failed round the epoch stays, and a later `step` tries again. Who has missed a step takes over the others'.
+    After a failed round the epoch stays (in the background it does not), and a later `step` tries again. Who has missed
+    a step takes over the others'.
 
     With `--local_steps` above 1, each `step` also moves this peer's model, from some epoch on; epochs take so many
     times the batch, and what is averaged is how far each peer has come, see swarm/local_steps.py.
@@ -222,7 +224,7 @@ class CollaborativeOptimizer:
 
     def training_state(self) -> dict:
         """A copy of all that this peer's next step depends on but its gradients, see StateAverager.dump_state."""
-        own = {"local": self.local.state_dict()} if self.local and self.local.inner else {}
+        own = {"local": copy.deepcopy(self.local.state_dict())} if self.local and self.local.inner else {}
         return self.state_averager.dump_state() | {"total_samples": self.total_samples} | own
 
     def load_training_state(self, state: dict) -> None:
@@ -260,10 +262,10 @@ class CollaborativeOptimizer:
                 return  # who is alone needs no help
         else:
             self.grad_averager.accumulate(batch_size)
+            self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
             if self._must_download():
                 self.load_state_from_peers()
                 return
-            self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
         self._look_for_group()
         if self.tracker.ready_to_update_epoch:
             self._end_epoch()
@@ -278,6 +280,8 @@ class CollaborativeOptimizer:
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         self.state_averager.step(wait_for_delayed_updates=True)
         self._leave_round(self.scheduled_grads, patience=self.averaging_timeout)
+        if self.is_local:  # what is saved is the swarm's
+            self.grad_averager.drop()
         self.state_averager.shutdown()
         self.grad_averager.shutdown()
 
@@ -472,13 +476,11 @@ class CollaborativeOptimizer:
         """The round of this epoch's gradients, or None where nobody else is there."""
         control = self.scheduled_grads
         for ended in (control, self.scheduled_state):
-            if (
-                ended is not None
-                and ended.done()
-                and not ended.cancelled()
-                and isinstance(ended.exception(), PeersLied)
-            ):
+            is_failure = ended is not None and ended.done() and not ended.cancelled()
+            if is_failure and isinstance(ended.exception(), PeersLied):
                 self.tracker.ban(ended.exception().args[0])
+        if self.scheduled_state is not None and self.scheduled_state.done():
+            self.scheduled_state = None
         if control is not None and (control.triggered or control.done()):
             control = None  # the group that was looked for in advance has failed, while others are there
         if not self.overlap:
@@ -499,6 +501,8 @@ class CollaborativeOptimizer:
         try:
             group = self._wait_for_round(control)
         except (Exception, asyncio.CancelledError) as e:
+            if isinstance(e, PeersLied):
+                self.tracker.ban(e.args[0])
             if not control.done():
                 control.cancel()
             self.grad_averager.put_back()
@@ -506,7 +510,7 @@ class CollaborativeOptimizer:
             self.averaged_with = 1
             raise AveragingFailed(f"{type(e).__name__}: {e}") from e
         group_id, *sent, lies = next(iter(group.values()))
-        self.grad_averager.finish(*sent)
+        self._count_round(self.grad_averager.finish(*sent))
         self.tracker.ban(lies)
         self.averaged_with = len(group)
         self.last_group = frozenset(peer_id.to_bytes() for peer_id in group) - {self.dht.peer_id.to_bytes()}
@@ -623,7 +627,6 @@ class CollaborativeOptimizer:
                 self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
             if self.tracker.peers_at_epoch:
                 return
-        samples = self.grad_averager.samples
         before = self.local_epoch, self.state_averager.history_digest
         try:
             with self.tracker.pause_updates():
@@ -632,10 +635,12 @@ class CollaborativeOptimizer:
             self._try_again(e)
             return
         self._offer_last_step(*before)
+        self._epoch_start = get_dht_time()
+
+    def _count_round(self, samples: int) -> None:
         self.epoch_samples = samples
         self.total_samples += samples
         self.rounds += 1
-        self._epoch_start = get_dht_time()
 
     def _average_and_step(self) -> None:
         """:raises AveragingFailed: the round has failed, and nothing has changed"""
@@ -645,8 +650,8 @@ class CollaborativeOptimizer:
         control = self._begin_round()
         if control is None:
             self.grad_averager.take_out()
-            self.grad_averager.finish()
-        elif self.overlap:
+            self._count_round(self.grad_averager.finish())
+        elif self.overlap and not self.auxiliary:
             finish = partial(self._finish_round, control)
         else:
             self._finish_round(control)
@@ -660,7 +665,7 @@ class CollaborativeOptimizer:
             optimizer_step=not self.auxiliary,
             delay_optimizer_step=self.overlap and not self.auxiliary,
             averaging_round=with_parameters,
-            delay_averaging=not self.auxiliary,
+            delay_averaging=True,
             averaging_control=self.scheduled_state if with_parameters else None,
             averaging_opts=dict(timeout=self.averaging_timeout) if with_parameters else None,
         )
@@ -672,8 +677,6 @@ class CollaborativeOptimizer:
     def _try_again(self, failure: AveragingFailed) -> None:
         """Find out what the round has failed of."""
         cause = failure.__cause__
-        if isinstance(cause, PeersLied):
-            self.tracker.ban(cause.args[0])
         if self.auxiliary:
             # nothing of its own is lost; where the trainers are, it looks in the next step
             self._retry_after = time.monotonic()

@@ -22,6 +22,7 @@ logger = logging.getLogger("swarm")
 BAN_SECONDS = 60.0
 FIRST_LOOK = 2.0  # seconds of waiting for a group, or without a report, before asking whether anybody is there
 QUESTIONED = 8  # peers pinged at once, by each peer before each round
+MAX_SPEED, MAX_AGE = 1e9, 3600.0  # samples/s, and seconds since a report: more nobody has
 MAX_LEAD = 2  # epochs by which a stranger may be further than all who are known to have worked
 MAX_ABSENCES = 3  # rounds in a row for which a peer is waited for in vain that says it is there
 
@@ -97,6 +98,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         for key, entry in metadata.items() if isinstance(metadata, dict) else ():
             if entry.value is not None:
                 record = LocalTrainingProgress.parse_obj(entry.value)
+                if not (record.samples_per_second <= MAX_SPEED and abs(record.time - get_dht_time()) < MAX_AGE):
+                    continue
                 # a peer that was restarted has the records of both lives
                 if record.peer_id not in newest or record.time > newest[record.peer_id][1].time:
                     newest[record.peer_id] = key, record
@@ -144,7 +147,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             claimed = max(limit, sum(getattr(record, name) for _, record in strangers))
             for key, record in strangers if claimed else ():
                 number = type(limit)(getattr(record, name) * limit / claimed)
-                value = {**counted[key].value, name: min(counted[key].value[name], number)}
+                # from now on: nobody computes for a stranger what it may have done since
+                value = {**counted[key].value, name: min(counted[key].value[name], number), "time": get_dht_time()}
                 counted[key] = ValueWithExpiration(value, counted[key].expiration_time)
         if all(record.client_mode for record in self.present.values()):
             # hivemind would not look at their epochs, as clients give no state; here they do
@@ -244,6 +248,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         :param lies: what each has done, in words
         """
         for peer, lie in lies.items():
+            if self.silent.get(peer.to_bytes(), 0.0) > get_dht_time():
+                continue  # it is out already, for this or something else
             self.silent[peer.to_bytes()] = get_dht_time() + BAN_SECONDS * 4 ** self.lies[peer]
             self.lies[peer] += 1
             logger.warning(f"peer {peer} {lie}: no rounds with it for a while")

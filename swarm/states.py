@@ -482,7 +482,9 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             ]
 
         if shapes(state["parameters"], moments) != shapes(params, own["state"]):
-            raise ValueError("its optimizer differs (--optim, --min_8bit_size), or its tensors have different shapes")
+            raise ValueError(
+                "its optimizer differs (--optim, --min_8bit_size, --local_steps), or its tensors' shapes do"
+            )
         with self.lock_optimizer, self.lock_averaged_tensors, torch.no_grad():
             for param, saved in zip(params, state["parameters"], strict=True):
                 param.copy_(saved)

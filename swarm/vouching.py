@@ -88,7 +88,9 @@ def combine(answers: dict[PeerID, Statement], prefix: str, is_new_run: bool) -> 
     """
     names = sorted({answer.prefix for answer in answers.values()})
     if not prefix and len(names) > 1:
-        raise UserError(f"--initial_peers serve several runs: choose one by --experiment_prefix ({', '.join(names)})")
+        raise UserError(
+            f"--initial_peers serve several runs: choose one by --experiment_prefix ({', '.join(map(repr, names))})"
+        )
     prefix = prefix or "".join(names)
     found = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
     if answers and not found:

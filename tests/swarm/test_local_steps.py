@@ -1,11 +1,14 @@
 """Steps of a peer's own between two rounds: how far each has come is averaged, and nothing is lost of it."""
 
+from functools import partial
+
 import pytest
 import torch
 from processes import make_prefix, wait_until
 from swarms import epochs, start_peer
 
-from arguments import AveragingArguments
+from arguments import AveragingArguments, OptimizerArguments
+from experiment.optimizer import make_local_optimizer
 from swarm.contract import RunSchedule, describe_averaging, read_schedule
 from swarm.local_steps import LocalSteps, OuterOptimizer
 from swarm.states import initialize_optimizer_state_
@@ -84,6 +87,23 @@ def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
     assert model.tolist() == pytest.approx([3.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
     local.drop()
     assert model.tolist() == [4.0] * 5
+
+
+def test_other_ranks_are_told_of_each_step_and_what_is_not_finite_goes_back_to_the_anchor():
+    for name in ("lamb", "adamw", "lamb_8bit"):
+        model = torch.nn.Parameter(torch.zeros(5, 5))
+        groups = [{"params": [model], "decayed": True}]
+        host = [{"params": [torch.nn.Parameter(torch.zeros(5, 5))], "decayed": True}]
+        make = partial(make_local_optimizer, OptimizerArguments(optim=name))
+        local = LocalSteps([model], OuterOptimizer(make(host), 0.7, 0.9), make, groups)
+        model.grad = torch.ones_like(model)
+        before = model._version
+        local.step()
+        assert model._version > before, name
+        with torch.no_grad():
+            model[0, 0] = torch.nan
+        local.move_anchor([torch.ones(5, 5)])
+        assert model.tolist() == [[1.0] * 5] * 5
 
 
 def test_the_first_step_has_the_moments_of_all_and_the_rate_of_the_schedule():

@@ -104,7 +104,7 @@ def test_what_was_not_given_is_taken_over(monkeypatch):
         tell(three, one, Statement(prefix=prefix, contract=make_contract(a="c")))
         for names, others, words in (
             (prefix, (one, three), "disagree"),
-            ("", (one, two), f"several runs: choose one by --experiment_prefix \\(other, {prefix}\\)"),
+            ("", (one, two), f"several runs: choose one by --experiment_prefix \\('other', '{prefix}'\\)"),
             (prefix, (two,), f"serves run 'other', not '{prefix}'"),
         ):
             with pytest.raises(UserError, match=words):
