@@ -229,7 +229,7 @@ class AveragingArguments:
     local_steps: int = flag(1, "An epoch is N batches, in which peers step by themselves. ALL PEERS.")
     local_steps_from: int = flag(200, "With --local_steps: epochs in which all still step together. ALL PEERS.")
     outer_lr: float = flag(0.7, "With --local_steps: rate of the step by how far the peers have come. ALL PEERS.")
-    outer_momentum: float = flag(0.9, "With --local_steps: Nesterov momentum of that step. ALL PEERS.")
+    outer_momentum: float = flag(0.6, "With --local_steps: Nesterov momentum of that step. ALL PEERS.")
     overlap: bool = flag(
         False,
         "Average in the background, for long rounds: without --local_steps, small models stop learning. ALL PEERS.",
