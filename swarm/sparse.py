@@ -43,7 +43,7 @@ def unpack(data: np.ndarray, count: int, bits: int) -> np.ndarray:
 
 def count_low_bits(numbers: int, count: int) -> int:
     """Of a position those that are not in the bitmap (Elias, 1974; Fano, 1971)."""
-    return int(math.log2(numbers / max(1, count)))
+    return max(1, numbers // max(1, count)).bit_length() - 1
 
 
 class SparseCompression(CompressionBase):
