@@ -1,0 +1,147 @@
+"""Swarms too large for this machine, in numbers: how far apart are peers that average in groups, and what do they send?
+
+    OMP_NUM_THREADS=1 python benchmarks/simulate_swarm.py
+
+Two ways to form groups of at most --group peers. random: whoever looks for a group at the same time. grid: Moshpit
+(arXiv 2103.03239), in which two that have just met do not meet again soon; where peers fill a grid of d dimensions, d
+rounds are an exact average. In a round the share --churn of the peers is lost, whose groups go on without them, and as
+many newcomers take over the state of somebody who is there.
+
+Columns: mean squared distance from the mean of all, as a share of what it was before the first round, after k rounds;
+then, where each peer moves by an independent step of length 1 before every round, its mean over 100 rounds. Beside each
+the theory, for random groups without churn: groups of M of N peers leave f = (N - M) / (M (N - 1)) of it in a round,
+and f / (1 - f) in the end. Groups of a grid are as large as its side, which may be less than --group.
+
+The second table has the bytes a parameter that a peer sends in a group of M that share the work of averaging: (M - 1) /
+M of its own numbers, and as much of averages, for the others. Sums are denser than what entered, unless of them too
+only the largest are sent. Where peers agree on nothing, and where half of each one's update is common to all.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+
+from swarm.sparse import SparseCompression
+
+NUMBERS = 64  # that each peer has
+STEADY_ROUNDS = 100
+
+
+def form_random_groups(peers: int, size: int, generator: np.random.Generator) -> np.ndarray:
+    """The group of each peer, as even as can be."""
+    return generator.permutation(peers) % math.ceil(peers / size)
+
+
+class Grid:
+    """Moshpit's keys: each peer has a cell; those that differ in one coordinate alone form a group, which deals out new
+    values of it. State: the coordinates, [peers, dimensions]."""
+
+    def __init__(self, peers: int, size: int, generator: np.random.Generator):
+        self.generator, self.turn = generator, 0
+        dimensions = math.ceil(math.log(peers) / math.log(size) - 1e-9)
+        self.side = math.ceil(peers ** (1 / dimensions) - 1e-9)
+        cells = generator.permutation(self.side**dimensions)[:peers]
+        self.coordinates = np.stack([cells // self.side**d % self.side for d in range(dimensions)], axis=1)
+
+    def form_groups(self) -> np.ndarray:
+        axis, self.turn = self.turn, (self.turn + 1) % self.coordinates.shape[1]
+        others = np.delete(self.coordinates, axis, axis=1)
+        groups = np.unique(others, axis=0, return_inverse=True)[1].reshape(-1)
+        for group in np.unique(groups):
+            members = np.flatnonzero(groups == group)
+            self.coordinates[members, axis] = self.generator.permutation(self.side)[: len(members)]
+        return groups
+
+
+def average_groups(states: np.ndarray, groups: np.ndarray, is_there: np.ndarray) -> None:
+    """Each group's mean of those who are there, for those, in place. states: [peers, numbers]"""
+    sums = np.zeros((groups.max() + 1, states.shape[1]))
+    np.add.at(sums, groups[is_there], states[is_there])
+    counts = np.bincount(groups[is_there], minlength=len(sums))
+    states[is_there] = (sums / np.maximum(counts, 1)[:, None])[groups[is_there]]
+
+
+def simulate(peers: int, size: int, kind: str, churn: float, rounds: int, step: float, seed: int) -> list[float]:
+    """Mean squared distance from the mean after each round, in units of that of the beginning, or of a step's."""
+    generator = np.random.default_rng(seed)
+    grid = Grid(peers, size, generator)
+    states, distances = generator.standard_normal((peers, NUMBERS)) * (step == 0), []
+    for _ in range(rounds):
+        states += step * generator.standard_normal(states.shape)
+        groups = grid.form_groups() if kind == "grid" else form_random_groups(peers, size, generator)
+        is_lost = generator.random(peers) < churn
+        if is_lost.all():
+            continue
+        average_groups(states, groups, ~is_lost)
+        states[is_lost] = states[generator.choice(np.flatnonzero(~is_lost), is_lost.sum())]
+        distances.append(float(((states - states.mean(0)) ** 2).mean()))
+    return distances
+
+
+def report_distances(args: argparse.Namespace) -> None:
+    shown = [1, 2, 3, 5]
+    print(
+        f"| peers | groups of {args.group} | churn | "
+        + " | ".join(f"{k}: theory" for k in shown)
+        + " | steady: theory |"
+    )
+    print("|---" * (4 + len(shown)) + "|")
+    for peers in args.peers:
+        size = min(args.group, peers)
+        # of even groups
+        size_of_all = peers / math.ceil(peers / size)
+        factor = (peers - size_of_all) / (size_of_all * (peers - 1))
+        for kind in ("random", "grid"):
+            for churn in (0.0, args.churn):
+                still = np.mean([simulate(peers, size, kind, churn, max(shown), 0, s) for s in range(args.seeds)], 0)
+                moving = np.mean([simulate(peers, size, kind, churn, STEADY_ROUNDS, 1, s)[20:] for s in range(3)])
+                cells = [f"{still[k - 1]:.1e}: {factor**k:.1e}" for k in shown]
+                cells.append(f"{moving:.3f}: {factor / (1 - factor):.3f}")
+                print(f"| {peers} | {kind} | {churn:.0%} | " + " | ".join(cells) + " |", flush=True)
+
+
+def count_bytes(
+    peers: int, codec: SparseCompression, answers: SparseCompression, common: float
+) -> tuple[float, float, float]:
+    """(bytes a parameter of an offer, of an average as it is sent, density of the whole average)."""
+    generator = torch.Generator().manual_seed(0)
+    shared, total = torch.randn(2**18, generator=generator), torch.zeros(2**18)
+    for _ in range(peers):
+        own = torch.randn(2**18, generator=generator)
+        offer = codec.compress(common**0.5 * shared + (1 - common) ** 0.5 * own)
+        total += codec.extract(offer)
+    answer = answers.compress(total / peers)
+    return len(offer.buffer) / 2**18, len(answer.buffer) / 2**18, float((total != 0).float().mean())
+
+
+def report_bytes(args: argparse.Namespace) -> None:
+    codec = SparseCompression(args.density, args.bits)
+    kinds = {"all in 8 bits": SparseCompression(), "the largest in 4": SparseCompression(2 * args.density, 4)}
+    print("\n| group | common | averages | offer | average | its density | sent by a peer | 16 bits | ratio |")
+    print("|---" * 9 + "|")
+    for peers in (3, 8, 16):
+        for common in (0.0, 0.5):
+            for kind, answers in kinds.items():
+                offer, answer, density = count_bytes(peers, codec, answers, common)
+                share = (peers - 1) / peers
+                sent, dense = share * (offer + answer), share * 4
+                cells = [f"{offer:.4f}", f"{answer:.4f}", f"{density:.1%}", f"{sent:.4f}", f"{dense:.2f}"]
+                print(f"| {peers} | {common:.0%} | {kind} | " + " | ".join(cells) + f" | {dense / sent:.0f} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--churn", type=float, default=0.1)
+    parser.add_argument("--density", type=float, default=0.03)
+    parser.add_argument("--bits", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=5)
+    report_distances(parser.parse_args())
+    report_bytes(parser.parse_args())
