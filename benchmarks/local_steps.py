@@ -202,7 +202,7 @@ class Run:
             self.adam.step(worker.weights, torch.stack(gradients).mean(0), lr, worker.decay)
             self.done += 1
             self.bytes += 2 * (peers - 1) / peers * 2 * len(worker.weights)
-            if self.done % EVALUATE_EVERY == 0:
+            if self.done % EVALUATE_EVERY == 0 or self.done == s.steps:
                 self.anchor = worker.weights.clone()
                 self.record()
                 worker.weights.copy_(self.anchor)
