@@ -56,9 +56,10 @@ class Setting:
     density: float = 0.0  # 0: dense
     bits: int = 2
     answer_density: float = 1.0  # of an average, of which the largest entries come back
-    answer_bits: int = 8
+    answer_bits: int = 4
     error_decay: float = 1.0
     lost: float = 0.0  # share of the offers that are not averaged, and of the averages that do not arrive
+    lost_rounds: float = 0.0  # share of the rounds in which that happens to all peers
     ramp: float = 0.0  # H is at most this share of the steps so far; 0: no matter
     fast: float = 1.0  # how much faster than the others the first peer is
     peers: int = PEERS
@@ -201,7 +202,7 @@ class Run:
             self.adam.step(worker.weights, torch.stack(gradients).mean(0), lr, worker.decay)
             self.done += 1
             self.bytes += 2 * (peers - 1) / peers * 2 * len(worker.weights)
-            if self.done % EVALUATE_EVERY == 0:
+            if self.done % EVALUATE_EVERY == 0 or self.done == s.steps:
                 self.anchor = worker.weights.clone()
                 self.record()
                 worker.weights.copy_(self.anchor)
@@ -214,6 +215,7 @@ class Run:
         adams = [self.adam.copy() for _ in range(s.peers)]
         starts = [self.anchor] * s.peers
         unsent, samples = [torch.zeros(size) for _ in range(s.peers)], [0] * s.peers
+        outer_steps, taken_over = 0, [0] * s.peers  # of the anchor; and which of them each peer has taken over
         velocity = torch.zeros(size)
         speeds = [s.fast] + [1.0] * (s.peers - 1)
         while self.done < s.steps:
@@ -229,11 +231,13 @@ class Run:
                 starts[peer] = end
             self.done += local
             group = [peer for peer in range(s.peers) if chance.random() >= s.lost]
-            if group:
+            if group and chance.random() >= s.lost_rounds:
                 self.agreements.append(measure_agreement([unsent[peer] for peer in group]) if len(group) > 1 else 1.0)
                 offers, sent = zip(*(transmit(unsent[peer], codec) for peer in group), strict=True)
+                # what was computed while the others stepped without it is no step on top of theirs
+                shares = [1 / (1 + outer_steps - taken_over[peer]) for peer in group]
                 weights = torch.tensor([float(samples[peer]) for peer in group])
-                average = torch.einsum("p,pn->n", weights / weights.sum(), torch.stack(offers))
+                average = torch.einsum("p,pn->n", weights * torch.tensor(shares) / weights.sum(), torch.stack(offers))
                 answer, answered = transmit(average, answer_codec if codec else None)
                 for peer, offer in zip(group, offers, strict=True):
                     unsent[peer] = (unsent[peer] - offer) * s.error_decay
@@ -242,11 +246,12 @@ class Run:
                 offsets = list(itertools.accumulate([len(part) for part in missing], initial=0))
                 for peer, weight, part, offset in zip(group, weights, missing, offsets[:-1], strict=True):
                     unsent[peer][offset : offset + len(part)] += part * float(weights.sum() / weight)
+                outer_steps += 1
                 velocity.mul_(s.momentum).add_(answer)
                 self.anchor = self.anchor - s.outer_lr * (answer + s.momentum * velocity)
                 self.bytes += (len(group) - 1) / s.peers * (sum(sent) / len(group) + answered)
                 for peer in group:
-                    starts[peer], samples[peer] = self.anchor, 0
+                    starts[peer], samples[peer], taken_over[peer] = self.anchor, 0, outer_steps
             if self.done // EVALUATE_EVERY > (self.done - local) // EVALUATE_EVERY or self.done == s.steps:
                 self.record()
 

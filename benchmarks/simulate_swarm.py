@@ -13,8 +13,8 @@ the theory, for random groups without churn: groups of M of N peers leave f = (N
 and f / (1 - f) in the end. Groups of a grid are as large as its side, which may be less than --group.
 
 The second table has the bytes a parameter that a peer sends in a group of M that share the work of averaging: (M - 1) /
-M of its own numbers, and as much of averages, for the others. Sums are denser than what entered, unless of them too
-only the largest are sent. Where peers agree on nothing, and where half of each one's update is common to all.
+M of its own numbers, and as much of averages, for the others. Sums are denser than what entered. Where peers agree on
+nothing, and where half of each one's update is common to all.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def count_bytes(
 
 def report_bytes(args: argparse.Namespace) -> None:
     codec = SparseCompression(args.density, args.bits)
-    kinds = {"all in 8 bits": SparseCompression(), "the largest in 4": SparseCompression(2 * args.density, 4)}
+    kinds = {f"{bits} bits": SparseCompression(1.0, bits) for bits in (8, 4)}
     print("\n| group | common | averages | offer | average | its density | sent by a peer | 16 bits | ratio |")
     print("|---" * 9 + "|")
     for peers in (3, 8, 16):
