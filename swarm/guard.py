@@ -72,8 +72,6 @@ class GuardedReducer(TensorPartReducer):
         self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # of the current part
         self.products = torch.zeros(self.num_senders, self.num_senders, dtype=torch.float64)
         self.counts = torch.zeros(self.num_senders, dtype=torch.float64)
-        #: by sender, the largest weight of its parts
-        self.weights = dict.fromkeys(range(self.num_senders), 0.0)
 
     async def accumulate_part(self, sender_index: int, part_index: int, tensor_part, weight: float = 1.0):
         """hivemind's; raises Lie instead of counting what cannot be averaged."""
@@ -84,7 +82,6 @@ class GuardedReducer(TensorPartReducer):
         if self.max_weight is not None:
             weight = min(weight, self.max_weight)
             self.sent[sender_index] = tensor_part, weight
-            self.weights[sender_index] = max(weight, self.weights[sender_index])
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight=weight)
 
     def check_current_part_finished(self) -> None:

@@ -461,10 +461,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     def _judge(self, runner: PromptRunner) -> None:
         """Raises PeersLied for those whose averages have for some rounds not been what they should."""
-        index, weight = runner.ordered_peer_ids.index(self.peer_id), min(runner.weight, self.max_weight)
-        # epochs often have more samples than a batch
-        total = max(weight, sum(runner.tensor_part_reducer.weights.values()))
-        shares = find_own_shares(runner.tensor_part_container.sums, index, weight / max(total, 1e-9))
+        index, weight = runner.ordered_peer_ids.index(self.peer_id), min(1.0, runner.weight / self.max_weight)
+        shares = find_own_shares(runner.tensor_part_container.sums, index, weight)
         for peer, share in ((runner.ordered_peer_ids[index], share) for index, share in shares.items()):
             self._trust[peer] += TRUST_WEIGHT * (share - self._trust[peer])
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
