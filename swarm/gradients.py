@@ -135,7 +135,7 @@ class GradientAverager(VerifiedAverager):
         # with a number that is not finite, no round would succeed any more
         if all((tensor.flatten() @ tensor.flatten()).isfinite() for tensor in sums):
             with self._lock:
-                for tensor, total in zip(self.unsent, sums, strict=False):
+                for tensor, total in zip(self.unsent, sums, strict=True):
                     tensor.add_(total)
                 self.samples += samples
         self._in_flight = [], 0

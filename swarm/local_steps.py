@@ -1,5 +1,6 @@
 """Steps of a peer's own between two rounds, which average how far each peer has come (DiLoCo, arXiv 2311.08105)."""
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -115,20 +116,21 @@ class LocalSteps:
         """What `state_dict` returned, also of the outer optimizer."""
         if self.inner is None:
             self.inner = self.make_optimizer(self.groups)
-        state = {
-            number: {name: value for name, value in moments.items() if name != "outer_momentum"}
-            for number, moments in state_dict["state"].items()
-        }
         # a copy: torch would keep tensors that are on its device, and change them in place
-        state = {n: {k: v.clone() if torch.is_tensor(v) else v for k, v in m.items()} for n, m in state.items()}
+        state = copy.deepcopy(state_dict["state"])
+        for moments in state.values():
+            moments.pop("outer_momentum", None)
         self.inner.load_state_dict({"state": state, "param_groups": self.inner.state_dict()["param_groups"]})
 
 
 class LocalStepsAverager(GradientAverager):
     """Averages how far peers have come, once they step by themselves."""
 
-    local: LocalSteps  # set by the optimizer, as is whether it is in use
-    is_local = False
+    local: LocalSteps  # set by the optimizer
+
+    @property
+    def is_local(self) -> bool:
+        return self.local.outer.is_outer
 
     def list_common(self) -> Sequence[torch.Tensor]:
         return self.local.anchor

@@ -218,9 +218,9 @@ class CollaborativeOptimizer:
         self.tracker.target_batch_size = batch - self.averaging.batch_size_lead
         if self.averaging.robust_averaging == "clip":
             self.grad_averager.max_weight = self.state_averager.max_weight = batch
-        if self.local and self.is_local != self.grad_averager.is_local:
+        if self.local and self.is_local != self.opt.is_outer:
             self.grad_averager.drop()  # of the other kind
-            self.grad_averager.is_local = self.opt.is_outer = self.is_local
+            self.opt.is_outer = self.is_local
 
     def training_state(self) -> dict:
         """A copy of all that this peer's next step depends on but its gradients, see StateAverager.dump_state."""
@@ -609,8 +609,8 @@ class CollaborativeOptimizer:
     def _has_missed_the_round(self) -> bool:
         """Whether the others have stepped without this peer.
 
-        hivemind would then step by its own gradients alone; the averaging of parameters brings those together again,
-        but not the moments.
+        A step by its own gradients alone would part it from them: the averaging of parameters brings those together
+        again, but not the moments.
         """
         return self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
 
@@ -665,7 +665,7 @@ class CollaborativeOptimizer:
             optimizer_step=not self.auxiliary,
             delay_optimizer_step=self.overlap and not self.auxiliary,
             averaging_round=with_parameters,
-            delay_averaging=True,
+            delay_averaging=True,  # or a peer misses the next round while it waits here for a group
             averaging_control=self.scheduled_state if with_parameters else None,
             averaging_opts=dict(timeout=self.averaging_timeout) if with_parameters else None,
         )
@@ -693,8 +693,7 @@ class CollaborativeOptimizer:
         elif self._has_missed_the_round():
             self.load_state_from_peers()
         else:
-            self.tracker.question(
-                self.tracker.present, quiet_for=0.0
-            )  # one of them may have ended the round by its death
+            # one of them may have ended the round by its death
+            self.tracker.question(self.tracker.present, quiet_for=0.0)
             self._retry_after = time.monotonic() + RETRY_AFTER
             self.tracker.fetch_soon(RETRY_AFTER)

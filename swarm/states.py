@@ -313,9 +313,6 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 return
 
     def step(self, *args, increment_epoch: bool = False, **kwargs):
-        if self.mode == AveragingMode.AUX:
-            # or an auxiliary peer misses the next round while it waits here for a group
-            kwargs["delay_averaging"] = True
         if not increment_epoch:
             return super().step(*args, **kwargs)
         # hivemind counts the epoch first and steps then: who downloads in between gets the old parameters as new ones
