@@ -15,10 +15,12 @@ from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
 MAX_LENGTH = 2.0  # of a sender's gradient, in terms of the median's (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with all the others together, below which a gradient does not count
 MAX_ANSWER = 10.0  # length of an average beside the own gradient, in terms of the same for what was averaged here
-REVERSED, FAR_TOO_LONG = -1.0, -4.0
-# How much a peer is trusted to average: by find_own_shares, as a moving average. A single round is no proof: at the
-# beginning of a plateau, and of 64 samples, an honest gradient can point away from all others.
-TRUST_WEIGHT, LEAST_TRUST = 0.25, 0.25
+# How much a peer is trusted to average: by find_own_shares, as a moving average. The newest value weighs the more, the
+# more of the average is of this peer: of a few samples beside many, it is mostly noise. A single round is no proof: at
+# the beginning of a plateau, and of 64 samples, an honest gradient can point away from all others.
+TRUST_WEIGHT, LEAST_TRUST, DOUBT = 0.5, 0.25, 0.4
+REVERSED, FAR_TOO_LONG, LEAST_OWN_SHARE = -0.5, -math.inf, 0.3
+CHUNK = 1024  # numbers, of which each such counts the same: the largest gradients, of biases, are the noisiest
 MAX_CHANGE = 0.05, 1e-3  # of parameters by their average: of their length, and of each number
 SKETCH_SIZE, SKETCH_WIDTH = 9, 1024
 MAX_ODD = 0.05  # of the length of the parameters: by how much those of a peer may differ from most others'
@@ -70,6 +72,8 @@ class GuardedReducer(TensorPartReducer):
         """
         self.max_weight, self.are_parameters = max_weight, are_parameters
         self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # of the current part
+        #: by sender, the largest weight of its parts
+        self.weights = [0.0] * self.num_senders
         self.products = torch.zeros(self.num_senders, self.num_senders, dtype=torch.float64)
         self.counts = torch.zeros(self.num_senders, dtype=torch.float64)
 
@@ -82,6 +86,7 @@ class GuardedReducer(TensorPartReducer):
         if self.max_weight is not None:
             weight = min(weight, self.max_weight)
             self.sent[sender_index] = tensor_part, weight
+            self.weights[sender_index] = max(weight, self.weights[sender_index])
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight=weight)
 
     def check_current_part_finished(self) -> None:
@@ -116,6 +121,8 @@ class GuardedContainer(TensorPartContainer):
         self.are_parameters = are_parameters
         #: for each peer that averages: own * own, average * average, own * average, numbers; summed over its parts
         self.sums = torch.zeros(self.group_size, 4, dtype=torch.float64)
+        #: and for each chunk of them, own * average in terms of own * own
+        self.ratios: list[list[torch.Tensor]] = [[] for _ in range(self.group_size)]
 
     def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
         own = self._input_parts_by_peer[peer_index][part_index][0]
@@ -127,6 +134,11 @@ class GuardedContainer(TensorPartContainer):
             raise Lie("sent an average that is not finite")
         if products[0]:  # else the part was not sent
             self.sums[peer_index] += torch.tensor([*products, len(own)], dtype=torch.float64)
+            squares, with_own = (
+                torch.nn.functional.pad(own * other, (0, -len(own) % CHUNK)).view(-1, CHUNK).sum(dim=1)
+                for other in (own, average)
+            )
+            self.ratios[peer_index].append((with_own / squares)[squares > 0])
         if self.are_parameters:
             own_square, average_square, product, count = self.sums[peer_index]
             of_all, of_each = MAX_CHANGE
@@ -135,25 +147,28 @@ class GuardedContainer(TensorPartContainer):
         super().register_processed_part(peer_index, part_index, part)
 
 
-def find_own_shares(sums: torch.Tensor, own_index: int, own_weight: float) -> dict[int, float]:
+def find_own_shares(container: GuardedContainer, own_index: int, own_weight: float) -> dict[int, float]:
     """How much of this peer's gradient is in what each of the others has averaged: 1 as much as there should be at
-    least, 0 nothing, REVERSED the contrary, FAR_TOO_LONG where it cannot be an average.
+    least, 0 nothing, -1 the contrary, FAR_TOO_LONG where it cannot be an average.
 
-    :param sums: see GuardedContainer
     :param own_weight: of this peer's gradient in the average
     :returns: by index. None where this peer averages nothing: it may itself be the odd one; nor where its gradient is
         hardly in what it has averaged itself
     """
-    own, average, product, _ = sums.T
+    own, average, _, _ = container.sums.T
     others = [index for index in torch.nonzero(own).flatten().tolist() if index != own_index]
     if not own[own_index]:
         return {}
-    lengths, shares = (average / own).sqrt(), product / own / own_weight
+    lengths = (average / own).sqrt()
     too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
-    if shares[own_index] < 0.5:
-        return {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-    least = REVERSED if shares[own_index] >= 1 else REVERSED / 2
-    return {i: FAR_TOO_LONG if lengths[i] > too_long else float(shares[i].clamp(least, 1.0)) for i in others}
+
+    def find_share(index: int) -> float:
+        return float((torch.cat(container.ratios[index]) / own_weight).clamp(-1.0, 1.0).mean())
+
+    shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
+    if find_share(own_index) >= LEAST_OWN_SHARE:
+        shares = {index: find_share(index) for index in others} | shares
+    return shares
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 from support.console import format_number
 from swarm.dht import find_answering_peers, name_peers
 from swarm.guard import (
+    DOUBT,
     LEAST_TRUST,
     NO_WEIGHT,
     REVERSED,
@@ -461,14 +462,17 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     def _judge(self, runner: PromptRunner) -> None:
         """Raises PeersLied for those whose averages have for some rounds not been what they should."""
-        index, weight = runner.ordered_peer_ids.index(self.peer_id), min(1.0, runner.weight / self.max_weight)
-        shares = find_own_shares(runner.tensor_part_container.sums, index, weight)
-        for peer, share in ((runner.ordered_peer_ids[index], share) for index, share in shares.items()):
-            self._trust[peer] += TRUST_WEIGHT * (share - self._trust[peer])
+        weight = min(runner.weight, self.max_weight)
+        weight /= max(weight, sum(runner.tensor_part_reducer.weights), NO_WEIGHT)
+        index = runner.ordered_peer_ids.index(self.peer_id)
+        shares = find_own_shares(runner.tensor_part_container, index, weight)
+        shares = {runner.ordered_peer_ids[index]: share for index, share in shares.items()}
+        for peer, share in shares.items():
+            self._trust[peer] += TRUST_WEIGHT * weight * (share - self._trust[peer])
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
             self._trust |= dict.fromkeys(out, 2 * LEAST_TRUST)  # when they are back
             raise PeersLied(dict.fromkeys(out, "sends averages that own gradients are no part of"))
-        if min(shares.values(), default=0.0) <= REVERSED:
+        if any(share < REVERSED and self._trust[peer] < DOUBT for peer, share in shares.items()):
             raise AllreduceException("an average points away from what was sent for it")
 
     def _strike(self, peer: PeerID) -> None:
