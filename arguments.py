@@ -98,9 +98,8 @@ class ModelArguments:
 
     config_path: str | None = flag(
         None,
-        "Shape of a model to train from scratch: a JSON file (see configs/), or a model's folder or name "
-        "on the Hugging Face Hub. The vocabulary size is taken from the tokenizer. Default: "
-        f"{DEFAULT_CONFIG_PATH}. ALL PEERS.",
+        "Shape of a model to train from scratch: a JSON file (see configs/), or a folder or name on the Hugging "
+        f"Face Hub; the vocabulary is the tokenizer's. Default: {DEFAULT_CONFIG_PATH}. ALL PEERS.",
         aliases=["--model_config_path", "--config_name"],
     )
     model_name_or_path: str | None = flag(
@@ -113,9 +112,7 @@ class ModelArguments:
         "RoBERTa and similar models, clm for GPT-2, Llama and similar models. ALL PEERS.",
     )
     attn_implementation: str | None = flag(
-        None,
-        "How attention is computed: eager, sdpa, flash_attention_2 or any other that transformers knows; may differ "
-        "between peers. Default: the fastest that the model has without additional packages.",
+        None, "eager, sdpa, flash_attention_2 or any other that transformers knows. Default: the fastest of the model."
     )
     tokenizer_path: str | None = flag(
         None,
@@ -205,9 +202,9 @@ class AveragingArguments:
     min_vector_size: int = flag(
         0, "Elements that one peer averages at least: raise it in large groups, against many small messages. ALL PEERS."
     )
-    compression: Literal["none", "float16", "8bit"] = flag(
+    compression: Literal["none", "float16", "8bit", "sparse"] = flag(
         "float16",
-        "Compression of gradients on the wire; 8bit: half the bytes of float16, errors of up to 1.6e-2. ALL PEERS.",
+        "Compression of gradients; 8bit: half of float16. sparse: with --local_steps the largest in 2 bits. ALL PEERS.",
         aliases=["--grad_compression"],
     )
     state_compression: Literal["none", "float16"] = flag(
@@ -230,6 +227,7 @@ class AveragingArguments:
     local_steps_from: int = flag(200, "With --local_steps: epochs in which all still step together. ALL PEERS.")
     outer_lr: float = flag(0.7, "With --local_steps: rate of the step by how far the peers have come. ALL PEERS.")
     outer_momentum: float = flag(0.6, "With --local_steps: Nesterov momentum of that step. ALL PEERS.")
+    density: float = flag(0.03, "With --compression sparse: share of the entries that is sent. ALL PEERS.")
     overlap: bool = flag(
         False,
         "Average in the background, for long rounds: without --local_steps, small models stop learning. ALL PEERS.",
@@ -251,7 +249,9 @@ class AveragingArguments:
         check_range(self, "expected_drift_peers", "expected_drift_rate", at_least=0)
         check_range(self, "matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout", above=0)
         check_range(self, "outer_lr", "min_refresh_period", "max_refresh_period", "default_refresh_period", above=0)
-        check_range(self, "performance_ema_alpha", above=0, at_most=1)
+        check_range(self, "performance_ema_alpha", "density", above=0, at_most=1)
+        if self.compression == "sparse" and self.local_steps == 1:
+            raise UserError("--compression sparse is for local steps: add e.g. --local_steps 25, or use float16")
         check_order(self, "batch_size_lead", "target_batch_size", is_strict=True)
         # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
         check_order(self, "request_timeout", "matchmaking_time", is_strict=True)

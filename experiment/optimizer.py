@@ -20,6 +20,7 @@ from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.contract import describe_averaging
 from swarm.optimizer import CollaborativeOptimizer
+from swarm.sparse import SparseCompression
 from swarm.states import initialize_optimizer_state_, list_params
 
 
@@ -120,6 +121,7 @@ def make_optimizer(
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
         gradients=COMPRESSIONS[averaging.compression],
+        local_steps=SparseCompression(averaging.density, bits=2) if averaging.compression == "sparse" else None,
         state_averaging=COMPRESSIONS[averaging.state_compression],
         load_state=LOAD_STATE_COMPRESSIONS[averaging.load_state_compression],
         client_mode=client_mode,

@@ -75,12 +75,12 @@ logger = logging.getLogger("preflight")
 
 ENOUGH_FILES = 4096
 # Measured with ALBERT-large on a CPU: parameters, gradients, moments, sums, copies to average, to give and to restore.
-HOST_BYTES_PER_PARAMETER = 75
-SHARED_BYTES_PER_PARAMETER = 8  # of these in /dev/shm
+HOST_BYTES_PER_PARAMETER = 79
+SHARED_BYTES_PER_PARAMETER = 12  # of these in /dev/shm
 STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb_8bit half of it
 # Real rounds took 1.10 to 1.14 times what the bandwidth would allow (75 ms, 20 Mbit/s, three peers).
 ROUND_OVERHEAD = 1.15
-GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1}
+GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1, "sparse": 2}
 MEASURED_SECONDS = 20.0
 
 

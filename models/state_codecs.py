@@ -92,6 +92,7 @@ class MatrixMoments8bit(AdaptiveCompressionBase):
 COMPRESSIONS = {
     "none": NoCompression(),
     "float16": Float16Compression(),
+    "sparse": Float16Compression(),  # as long as all peers step together
     # 8 bits need a codebook per tensor, which small tensors are not worth: those of up to 2**16 elements
     "8bit": SizeAdaptiveCompression(
         threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization()

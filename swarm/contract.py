@@ -37,7 +37,7 @@ def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
     if averaging.local_steps > 1:
         terms["local steps"] = (
             f"{averaging.local_steps} from epoch {averaging.local_steps_from}, outer rate {averaging.outer_lr:g}, "
-            f"momentum {averaging.outer_momentum:g}"
+            f"momentum {averaging.outer_momentum:g}, density {averaging.density:g}"
         )
     return terms
 

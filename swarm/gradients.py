@@ -54,8 +54,10 @@ class GradientAverager(VerifiedAverager):
         # its gradients, see plan_round; and whose turn it is
         self._behind, self._next_turn = [0], 0
         self._in_flight: tuple[list[torch.Tensor], int] = [], 0
+        self._in_mean = 1  # samples, of which the averaged gradients are the mean
         self._lock = threading.Lock()  # a round in the background ends at any moment
         averaged = tuple(torch.zeros(param.shape, dtype=param.dtype).share_memory_() for param in self.parameters)
+        self.residual = torch.zeros(sum(tensor.numel() for tensor in averaged)).share_memory_()
         super().__init__(averaged_tensors=averaged, **kwargs)
 
     def accumulate_on(self, device: torch.device) -> None:
@@ -98,35 +100,44 @@ class GradientAverager(VerifiedAverager):
             self._in_flight = self.unsent, self.samples
             samples = self.samples + self._behind[self._next_turn]
             self.unsent, self.samples = [torch.zeros_like(tensor) for tensor in self.unsent], 0
-        with self.get_tensors() as averaged:
-            for mean, total in zip(averaged, self._in_flight[0], strict=True):
-                mean.copy_(total).div_(max(1, samples))
+        self._in_mean = max(1, samples)
+        self._offer(self._in_flight[0], self._in_mean)
         return samples
 
+    def _offer(self, tensors: Sequence[torch.Tensor], samples: float) -> None:
+        """Let the next round average these sums of so many samples."""
+        self.residual.zero_()
+        with self.get_tensors() as averaged:
+            for mean, total in zip(averaged, tensors, strict=True):
+                mean.copy_(total).div_(samples)
+
     @torch.no_grad()
-    def finish(self, share: int = 1, turn: int = 0, unsent: Sequence[tuple[int, int]] = ()) -> int:
+    def finish(self, share: int = 1, turn: int = 0) -> int:
         """The round has succeeded, or this peer has stepped alone.
 
         :param share: that one of so many turns was sent
         :param turn: which one
-        :param unsent: begin and end of what was not, counted over all tensors
         :returns: new samples in it
         """
-        sums, samples = self._in_flight
+        samples = self._in_flight[1]
         if share != len(self._behind):  # the line has changed: neither exact nor lost
             self._behind = [sum(self._behind) // len(self._behind)] * share
         self._behind = [behind + samples for behind in self._behind]
         self._behind[turn], self._next_turn = 0, (turn + 1) % share
-        if unsent:
-            is_unsent = torch.zeros(sum(tensor.numel() for tensor in sums), dtype=torch.bool)
-            for begin, end in unsent:
-                is_unsent[begin:end] = True
-            with self._lock:
-                masks = is_unsent.split([tensor.numel() for tensor in sums])
-                for tensor, total, mask in zip(self.unsent, sums, masks, strict=True):
-                    tensor.add_(total * mask.view(total.shape).to(total.device))
+        with self._lock:
+            self._keep_residual()
         self._in_flight = [], 0
         return samples
+
+    def _keep_residual(self) -> None:
+        """What has not arrived is not yet sent."""
+        for tensor, rest in zip(self.unsent, self.list_residual(), strict=True):
+            tensor.add_(rest.to(tensor.device), alpha=self._in_mean)
+
+    def list_residual(self) -> list[torch.Tensor]:
+        """What of the offered gradients has not arrived, by parameters."""
+        rests = self.residual.split([param.numel() for param in self.parameters])
+        return [rest.view(param.shape) for rest, param in zip(rests, self.parameters, strict=True)]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -179,4 +190,4 @@ class GradientAverager(VerifiedAverager):
             )
         averaged = await super()._aggregate_with_group(group_info, **kwargs)
         runner = self._running_groups[group_info.group_id].result()
-        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, self._unsent, runner.lies))
+        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, runner.lies))

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
+from hivemind.proto import runtime_pb2
+
+from swarm.sparse import SparseCompression
 
 MAX_LENGTH = 2.0  # of a sender's gradient, in terms of the median's (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with all the others together, below which a gradient does not count
@@ -65,12 +68,15 @@ class GuardedReducer(TensorPartReducer):
     """Averages the parts of all senders so that one of them cannot bend the average: gradients are weighed, see
     `choose_factors`; of parameters, which are the same everywhere but for rounding, each number's median counts."""
 
-    def guard(self, max_weight: float | None, are_parameters: bool) -> None:
+    def guard(self, max_weight: float | None, are_parameters: bool, sparse: SparseCompression | None) -> None:
         """
         :param max_weight: samples for which a sender counts at most; None: only lies are refused
         :param are_parameters: and not gradients
+        :param sparse: by which averages go to all, this peer included; else differences do
         """
-        self.max_weight, self.are_parameters = max_weight, are_parameters
+        self.max_weight, self.are_parameters, self.sparse = max_weight, are_parameters, sparse
+        self.answers: list[runtime_pb2.Tensor] = []
+        self.missing: list[torch.Tensor] = []  # of averages, what does not arrive
         self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # of the current part
         #: by sender, the largest weight of its parts
         self.weights = [0.0] * self.num_senders
@@ -86,7 +92,7 @@ class GuardedReducer(TensorPartReducer):
         if self.max_weight is not None:
             weight = min(weight, self.max_weight)
             self.sent[sender_index] = tensor_part, weight
-            self.weights[sender_index] = max(weight, self.weights[sender_index])
+        self.weights[sender_index] = max(weight, self.weights[sender_index])
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight=weight)
 
     def check_current_part_finished(self) -> None:
@@ -95,6 +101,11 @@ class GuardedReducer(TensorPartReducer):
             self.sent = {}
             if len(sent) > 1 + self.are_parameters:
                 self.accumulator, self.denominator = self.combine(sent), 1.0
+        if self.sparse and self.current_part_accumulated_from == self.num_current_senders:
+            average = self.accumulator / max(self.denominator, NO_WEIGHT)
+            self.answers.append(self.sparse.answer(average))
+            self.accumulator, self.denominator = self.sparse.extract(self.answers[-1]), 1.0
+            self.missing.append(average - self.accumulator)
         super().check_current_part_finished()
 
     def combine(self, sent: dict[int, tuple[torch.Tensor, float]]) -> torch.Tensor:
@@ -117,8 +128,11 @@ class GuardedReducer(TensorPartReducer):
 class GuardedContainer(TensorPartContainer):
     """Takes from a peer that averages only what an average can be."""
 
-    def guard(self, are_parameters: bool) -> None:
-        self.are_parameters = are_parameters
+    def guard(self, are_parameters: bool, sparse_index: int | None) -> None:
+        """
+        :param sparse_index: this peer's, where the others answer with averages; else with differences to what was sent
+        """
+        self.are_parameters, self.sparse_index = are_parameters, sparse_index
         #: for each peer that averages: own * own, average * average, own * average, numbers; summed over its parts
         self.sums = torch.zeros(self.group_size, 4, dtype=torch.float64)
         #: and for each chunk of them, own * average in terms of own * own
@@ -128,6 +142,8 @@ class GuardedContainer(TensorPartContainer):
         own = self._input_parts_by_peer[peer_index][part_index][0]
         if part.shape != own.shape:
             raise Lie(f"sent an average of the shape {tuple(part.shape)[:9]}")
+        if self.sparse_index not in (None, peer_index):
+            part = part - own
         average = own + part
         products = torch.stack([own @ own, average @ average, own @ average])
         if not products.isfinite().all():

@@ -1,11 +1,14 @@
 """Steps of a peer's own between two rounds, which average how far each peer has come (DiLoCo, arXiv 2311.08105)."""
 
 import copy
+import ctypes
+import multiprocessing
 from collections.abc import Callable, Sequence
 
 import torch
 
 from swarm.gradients import GradientAverager
+from swarm.sparse import SparseCompression
 from swarm.states import list_params
 
 
@@ -124,13 +127,29 @@ class LocalSteps:
 
 
 class LocalStepsAverager(GradientAverager):
-    """Averages how far peers have come, once they step by themselves."""
+    """Averages how far peers have come, once they step by themselves. What of it does not arrive is added to how far
+    they come next (error feedback, arXiv 1809.07599)."""
 
     local: LocalSteps  # set by the optimizer
 
+    def __init__(self, *args, sparse: SparseCompression | None, **kwargs):
+        """:param sparse: how it is sent then; default: like gradients"""
+        self.sparse, self._is_local = sparse, multiprocessing.Value(ctypes.c_bool)
+        super().__init__(*args, **kwargs)
+
     @property
     def is_local(self) -> bool:
-        return self.local.outer.is_outer
+        """Whether peers step by themselves; set by the optimizer."""
+        return self._is_local.value
+
+    @is_local.setter
+    def is_local(self, value: bool) -> None:
+        self._is_local.value = self.local.outer.is_outer = value
+
+    async def _run_allreduce_inplace_(self, *args, **kwargs) -> None:
+        if self.is_local and self.sparse:
+            kwargs["compression"] = self.sparse
+        await super()._run_allreduce_inplace_(*args, **kwargs)
 
     def list_common(self) -> Sequence[torch.Tensor]:
         return self.local.anchor
@@ -153,21 +172,20 @@ class LocalStepsAverager(GradientAverager):
             come = self.local.measure()
         with self._lock:
             self._in_flight, self.samples = (come, self.samples), 0
-        with self.get_tensors() as averaged:
-            for mean, own in zip(averaged, come, strict=True):
-                mean.copy_(own)
+        self._offer([tensor + rest for tensor, rest in zip(come, self.unsent, strict=True)], 1)
         return self._in_flight[1]
 
-    @torch.no_grad()
-    def finish(self, share: int = 1, turn: int = 0, unsent: Sequence[tuple[int, int]] = ()) -> int:
-        sums, _ = self._in_flight
-        samples = super().finish(share, turn, unsent)
+    def finish(self, share: int = 1, turn: int = 0) -> int:
         if self.is_local:
-            # what was not sent, of which the other averager keeps sums, stays in the model here
-            self.local.take_out([total - kept for total, kept in zip(sums, self.unsent, strict=True)])
-            for kept in self.unsent:
-                kept.zero_()
-        return samples
+            self.local.take_out(self._in_flight[0])
+        return super().finish(share, turn)
+
+    def _keep_residual(self) -> None:
+        if not self.is_local:
+            return super()._keep_residual()
+        if self._in_flight[1]:  # else nobody has counted what it held
+            for tensor, rest in zip(self.unsent, self.list_residual(), strict=True):
+                tensor.copy_(rest)
 
     def put_back(self) -> None:
         if not self.is_local:

@@ -104,7 +104,7 @@ class CollaborativeOptimizer:
         :param params: groups of the model's parameters, from which `optimizer` makes one of their copies
         :param client_mode: accept no incoming connection
         :param auxiliary: without gradients, average those of others
-        :param compressions: of gradients, of states that are averaged, and of those that are given (load_state)
+        :param compressions: of gradients, local_steps (default: the same), averaged and given (load_state) states
         """
 
         def select(*names: str) -> dict:
@@ -155,7 +155,8 @@ class CollaborativeOptimizer:
         exit_when_dead(self.state_averager, "state averager")
         if client_mode:
             self.state_averager.offer_states()
-        self.grad_averager = (LocalStepsAverager if averaging.local_steps > 1 else GradientAverager)(
+        make_local = partial(LocalStepsAverager, sparse=compressions.get("local_steps"))
+        self.grad_averager = (make_local if averaging.local_steps > 1 else GradientAverager)(
             self.state_averager.main_parameters,
             prefix=f"{prefix}_grad_averager",
             compression=compressions["gradients"],
@@ -218,9 +219,9 @@ class CollaborativeOptimizer:
         self.tracker.target_batch_size = batch - self.averaging.batch_size_lead
         if self.averaging.robust_averaging == "clip":
             self.grad_averager.max_weight = self.state_averager.max_weight = batch
-        if self.local and self.is_local != self.opt.is_outer:
+        if self.local and self.is_local != self.grad_averager.is_local:
             self.grad_averager.drop()  # of the other kind
-            self.opt.is_outer = self.is_local
+            self.grad_averager.is_local = self.is_local
 
     def training_state(self) -> dict:
         """A copy of all that this peer's next step depends on but its gradients, see StateAverager.dump_state."""

@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
 
 import hivemind
@@ -15,9 +16,9 @@ import torch
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner, AveragingMode
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.averaging.partition import BannedException
-from hivemind.compression import CompressionInfo, deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 
 from support.console import format_number
@@ -38,6 +39,7 @@ from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptMatchmaking, read_gathered
 from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
 from swarm.processes import become_helper, hold_ctrl_c
+from swarm.sparse import SparseCompression
 
 logger = logging.getLogger("swarm")
 
@@ -77,6 +79,7 @@ class PromptRunner(AllReduceRunner):
         takes_all: bool,
         max_weight: float | None,
         are_parameters: bool,
+        residual: torch.Tensor | None,
         **kwargs,
     ):
         """
@@ -85,12 +88,20 @@ class PromptRunner(AllReduceRunner):
         :param turn: with which of them to begin
         :param takes_all: take the average of all parts anyway; otherwise keep the own values of those not sent
         :param max_weight, are_parameters: see GuardedReducer
+        :param residual: of as many numbers as all tensors have, 0 in the beginning: what of them does not arrive. The
+            tensors are then what others got, plus what comes back
         """
         super().__init__(*args, **kwargs)
+        sparse = kwargs["compression"] if isinstance(kwargs["compression"], SparseCompression) else None
         # hivemind makes them from fixed classes
         self.tensor_part_reducer.__class__, self.tensor_part_container.__class__ = GuardedReducer, GuardedContainer
-        self.tensor_part_reducer.guard(max_weight, are_parameters)
-        self.tensor_part_container.guard(are_parameters and max_weight is not None)
+        self.tensor_part_reducer.guard(max_weight, are_parameters, sparse)
+        own = self.ordered_peer_ids.index(self.peer_id)
+        self.tensor_part_container.guard(are_parameters and max_weight is not None, own if sparse else None)
+        parts = chain.from_iterable(self.tensor_part_container._input_parts_by_peer)
+        rests = iter([] if residual is None else residual.split([len(part) for part, _ in parts]))
+        #: what of each part does not arrive, by the peer that averages it
+        self.rests = [list(islice(rests, count)) for count in self.tensor_part_container.num_parts_by_peer]
         #: what peers did that cannot be honest; and who was first to leave the round
         self.lies: dict[PeerID, str] = {}
         self.left: PeerID | None = None
@@ -127,38 +138,38 @@ class PromptRunner(AllReduceRunner):
         before = sum(self.tensor_part_container.num_parts_by_peer[:peer_index])
         return (before + part_index) % self.share == self.turn
 
-    def list_unsent(self) -> list[tuple[int, int]]:
-        """Begin and end of what is not sent, counted over all tensors."""
-        spans, end = [], 0
-        for peer_index, parts in enumerate(self.tensor_part_container._input_parts_by_peer):
-            for part_index, (part, _) in enumerate(parts):
-                begin, end = end, end + len(part)
-                if not self.is_sent(peer_index, part_index):
-                    spans.append((begin, end))
-        return spans
+    def encode(self, peer_index: int, part_index: int) -> runtime_pb2.Tensor:
+        """A part as it is sent; with a residual, the part becomes what arrives."""
+        part, info = self.tensor_part_container._input_parts_by_peer[peer_index][part_index]
+        message = self.tensor_part_container.compression.compress(part, info)
+        if self.rests[peer_index]:
+            arriving = deserialize_torch_tensor(message)
+            torch.sub(part, arriving, out=self.rests[peer_index][part_index])
+            part.copy_(arriving)
+        return message
 
     async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
         """hivemind's, with an empty message in place of each part that is not sent."""
         container = self.tensor_part_container
         container._inputs_consumed_by_peer[peer_index] = True
 
-        def make_message(part_index: int, part: torch.Tensor, info: CompressionInfo) -> averaging_pb2.AveragingData:
+        def make_message(part_index: int) -> averaging_pb2.AveragingData:
             message = averaging_pb2.AveragingData(weight=self.weight)
             if part_index == 0:
                 message.code, message.group_id = averaging_pb2.PART_FOR_AVERAGING, self.group_id
             if self.is_sent(peer_index, part_index):
-                message.tensor_part.CopyFrom(container.compression.compress(part, info))
+                message.tensor_part.CopyFrom(self.encode(peer_index, part_index))
             elif self.takes_all:
+                part, info = container._input_parts_by_peer[peer_index][part_index]
+                self.rests[peer_index][part_index].copy_(part)
                 part.zero_()  # what comes back is the average itself
                 # that it is wanted, and how it is to be sent
                 message.tensor_part.compression = container.compression.compress(part[:1], info).compression
                 message.tensor_part.size.append(len(part))
             return message
 
-        parts = [(number, *part) for number, part in enumerate(container._input_parts_by_peer[peer_index])]
-        async for message in amap_in_executor(
-            lambda part: make_message(*part), as_aiter(*parts), max_prefetch=container.prefetch
-        ):
+        parts = as_aiter(*range(container.num_parts_by_peer[peer_index]))
+        async for message in amap_in_executor(make_message, parts, max_prefetch=container.prefetch):
             yield message
 
     async def _accumulate_parts_streaming(self, stream, sender_index: int):
@@ -179,7 +190,9 @@ class PromptRunner(AllReduceRunner):
                 average = await reducer.accumulate_part(sender_index, part_index, tensor, weight=weight)
                 part_index += 1
                 answer = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
-                if is_wanted:
+                if is_wanted and reducer.sparse:
+                    answer.tensor_part.CopyFrom(reducer.answers[part_index - 1])
+                elif is_wanted:
                     serialize = partial(serialize_torch_tensor, average - tensor, compression)
                     answer.tensor_part.CopyFrom(await loop.run_in_executor(None, serialize))
                 yield answer
@@ -228,8 +241,16 @@ class PromptRunner(AllReduceRunner):
             yield message
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
+        index, reducer = self.ordered_peer_ids.index(peer_id), self.tensor_part_reducer
+        is_sparse = reducer.sparse and peer_id == self.peer_id
         try:
+            if is_sparse:  # own numbers count as little as those of the others
+                async for _ in amap_in_executor(partial(self.encode, index), as_aiter(*range(reducer.num_parts))):
+                    pass
             await super()._communicate_with_peer(peer_id)
+            if is_sparse and self.weight:  # what nobody gets of the average is this peer's to send, at its own weight
+                for rest, missing in zip(self.rests[index], reducer.missing, strict=True):
+                    rest.add_(missing, alpha=sum(reducer.weights) / self.weight)
         except Exception as e:
             if peer_id != self.peer_id:
                 self.left = self.left or peer_id
@@ -262,8 +283,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     is_urgent = False
     #: what it averages, in words
     content = "parameters"
-    # each so many-th part of the tensors is sent in a round, the next one is that of this number, and what was not sent
-    _share, _turn, _unsent = 1, 0, ()
+    #: of a round, shared with the averager's process, see PromptRunner
+    residual: torch.Tensor | None = None
+    # each so many-th part of the tensors is sent in a round, the next one is that of this number
+    _share, _turn = 1, 0
     _expected: tuple[frozenset[bytes], int, frozenset[bytes]] | None = None
     #: whether to look for a group not much longer than matchmaking_time, when the epoch has ended
     gives_up_early = False
@@ -381,7 +404,11 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         shares = give_all_a_share(peer_fractions, modes)
         peer_fractions = drop_small_shares(shares, self.allreduce_kwargs["min_vector_size"])
         bandwidths = [read_gathered(data)[2] for data in group_info.gathered]
-        bits = count_bits(tensors, kwargs["compression"], kwargs["tensor_infos"])
+        codec, part_size = kwargs["compression"], choose_part_size(bandwidths)
+        bits = count_bits(tensors, codec, kwargs["tensor_infos"])
+        if isinstance(codec, SparseCompression):
+            part_size = codec.part_size
+            bits *= codec.estimate_both_ways(sum(mode != AveragingMode.AUX for mode in modes))
         make_plan = partial(plan_round, bits, peer_fractions, modes)
         plan, own = make_plan(bandwidths), group_info.peer_ids.index(self.peer_id)
 
@@ -391,7 +418,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
         self._take_share(plan.shares[own], bandwidths, own)
         kwargs |= dict(sender_timeout=LINE.next_chunk_timeout, reducer_timeout=2 * LINE.next_chunk_timeout)
-        kwargs |= dict(part_size_bytes=choose_part_size(bandwidths), prefetch=PREFETCH)
+        kwargs |= dict(part_size_bytes=part_size, prefetch=PREFETCH)
         LINE.expect_round(plan.seconds)
         started = time.monotonic()
         runner = PromptRunner(
@@ -409,9 +436,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             takes_all=self.is_urgent,
             max_weight=self.max_weight,
             are_parameters=not self.is_urgent,
+            residual=self.residual,
             **kwargs,
         )
-        self._unsent = runner.list_unsent() if self._share > 1 else []
         self._running_groups[group_info.group_id].set_result(runner)
         # of an auxiliary peer, nothing
         async for tensor, update in azip(as_aiter(*tensors), runner):
@@ -462,8 +489,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     def _judge(self, runner: PromptRunner) -> None:
         """Raises PeersLied for those whose averages have for some rounds not been what they should."""
+        if not runner.weight:
+            return
         weight = min(runner.weight, self.max_weight)
-        weight /= max(weight, sum(runner.tensor_part_reducer.weights), NO_WEIGHT)
+        weight /= max(weight, sum(runner.tensor_part_reducer.weights))
         index = runner.ordered_peer_ids.index(self.peer_id)
         shares = find_own_shares(runner.tensor_part_container, index, weight)
         shares = {runner.ordered_peer_ids[index]: share for index, share in shares.items()}

@@ -19,6 +19,7 @@ from hivemind.proto import runtime_pb2
 from torch.nn.functional import pad
 
 CHUNK = 4096  # numbers that share a scale, and of which the same share is sent
+PART = 16 * CHUNK  # numbers of a message in a round
 MAX_NUMBERS, MAX_DIMENSIONS = 2**26, 8  # of a message; extract allocates 4 bytes a number
 MAX_SCALE = 1e30
 HEADER = struct.Struct("<BI")
@@ -127,9 +128,23 @@ class SparseCompression(CompressionBase):
         values = (least + (codes % levels + 0.5) * step) * (1 - 2 * (codes // levels))
         return torch.zeros(numbers).index_put_((positions,), values).view(shape)
 
-    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+    def answer(self, average: torch.Tensor) -> runtime_pb2.Tensor:
+        """The message of an average of what such messages held: all of it, in 4 bits, which a model learns as well from
+        as from 8."""
+        return SparseCompression(density=1.0, bits=4).compress(average)
+
+    def estimate_compression_ratio(self, info: CompressionInfo | None) -> float:
         return min(1.0, (self.density * (self.bits + 2 - math.log2(self.density)) + 32 / CHUNK) / 32)
 
+    def estimate_both_ways(self, senders: int) -> float:
+        """Bits of a message and of the answer of so many senders' average, in messages, halved."""
+        answer = SparseCompression(1 - (1 - self.density) ** max(1, senders), bits=4)  # no two send the same
+        return (1 + answer.estimate_compression_ratio(None) / self.estimate_compression_ratio(None)) / 2
 
-# it makes hivemind's answers in a round: all of an average, in 4 bits, which a model learns as well from as from 8
-serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = SparseCompression(density=1.0, bits=4)
+    @property
+    def part_size(self) -> int:
+        """Bytes of the messages of a round, of which hivemind makes the parts of its tensors."""
+        return math.ceil(4 * PART * self.estimate_compression_ratio(None))
+
+
+serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = SparseCompression()

@@ -18,6 +18,7 @@ from swarm.joining import make_dht
 from swarm.line import LINE
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.sparse import SparseCompression
 
 
 def make_gradient_optimizer(
@@ -31,6 +32,7 @@ def make_gradient_optimizer(
     average_state_every: int = 10**6,
     averaging_timeout: float = 10.0,
     is_robust: bool = False,
+    density: float = 1.0,
     **settings,
 ) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
@@ -59,6 +61,7 @@ def make_gradient_optimizer(
         client_mode=dht.client_mode,
         auxiliary=auxiliary,
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
+        local_steps=SparseCompression(density, bits=2) if density < 1 else None,
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
     )
@@ -98,16 +101,13 @@ def main() -> None:
     parser.add_argument("--nudge_at", type=int, help="at this epoch, once: change the parameters, as if led astray")
     parser.add_argument("--local_steps", type=int, default=1)
     parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--density", type=float, default=1.0, help="of local steps")
     parser.add_argument("--nudge_by", type=float, default=1.0)
     args = parser.parse_args()
     setup_logging("peer")
 
-    swarm = SwarmArguments(
-        args.experiment_prefix,
-        args.initial_peers,
-        host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-        client_mode=args.client_mode,
-    )
+    options = dict(host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=args.client_mode)
+    swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, **options)
     dht, *_ = make_dht(swarm)
     if args.mbits:
         LINE.set_bandwidth(args.mbits, is_given=True)
@@ -115,7 +115,7 @@ def main() -> None:
     options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
     options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust)
     options |= dict(local_steps=args.local_steps, local_steps_from=3, outer_lr=1.0, outer_momentum=0.5)
-    options |= dict(overlap=args.overlap)
+    options |= dict(overlap=args.overlap, density=args.density)
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
@@ -159,6 +159,7 @@ def main() -> None:
                 "failed_rounds": optimizer.failed_rounds,
                 "traffic": list(LINE.traffic),
                 "round_seconds": optimizer.round_seconds,
+                "unsent": optimizer.grad_averager.unsent[0].mean().item(),
                 "anchor": next(iter(optimizer.opt.param_groups))["params"][0].mean().item(),
                 "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],
             }

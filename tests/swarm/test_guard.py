@@ -59,7 +59,7 @@ async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=Fal
     """The averages of all parts, of which those senders that lie send no more."""
     shapes = [torch.Size([7]), torch.Size([3])]
     reducer = GuardedReducer(shapes, senders)
-    reducer.guard(max_weight, are_parameters)
+    reducer.guard(max_weight, are_parameters, None)
 
     async def send(index: int) -> list:
         averages = []
@@ -96,7 +96,7 @@ def test_weights_are_bounded_and_of_parameters_the_median_counts():
 def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> GuardedContainer:
     """What is known after a round in which each of these peers has averaged one part of the own tensor."""
     container = GuardedContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
-    container.guard(are_parameters)
+    container.guard(are_parameters, None)
     for index, (average, part) in enumerate(zip(averages, own.chunk(len(averages)), strict=True)):
         container.register_processed_part(index, 0, average - part if average.shape == part.shape else average)
     return container
