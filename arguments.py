@@ -224,7 +224,7 @@ class AveragingArguments:
         10, "Average parameters every N epochs, in the background: failed rounds have parted some. ALL PEERS."
     )
     local_steps: int = flag(1, "An epoch is N batches, in which peers step by themselves. ALL PEERS.")
-    local_steps_from: int = flag(200, "With --local_steps: epochs in which all still step together. ALL PEERS.")
+    local_steps_from: int | None = flag(None, "First epoch of local steps; default: warmup_steps or 200. ALL PEERS.")
     outer_lr: float = flag(0.7, "With --local_steps: rate of the step by how far the peers have come. ALL PEERS.")
     outer_momentum: float = flag(0.6, "With --local_steps: Nesterov momentum of that step. ALL PEERS.")
     density: float = flag(0.03, "With --compression sparse: share of the entries that is sent. ALL PEERS.")
@@ -243,10 +243,9 @@ class AveragingArguments:
 
     def __post_init__(self):
         check_range(self, "target_batch_size", "average_state_every", "local_steps", at_least=1)
-        check_range(self, "local_steps_from", "outer_momentum", at_least=0)
         check_range(self, "target_group_size", at_least=2)
-        check_range(self, "batch_size_lead", "min_vector_size", at_least=0)
-        check_range(self, "expected_drift_peers", "expected_drift_rate", at_least=0)
+        check_range(self, "local_steps_from", "batch_size_lead", "min_vector_size", at_least=0)
+        check_range(self, "outer_momentum", "expected_drift_peers", "expected_drift_rate", at_least=0)
         check_range(self, "matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout", above=0)
         check_range(self, "outer_lr", "min_refresh_period", "max_refresh_period", "default_refresh_period", above=0)
         check_range(self, "performance_ema_alpha", "density", above=0, at_most=1)

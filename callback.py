@@ -40,6 +40,7 @@ from swarm.addresses import select_for_others
 from swarm.contract import confirm_contract, publish_contract, read_schedule
 from swarm.joining import warn_of_local_addresses
 from swarm.line import LINE
+from swarm.local_steps import at_anchor
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
@@ -343,7 +344,7 @@ class CollaborativeCallback:
         """Loss and accuracy on the validation split, and of how many samples."""
         options = dict(batch_size=self.args.per_device_eval_batch_size, max_samples=self.args.max_eval_samples)
         batches = make_eval_batches(self.dataset["validation"], self.tokenizer, self.data_args, **options)
-        with self.autocast:
+        with self.autocast, at_anchor(self.optimizer.local):
             result = evaluate(self.model, batches, self.model.device)
         return {"samples": sum(len(batch["input_ids"]) for batch in batches), **result}
 

@@ -15,7 +15,8 @@ one, all of the grid, some hours; flags that choose a part take several values e
     seconds    median over those rounds; of each that of the peer that took longest, from the group's formation to the
                average
     ratio      seconds / ideal; the ideal is 2 V (N - 1) / N bytes at the line's rate in the slower direction, with V
-               the gradient's bytes as they are sent: all-reduce over N peers cannot do with less
+               the gradient's bytes as they are sent: all-reduce over N peers cannot do with less. Sparse: of 3 %, as in
+               rounds of local steps; an average has most of what the peers have sent
     MB sent    per peer and round, counted at the line: with headers, acknowledgements, repetitions and the DHT's talk
     CPU        while a round was running: of the fabric, which carries all packets and is one process, and of all cores.
                A star: one of them was busy for more than 90 % of the time, so this machine was slower than the line
@@ -44,7 +45,10 @@ import numpy
 import psutil
 from processes import Script, make_prefix
 
-BYTES_PER_NUMBER = {"none": 4, "float16": 2, "8bit": 1}
+from swarm.sparse import SparseCompression
+
+SPARSE = SparseCompression(density=0.03, bits=2)
+BYTES_PER_NUMBER = {"none": 4, "float16": 2, "8bit": 1, "sparse": 4 * SPARSE.estimate_compression_ratio(None)}
 BATCH_SIZE, STEPS_PER_EPOCH, STEP_SECONDS = 32, 5, 1.0
 PING_PERIOD, PING_TIMEOUT = 0.5, 30.0
 TITLES = "million | down / up Mbit/s | RTT ms | loss | sent as | peers | rounds | ping s | seconds | ratio | MB sent"
@@ -75,6 +79,7 @@ class Row:
         self.up = self.up or self.mbits
         self.is_loopback = min(self.mbits, self.up) >= 1000 and not self.rtt_ms and not self.loss
         sent = 2 * self.millions * 1e6 * BYTES_PER_NUMBER[self.compression] * (self.peers - 1) / self.peers
+        sent *= SPARSE.estimate_both_ways(self.peers) if self.compression == "sparse" else 1
         self.memory_bytes = self.peers * (4e8 + self.millions * 6e7)  # measured: 3.8 GB for each peer of 60 M
         self.ideal_seconds = sent * 8 / 1e6 / min(self.mbits, self.up)
 
@@ -131,8 +136,11 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
     LINE.set_bandwidth(row.up, is_given=True)
+    is_sparse = row.compression == "sparse"  # of which local steps are averaged
     averaging = AveragingArguments(
-        target_batch_size=row.peers * STEPS_PER_EPOCH * BATCH_SIZE,
+        target_batch_size=row.peers * (1 if is_sparse else STEPS_PER_EPOCH) * BATCH_SIZE,
+        local_steps=STEPS_PER_EPOCH if is_sparse else 1,
+        local_steps_from=0,
         batch_size_lead=0,
         target_group_size=row.peers,
         min_vector_size=0,
@@ -150,6 +158,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         optimizer=partial(torch.optim.SGD, lr=1e-3),
         client_mode=dht.client_mode,
         gradients=COMPRESSIONS[row.compression],
+        local_steps=SPARSE if is_sparse else None,
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
     )

@@ -1,9 +1,10 @@
 """Steps of a peer's own between two rounds, which average how far each peer has come (DiLoCo, arXiv 2311.08105)."""
 
+import contextlib
 import copy
 import ctypes
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -126,11 +127,31 @@ class LocalSteps:
         self.inner.load_state_dict({"state": state, "param_groups": self.inner.state_dict()["param_groups"]})
 
 
+@contextlib.contextmanager
+def at_anchor(local: LocalSteps | None) -> Iterator[None]:
+    """With the model where the swarm is; without local steps it is always there."""
+
+    @torch.no_grad()
+    def move_to(tensors: Sequence[torch.Tensor]) -> None:
+        for param, tensor in zip(params, tensors, strict=True):
+            param.copy_(tensor)
+
+    params, anchor = (local.params, local.anchor) if local else ((), ())
+    own = [param.detach().clone() for param in params]
+    move_to(anchor)
+    try:
+        yield
+    finally:
+        move_to(own)
+
+
 class LocalStepsAverager(GradientAverager):
     """Averages how far peers have come, once they step by themselves. What of it does not arrive is added to how far
     they come next (error feedback, arXiv 1809.07599)."""
 
     local: LocalSteps  # set by the optimizer
+    # the epoch of the last round of local steps, and the one after the last that succeeded
+    _taken_epoch, _expected_epoch = 0, 0
 
     def __init__(self, *args, sparse: SparseCompression | None, **kwargs):
         """:param sparse: how it is sent then; default: like gradients"""
@@ -172,12 +193,17 @@ class LocalStepsAverager(GradientAverager):
             come = self.local.measure()
         with self._lock:
             self._in_flight, self.samples = (come, self.samples), 0
-        self._offer([tensor + rest for tensor, rest in zip(come, self.unsent, strict=True)], 1)
+        epoch = self.round_state[0]
+        # what a late peer has done while the others stepped without it would be a step on top of theirs
+        self._in_mean = 1 + max(0, epoch - self._expected_epoch) if self._expected_epoch else 1
+        self._taken_epoch = epoch
+        self._offer([tensor + rest for tensor, rest in zip(come, self.unsent, strict=True)], self._in_mean)
         return self._in_flight[1]
 
     def finish(self, share: int = 1, turn: int = 0) -> int:
         if self.is_local:
             self.local.take_out(self._in_flight[0])
+            self._expected_epoch = self._taken_epoch + 1
         return super().finish(share, turn)
 
     def _keep_residual(self) -> None:
@@ -185,7 +211,7 @@ class LocalStepsAverager(GradientAverager):
             return super()._keep_residual()
         if self._in_flight[1]:  # else nobody has counted what it held
             for tensor, rest in zip(self.unsent, self.list_residual(), strict=True):
-                tensor.copy_(rest)
+                tensor.copy_(rest).mul_(self._in_mean)
 
     def put_back(self) -> None:
         if not self.is_local:
@@ -197,3 +223,4 @@ class LocalStepsAverager(GradientAverager):
     def drop(self) -> None:
         super().drop()
         self.local.drop()
+        self._expected_epoch = 0

@@ -10,7 +10,7 @@ from swarms import epochs, start_peer
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
 from swarm.contract import RunSchedule, describe_averaging, read_schedule
-from swarm.local_steps import LocalSteps, OuterOptimizer
+from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.states import initialize_optimizer_state_
 from utils import RunContract
 
@@ -88,6 +88,9 @@ def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
     model.grad = torch.full_like(model, 2.0)
     local.step()
     assert local.measure()[0].tolist() == pytest.approx([0.1] * 5) and model.tolist() == pytest.approx([-0.1] * 5)
+    with at_anchor(local):
+        assert model.tolist() == [0.0] * 5
+    assert model.tolist() == pytest.approx([-0.1] * 5)
     sent = local.measure()
     local.step()  # while the round is under way
     local.take_out(sent)
