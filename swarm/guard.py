@@ -23,6 +23,7 @@ MAX_ANSWER = 10.0  # length of an average beside the own gradient, in terms of t
 # the beginning of a plateau, and of 64 samples, an honest gradient can point away from all others.
 TRUST_WEIGHT, LEAST_TRUST, DOUBT = 0.5, 0.25, 0.4
 REVERSED, FAR_TOO_LONG, LEAST_OWN_SHARE = -0.5, -math.inf, 0.3
+MOSTLY_REVERSED = -0.3  # of the whole average: no step is taken by it, whoever is to blame
 CHUNK = 1024  # numbers, of which each such counts the same: the largest gradients, of biases, are the noisiest
 MAX_CHANGE = 0.05, 1e-3  # of parameters by their average: of their length, and of each number
 SKETCH_SIZE, SKETCH_WIDTH = 9, 1024
@@ -162,12 +163,20 @@ class GuardedContainer(TensorPartContainer):
                 raise Lie("sent parameters that are not near anybody's")
         super().register_processed_part(peer_index, part_index, part)
 
+    def find_share(self, own_weight: float, peer_indices: Iterable[int]) -> float:
+        """How much of this peer's gradient is in what these have averaged: 1 as much as there should be at least,
+        0 nothing, -1 the contrary.
+
+        :param own_weight: of this peer's gradient in the average
+        """
+        ratios = [ratio for index in peer_indices for ratio in self.ratios[index]]
+        return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean())
+
 
 def find_own_shares(container: GuardedContainer, own_index: int, own_weight: float) -> dict[int, float]:
-    """How much of this peer's gradient is in what each of the others has averaged: 1 as much as there should be at
-    least, 0 nothing, -1 the contrary, FAR_TOO_LONG where it cannot be an average.
+    """How much of this peer's gradient is in what each of the others has averaged, see GuardedContainer.find_share;
+    FAR_TOO_LONG where it cannot be an average.
 
-    :param own_weight: of this peer's gradient in the average
     :returns: by index. None where this peer averages nothing: it may itself be the odd one; nor where its gradient is
         hardly in what it has averaged itself
     """
@@ -177,13 +186,9 @@ def find_own_shares(container: GuardedContainer, own_index: int, own_weight: flo
         return {}
     lengths = (average / own).sqrt()
     too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
-
-    def find_share(index: int) -> float:
-        return float((torch.cat(container.ratios[index]) / own_weight).clamp(-1.0, 1.0).mean())
-
     shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-    if find_share(own_index) >= LEAST_OWN_SHARE:
-        shares = {index: find_share(index) for index in others} | shares
+    if container.find_share(own_weight, [own_index]) >= LEAST_OWN_SHARE:
+        shares = {index: container.find_share(own_weight, [index]) for index in others} | shares
     return shares
 
 

@@ -26,6 +26,7 @@ from swarm.dht import find_answering_peers, name_peers
 from swarm.guard import (
     DOUBT,
     LEAST_TRUST,
+    MOSTLY_REVERSED,
     NO_WEIGHT,
     REVERSED,
     TRUST_WEIGHT,
@@ -494,14 +495,16 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         weight = min(runner.weight, self.max_weight)
         weight /= max(weight, sum(runner.tensor_part_reducer.weights))
         index = runner.ordered_peer_ids.index(self.peer_id)
-        shares = find_own_shares(runner.tensor_part_container, index, weight)
+        container = runner.tensor_part_container
+        shares = find_own_shares(container, index, weight)
         shares = {runner.ordered_peer_ids[index]: share for index, share in shares.items()}
         for peer, share in shares.items():
             self._trust[peer] += TRUST_WEIGHT * weight * (share - self._trust[peer])
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
             self._trust |= dict.fromkeys(out, 2 * LEAST_TRUST)  # when they are back
             raise PeersLied(dict.fromkeys(out, "sends averages that own gradients are no part of"))
-        if any(share < REVERSED and self._trust[peer] < DOUBT for peer, share in shares.items()):
+        is_reversed = shares and container.find_share(weight, range(container.group_size)) < MOSTLY_REVERSED
+        if is_reversed or any(share < REVERSED and self._trust[peer] < DOUBT for peer, share in shares.items()):
             raise AllreduceException("an average points away from what was sent for it")
 
     def _strike(self, peer: PeerID) -> None:

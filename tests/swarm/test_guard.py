@@ -11,6 +11,7 @@ from swarms import epochs, start_peer
 
 from swarm.guard import (
     FAR_TOO_LONG,
+    MOSTLY_REVERSED,
     SKETCH_SIZE,
     GuardedContainer,
     GuardedReducer,
@@ -114,6 +115,8 @@ def test_a_false_average_is_found():
             container = give_averages(own, [*true[:2], false, true[3]])
             good, bad, other = (find_own_shares(container, 0, weight)[index] for index in (1, 2, 3))
             assert bad <= at_most and min(good, other) > 0.6
+        false = give_averages(own, [true[0], *(-part for part in true[1:])])
+        assert false.find_share(weight, range(4)) < MOSTLY_REVERSED < 0.6 < container.find_share(weight, (1, 3))
         # who is the odd one itself blames nobody
         assert find_own_shares(give_averages(-10 * own, true), 0, weight) == {}
     with pytest.raises(Lie, match="not finite"):
