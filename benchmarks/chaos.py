@@ -30,6 +30,7 @@ import argparse
 import contextlib
 import json
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -126,6 +127,7 @@ class Chaos:
         peers = self.monitor.wait_for(r"--initial_peers (/ip4\S+)").group(1)
         common += ["--initial_peers", peers, *TRAINER, "--target_group_size", self.args.target_group_size]
         common += ["--target_batch_size", self.args.target_batch_size]
+        common += shlex.split(self.args.flags)
         common += ["--dataset_path", self.args.dataset_path, "--tokenizer_path", self.args.tokenizer_path]
         config = json.loads(Path("configs/demo.json").read_text()) | (LARGE if self.args.large else {})
         (self.folder / "config.json").write_text(json.dumps(config))
@@ -515,6 +517,7 @@ def main() -> None:
     parser.add_argument("--rtt_ms", type=float, default=20, help="of each path, where the network is emulated")
     parser.add_argument("--mbits", type=float, default=100, help="of each peer, up and down, likewise")
     parser.add_argument("--json", type=Path, help="file for the raw figures")
+    parser.add_argument("--flags", default="", help="more flags for all trainers, in one word")
     parser.add_argument("--large", action="store_true", help="14 M parameters, epochs of about 40 s at 20 Mbit/s")
     args = parser.parse_args()
     if args.large:

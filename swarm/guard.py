@@ -170,7 +170,7 @@ class GuardedContainer(TensorPartContainer):
         :param own_weight: of this peer's gradient in the average
         """
         ratios = [ratio for index in peer_indices for ratio in self.ratios[index]]
-        return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean())
+        return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios else 1.0
 
 
 def find_own_shares(container: GuardedContainer, own_index: int, own_weight: float) -> dict[int, float]:

@@ -503,7 +503,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
             self._trust |= dict.fromkeys(out, 2 * LEAST_TRUST)  # when they are back
             raise PeersLied(dict.fromkeys(out, "sends averages that own gradients are no part of"))
-        is_reversed = shares and container.find_share(weight, range(container.group_size)) < MOSTLY_REVERSED
+        is_reversed = container.find_share(weight, range(container.group_size)) < MOSTLY_REVERSED
         if is_reversed or any(share < REVERSED and self._trust[peer] < DOUBT for peer, share in shares.items()):
             raise AllreduceException("an average points away from what was sent for it")
 
