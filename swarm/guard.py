@@ -22,7 +22,7 @@ MAX_ANSWER = 10.0  # length of an average beside the own gradient, in terms of t
 # more of the average is of this peer: of a few samples beside many, it is mostly noise. A single round is no proof: at
 # the beginning of a plateau, and of 64 samples, an honest gradient can point away from all others.
 TRUST_WEIGHT, LEAST_TRUST, DOUBT = 0.5, 0.25, 0.4
-REVERSED, FAR_TOO_LONG, LEAST_OWN_SHARE = -0.5, -math.inf, 0.3
+REVERSED, FAR_TOO_LONG, LEAST_OWN_SHARE = -0.5, -math.inf, 0.0
 MOSTLY_REVERSED = -0.3  # of the whole average: no step is taken by it, whoever is to blame
 CHUNK = 1024  # numbers, of which each such counts the same: the largest gradients, of biases, are the noisiest
 MAX_CHANGE = 0.05, 1e-3  # of parameters by their average: of their length, and of each number
