@@ -124,7 +124,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     import torch
 
     from arguments import AveragingArguments, SwarmArguments
-    from models.state_codecs import COMPRESSIONS
+    from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
     from support.console import setup_logging
     from swarm.joining import make_dht
     from swarm.line import LINE
@@ -160,7 +160,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
         gradients=COMPRESSIONS[row.compression],
         local_steps=SPARSE if is_sparse else None,
         state_averaging=COMPRESSIONS["none"],
-        load_state=COMPRESSIONS["none"],
+        load_state=LOAD_STATE_COMPRESSIONS["8bit"],
     )
     stop = handle_stop_signals()
     for param in params:
