@@ -4,6 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --picture fidelity.png
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --large --mbits 20 --rtt_ms 75 --minutes 20 --seeds 0 \\
         --runs 3 "3 --local_steps 25 --local_steps_from 8 --compression sparse"
+    OMP_NUM_THREADS=1 python benchmarks/fidelity.py --model MODEL --mbits 1 --pace 0.4 --minutes 10 --seeds 0 \\
+        --runs 3 "3 --local_steps 25 --local_steps_from 0 --compression sparse"
 
 A run is a number of trainers and flags for them; each begins with a monitor of its own, and ends after --samples of the
 whole swarm or after --minutes. The first trainer measures the validation loss now and then, all others at the end. The
@@ -62,7 +64,8 @@ class Run:
         config = json.loads(Path("configs/demo.json").read_text()) | (LARGE if args.large else {})
         (folder / "config.json").write_text(json.dumps(config))
         command = ["run_trainer.py"] if not args.pace else ["benchmarks/paced_trainer.py", args.pace]
-        command += [*prefix, "--initial_peers", peers, *TRAINER.split(), "--config_path", folder / "config.json"]
+        command += [*prefix, "--initial_peers", peers, *TRAINER.split()]
+        command += ["--model_name_or_path", args.model] if args.model else ["--config_path", folder / "config.json"]
         command += ["--dataset_path", args.dataset_path, "--tokenizer_path", args.tokenizer_path, "--seed", seed]
         command += ["--target_batch_size", args.target_batch_size, "--max_eval_samples", args.eval_samples]
         command += ["--per_device_train_batch_size", args.batch_size, *flags]
@@ -135,6 +138,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=16, help="of a trainer's steps")
     parser.add_argument("--eval_steps", type=int, default=25, help="epochs between two measurements")
     parser.add_argument("--eval_samples", type=int, default=512)
+    parser.add_argument("--model", help="folder of a model that all go on from, instead of a new one")
     parser.add_argument("--large", action="store_true", help="14 M parameters")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that each batch waits")
     parser.add_argument("--mbits", type=float, help="of each peer, up and down, on an emulated network")
