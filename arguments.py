@@ -23,6 +23,7 @@ OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
 SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
+LEAST_JOINT_EPOCHS = 200  # before local steps: by then a small model has left the plateau of word frequencies
 LARGEST_SEED = 2**32 - 1  # of numpy's generators
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
@@ -207,9 +208,7 @@ class AveragingArguments:
         "Compression of gradients; 8bit: half of float16. sparse: with --local_steps the largest in 2 bits. ALL PEERS.",
         aliases=["--grad_compression"],
     )
-    state_compression: Literal["none", "float16"] = flag(
-        "none", "Compression of parameters when they are averaged. ALL PEERS."
-    )
+    state_compression: Literal["none", "float16"] = flag("none", "Compression of parameters when averaged. ALL PEERS.")
     load_state_compression: Literal["none", "float16", "8bit"] = flag(
         "8bit",
         "Compression of the state for a peer that joins or has missed a round. float16: of parameters; 8bit: of "
@@ -370,9 +369,7 @@ class PrecisionArguments:
 class TrainerArguments(PrecisionArguments):
     """One trainer's own work. Read by run_trainer.py."""
 
-    preflight: bool = flag(
-        False, "Do not train: check this machine, the data and the connection to the others, and print a table."
-    )
+    preflight: bool = flag(False, "Do not train: check this machine, the data and the connection, and print a table.")
     per_device_train_batch_size: str = flag(
         "4",
         "Samples per forward pass of each device, as many as fit into memory; auto: find out at the start what the "
@@ -733,4 +730,8 @@ BASIC_FLAGS = {
 
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
     """Parse the command line into one instance of each dataclass, in order; for more see `parse_flags`."""
-    return parse_flags(groups, BASIC_FLAGS, description, before)
+    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, description, before)}
+    averaging = found.get(AveragingArguments)
+    if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:  # see docs/measured.md
+        averaging.local_steps_from = max(LEAST_JOINT_EPOCHS, found[OptimizerArguments].warmup_steps)
+    return tuple(found.values())

@@ -9,7 +9,6 @@ peers must agree on; it is published and compared when a peer joins.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,8 +22,6 @@ from swarm.contract import describe_averaging
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.sparse import SparseCompression
 from swarm.states import initialize_optimizer_state_, list_params
-
-LEAST_JOINT_EPOCHS = 200
 
 
 def make_param_groups(model: nn.Module) -> list[dict]:
@@ -98,14 +95,6 @@ def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, **options))
 
 
-def choose_first_local_epoch(args: OptimizerArguments, averaging: AveragingArguments) -> AveragingArguments:
-    """With the default of --local_steps_from: a model that has not yet left the plateau of word frequencies, and whose
-    rate is still rising, learns little from peers that step by themselves (benchmarks/local_steps.py)."""
-    if averaging.local_steps_from is not None:
-        return averaging
-    return replace(averaging, local_steps_from=max(LEAST_JOINT_EPOCHS, args.warmup_steps))
-
-
 def make_optimizer(
     model: nn.Module,
     dht: DHT,
@@ -127,7 +116,7 @@ def make_optimizer(
     return CollaborativeOptimizer(
         dht,
         swarm.experiment_prefix,
-        choose_first_local_epoch(args, averaging),
+        averaging,
         params=make_param_groups(model),
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
@@ -157,5 +146,5 @@ def describe_contract(
         "optimizer": choose_optimizer(args)[1],
         "schedule": f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}, "
         f"total {args.total_steps}",
-        **describe_averaging(choose_first_local_epoch(args, averaging)),
+        **describe_averaging(averaging),
     }

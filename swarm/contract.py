@@ -49,11 +49,11 @@ class RunSchedule:
     target_batch_size: int | None = None  # samples that make an epoch
     total_steps: int | None = None  # epochs, at the end of which the learning rate is lowest
     local_steps: int = 1  # times which they make an epoch, from the next one on
-    local_steps_from: int = 0
+    local_steps_from: int | None = None
 
     def count_samples(self, epoch: int) -> int:
         """Of all epochs until this one."""
-        return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - self.local_steps_from))
+        return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - (self.local_steps_from or 0)))
 
 
 def read_schedule(contract: RunContract) -> RunSchedule:

@@ -245,7 +245,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
     options = OptimizerArguments(**pick(settings, OptimizerArguments))
-    precision = {"none": "32 bits", "float16": "16 bits", "8bit": "8 bits"}[settings["compression"]]
+    precision = {"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits")
     figures = {
         "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
         "training loss": f"{metrics['loss']:.4f} nats, {objective.description}, at epoch {metrics['epoch']:,}",
@@ -257,7 +257,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         "optimizer": choose_optimizer(options)[1],
         "schedule": f"peak learning rate {options.learning_rate:g} after {options.warmup_steps:,} epochs of "
         f"linear warm-up, linear decay to {options.min_learning_rate:g} at epoch {options.total_steps:,}",
-        "averaging": f"gradients in {precision}, parameters every {settings['average_state_every']} epochs",
+        "averaging": f"gradients in {precision}, parameters every {settings['average_state_every']} epochs"
+        + f", {settings['local_steps']} local steps from epoch {settings['local_steps_from']}"
+        * (settings["local_steps"] > 1),
     }
     return CARD.format(
         model_type=model.config.model_type,
