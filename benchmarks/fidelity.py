@@ -11,7 +11,7 @@ A run is a number of trainers and flags for them; each begins with a monitor of 
 whole swarm or after --minutes. The first trainer measures the validation loss now and then, all others at the end. The
 row of a run:
     loss        validation loss of the first trainer's model at the end, and in terms of the first run's
-    samples     of all trainers together, in steps
+    samples     of all trainers together that are in the model
     computing   share of the trainers' time, from their third epoch on
     MB sent     by a trainer on the average, for rounds and states
 --mbits takes an emulated network (tests/netlab.py, needs root), where each batch of --large waits for --pace seconds
@@ -26,6 +26,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -99,16 +101,20 @@ class Run:
 
     def report(self) -> dict:
         histories = [self.read(trainer) for trainer in self.trainers]
+        computed = Counter()  # by epoch: where epochs are short, the swarm computes more than a batch until all know
+        for lines in histories:
+            computed.update({line["epoch"]: line["samples_accumulated"] for line in lines})
+        samples = dict(zip(sorted(computed), accumulate(computed[epoch] for epoch in sorted(computed)), strict=True))
         curve = {line["validation_epoch"]: line for line in histories[0] if line.get("validation_loss")}
         steady = [line for lines in histories for line in lines[2:]]
         return {
             "run": self.name,
-            "samples": histories[0][-1]["swarm_samples"],
+            "samples": max(samples.values()),
             "computing": sum(line["compute_seconds"] for line in steady)
             / sum(line["compute_seconds"] + line["waiting_seconds"] + line["averaging_seconds"] for line in steady),
             "megabytes": statistics.fmean(sum(line["bytes_sent"] for line in lines) / 1e6 for lines in histories),
             "minutes": (histories[0][-1]["time"] - histories[0][0]["time"]) / 60,
-            "curve": [(line["swarm_samples"], line["validation_loss"]) for line in curve.values()],
+            "curve": [(samples.get(epoch, 0), line["validation_loss"]) for epoch, line in curve.items()],
         }
 
 
