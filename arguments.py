@@ -245,9 +245,8 @@ class AveragingArguments:
 
     def __post_init__(self):
         check_range(self, "target_batch_size", "average_state_every", "local_steps", at_least=1)
-        check_range(self, "local_steps_from", "outer_momentum", at_least=0)
         check_range(self, "target_group_size", at_least=2)
-        check_range(self, "batch_size_lead", "min_vector_size", at_least=0)
+        check_range(self, "batch_size_lead", "min_vector_size", "local_steps_from", "outer_momentum", at_least=0)
         check_range(self, "expected_drift_peers", "expected_drift_rate", at_least=0)
         check_range(self, "matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout", above=0)
         check_range(self, "outer_lr", "min_refresh_period", "max_refresh_period", "default_refresh_period", above=0)
