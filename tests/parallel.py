@@ -6,6 +6,7 @@ it ends. `make test` runs this:
 The libraries are imported once: each part, and each program that a part starts, is a fork of this process.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ def start_part(flags: list[str], output: IO) -> int:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT).pid
     if pid := os.fork():
         return pid
+    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: when this process's parent ends, as after Ctrl-C
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     # a child of the part's, which becomes the parent of what the server starts
@@ -36,14 +38,15 @@ def start_part(flags: list[str], output: IO) -> int:
     sys.exit(pytest.main(flags))
 
 
-def fork_the_server(requests: socket.socket, errors: IO) -> None:
+def fork_the_server(server: processes.ForkServer, theirs: socket.socket) -> None:
     if os.fork():
         return
+    server.requests.close()  # when the part has ended too, so does the server
     os.setsid()
     with open(os.devnull, "r+") as null:
-        for number, file in enumerate((null, null, errors)):
+        for number, file in enumerate((null, null, server.errors)):
             os.dup2(file.fileno(), number)
-    fork_server.serve(requests)
+    fork_server.serve(theirs)
     sys.exit()
 
 

@@ -79,12 +79,12 @@ class ForkServer:
         "|_TORCHINDUCTOR_.*"  # which torch sets when it compiles
     )
 
-    def __init__(self, start: Callable[[socket.socket, IO], None]):
-        """:param start: starts the server, given its end of the socket and its standard error"""
+    def __init__(self, start: Callable[["ForkServer", socket.socket], None]):
+        """:param start: starts the server, given its end of the socket"""
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.env = make_environment()
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        start(theirs, self.errors)
+        start(self, theirs)
         theirs.close()
 
     def can_start(self, words: list[str], env: dict[str, str]) -> bool:
@@ -119,10 +119,10 @@ IS_FORKING = False
 FORK_SERVER: ForkServer | None = None
 
 
-def start_fork_server(requests: socket.socket, errors: IO) -> None:
-    command = [sys.executable, ROOT / "tests" / "fork_server.py", str(requests.fileno())]
-    files = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors)
-    subprocess.Popen(command, env=make_environment(), **files, pass_fds=[requests.fileno()], start_new_session=True)
+def start_fork_server(server: ForkServer, theirs: socket.socket) -> None:
+    command = [sys.executable, ROOT / "tests" / "fork_server.py", str(theirs.fileno())]
+    files = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=server.errors)
+    subprocess.Popen(command, env=server.env, **files, pass_fds=[theirs.fileno()], start_new_session=True)
 
 
 def get_fork_server() -> ForkServer:
