@@ -51,6 +51,7 @@ def fork_the_server(server: processes.ForkServer, theirs: socket.socket) -> None
 
 
 def main(count: int, flags: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background has it ignore
     if IS_FORKING:
         os.environ |= processes.make_environment()  # before the libraries look at it
         fork_server.import_libraries()
