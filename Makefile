@@ -17,15 +17,8 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check install -qq
 demo: setup
 	@.venv/bin/python demo.py
 
-# in parts beside each other, as most of a swarm's time is waiting; what a part prints is shown when it ends
-PARTS = 1 2 3 4
-.PHONY: $(PARTS:%=test-%)
-
 test: setup
-	@$(MAKE) --silent --jobs --output-sync=target --keep-going $(PARTS:%=test-%)
-
-$(PARTS:%=test-%): setup
-	@.venv/bin/python -m pytest -m "not slow" --part $(@:test-%=%)/$(words $(PARTS))
+	@.venv/bin/python tests/parallel.py 4 -m "not slow"
 
 # and each script that the tests start imports its libraries itself
 test-all: setup

@@ -23,7 +23,6 @@ OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
 SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
-LEAST_JOINT_EPOCHS = 200  # before local steps: by then a small model has left the plateau of word frequencies
 LARGEST_SEED = 2**32 - 1  # of numpy's generators
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
@@ -732,6 +731,6 @@ def parse_arguments(*groups: type, description: str | None = None, before: Seque
     """Parse the command line into one instance of each dataclass, in order; for more see `parse_flags`."""
     found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, description, before)}
     averaging = found.get(AveragingArguments)
-    if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:  # see docs/measured.md
-        averaging.local_steps_from = max(LEAST_JOINT_EPOCHS, found[OptimizerArguments].warmup_steps)
+    if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:
+        averaging.local_steps_from = max(200, found[OptimizerArguments].warmup_steps)  # see docs/measured.md
     return tuple(found.values())

@@ -23,14 +23,7 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from experiment.data import make_eval_batches
-from machine.checkpoint import (
-    CheckpointError,
-    apply_state,
-    collect_state,
-    load_state,
-    save_checkpoint,
-    save_model,
-)
+from machine.checkpoint import CheckpointError, apply_state, collect_state, load_state, save_checkpoint, save_model
 from machine.devices import all_finite, is_out_of_memory
 from machine.preflight import check_epoch_time, check_step_time, warn_of
 from machine.training import evaluate
@@ -398,9 +391,8 @@ class CollaborativeCallback:
         """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
         self.wait_share, self.waited = min(1.0, self.waited / max(seconds, 1e-9)), 0.0
         # not the first epoch, in which the data's workers start
-        self.starved_epochs = (
-            self.starved_epochs + 1 if self.wait_share > LONG_WAIT and self.counters["epochs"] > 1 else 0
-        )
+        is_starved = self.wait_share > LONG_WAIT and self.counters["epochs"] > 1
+        self.starved_epochs = self.starved_epochs + 1 if is_starved else 0
         if self.starved_epochs == 3:
             logger.warning(
                 f"{self.wait_share:.0%} of the time is spent waiting for data: raise --dataloader_num_workers (now "
@@ -500,10 +492,10 @@ class CollaborativeCallback:
         :returns: whether the model could be written
         """
         optimizer, output_dir, entropy = self.optimizer, Path(self.args.output_dir), self.corpus["unigram_entropy"]
-        summary = {"unigram_entropy": entropy, "peer_id": str(self.dht.peer_id)}
-        if self.start_loss is not None:
-            summary["start_loss"] = self.start_loss
+        summary = {} if self.start_loss is None else {"start_loss": self.start_loss}
         summary |= {
+            "unigram_entropy": entropy,
+            "peer_id": str(self.dht.peer_id),
             "epoch": optimizer.local_epoch,
             "samples": optimizer.total_samples,
             "epochs_here": self.counters["epochs"],
@@ -524,12 +516,11 @@ class CollaborativeCallback:
             logger.info(f"validation loss {loss:.3f}, unigram entropy {entropy:.3f} nats")
         write_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
         lost = summary["computed_samples"] - summary["samples"]
+        more = f" ({lost:,} more were not part of any step)" if lost > 0 else ""
+        where = f"in {output_dir}" if is_saved else "NOT SAVED, see the warning above"
         logger.info(
-            f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples"
-            + (f" ({lost:,} more were not part of any step)" if lost > 0 else "")
-            + f", averaged with others in "
-            f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is "
-            + (f"in {output_dir}" if is_saved else "NOT SAVED, see the warning above")
+            f"epoch {summary['epoch']}, contributed {summary['samples']:,} samples{more}, averaged with others in "
+            f"{summary['epochs_averaged']} of {summary['epochs_here']} epochs; the model is {where}"
         )
         return is_saved
 

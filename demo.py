@@ -273,12 +273,11 @@ def report(output_dir: Path, epochs: int) -> None:
     print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}")
     print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
 
+    logs = f"{folders[0]}.log and {folders[1]}.log"
     if not averaged:
-        raise UserError(f"the peers never averaged their gradients, see {folders[0]}.log and {folders[1]}.log")
+        raise UserError(f"the peers never averaged their gradients, see {logs}")
     if not final_loss < entropy:
-        raise UserError(
-            f"the model has not learned more than word frequencies, see {folders[0]}.log and {folders[1]}.log"
-        )
+        raise UserError(f"the model has not learned more than word frequencies, see {logs}")
 
 
 def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
@@ -318,10 +317,8 @@ def main() -> int:
     parser.add_argument("--config_path", default="configs/demo.json", help="the model, e.g. configs/lean-demo.json")
     parser.add_argument("--clients", action="store_true", help="both peers accept no connection, as behind firewalls")
     args = parser.parse_args()
-
     if args.epochs < 1:
-        print("demo.py: error: --epochs must be at least 1", file=sys.stderr)
-        return 2
+        parser.error("--epochs must be at least 1")
     os.chdir(ROOT)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

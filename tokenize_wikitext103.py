@@ -34,12 +34,7 @@ from pathlib import Path
 from arguments import TokenizeArguments, parse_arguments
 from support.console import UserError, edge
 from support.files import unfinished_folder
-from text.documents import (
-    load_sentence_splitter,
-    read_documents,
-    read_text,
-    split_chapters,
-)
+from text.documents import load_sentence_splitter, read_documents, read_text, split_chapters
 from text.hosting import check_archive, make_archive
 from text.instances import KINDS
 from text.tokenization import load_hub_splits, make_dataset, split_documents

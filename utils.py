@@ -115,13 +115,9 @@ class LocalMetrics(BaseModel):
         return super().dict(**{**options, "exclude_none": True})
 
     @root_validator(skip_on_failure=True)
-    def bound_evaluation(cls, values: dict) -> dict:
+    def bound_each_by_others(cls, values: dict) -> dict:
         if values["evaluation"] and values["evaluation"].epoch > values["epoch"]:
             raise ValueError("an evaluation must not be newer than the record")
-        return values
-
-    @root_validator(skip_on_failure=True)
-    def bound_mean_loss(cls, values: dict) -> dict:
         if values["loss"] > MAX_MEAN_LOSS * values["mini_steps"]:
             raise ValueError(f"the mean loss must not exceed {MAX_MEAN_LOSS:g} nats")
         return values

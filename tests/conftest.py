@@ -1,9 +1,9 @@
 """Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
 
+import functools
 import lzma
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 import netlab
@@ -15,13 +15,17 @@ from processes import ROOT, Script, run_python
 # beside other processes, two threads of a small product wait for each other longer than they work
 torch.set_num_threads(1)
 
-
-# Of a test that starts scripts, in terms of one that does not: most of its time is waiting.
-WEIGHT_OF_A_START = 60
-# and what to add for files whose tests start programs in other ways, or longer ones
-WEIGHTS = {"test_line.py": 1300, "test_devices.py": 1000, "test_checkpoint.py": 500, "test_families.py": 400}
-WEIGHTS |= {"test_networks.py": 400, "test_archive.py": 350, "test_aux_peer.py": 250, "test_guard.py": 200}
-WEIGHTS |= {"test_evaluation.py": 100, "test_tokenize.py": 100}
+# Seconds that the quick tests of test_*.py take on two cores, beside three other parts; of files that are not named, 3.
+# fmt: off
+SECONDS = {
+    "devices": 185, "averaging": 115, "checkpoint": 110, "guard": 100, "states": 100, "aux_peer": 90, "families": 85,
+    "swarm": 80, "finetune": 75, "line": 60, "tokenize": 60, "archive": 60, "networks": 55, "monitor": 50,
+    "local_steps": 50, "evaluation": 45, "new_experiment": 40, "preflight": 35, "trainer": 30, "faults": 30,
+    "lean_albert": 30, "status": 25, "dashboard": 20, "storage": 20, "metrics": 20, "arguments": 20, "streaming": 15,
+    "joining": 15, "show": 15, "vouching": 15, "hivemind_gaps": 15, "hosting": 15, "finetune_tasks": 10, "fetch": 10,
+    "processes": 10, "setup": 10,
+}
+# fmt: on
 
 
 def pytest_addoption(parser):
@@ -35,20 +39,25 @@ def pytest_configure(config):
     processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config, items):
-    """Keep one part's files: the longest of all goes first, and each to the part that has least to do by then."""
-    number, count = map(int, config.getoption("--part").split("/"))
-    weights, loads, parts = Counter(), [0] * count, [[] for _ in range(count)]
-    for item in items:
-        weights[item.path] += WEIGHT_OF_A_START if "start" in item.fixturenames else 1
-    weights.update({path: WEIGHTS.get(path.name, 0) for path in weights})
-    for path, weight in weights.most_common():
+@functools.cache
+def divide_files(count: int) -> list[set[Path]]:
+    """The files of each part: the longest of all goes first, and each to the part that has least to do by then."""
+    parts, loads = [set() for _ in range(count)], [0] * count
+    seconds = {
+        path: SECONDS.get(path.stem.removeprefix("test_"), 3)
+        for path in sorted(Path(__file__).parent.glob("**/test_*.py"))
+    }
+    for path in sorted(seconds, key=seconds.get, reverse=True):
         part = loads.index(min(loads))
-        parts[part].append(path)
-        loads[part] += weight
-    config.hook.pytest_deselected(items=[item for item in items if item.path not in parts[number - 1]])
-    items[:] = [item for item in items if item.path in parts[number - 1]]
+        parts[part].add(path)
+        loads[part] += seconds[path]
+    return parts
+
+
+def pytest_ignore_collect(collection_path, config):
+    number, count = map(int, config.getoption("--part").split("/"))
+    is_others = collection_path.is_file() and collection_path not in divide_files(count)[number - 1]
+    return is_others or None
 
 
 @pytest.fixture

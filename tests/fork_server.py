@@ -28,6 +28,14 @@ transformers.models.auto.modeling_auto
 """
 
 
+def import_libraries() -> None:
+    multiprocessing.set_start_method("fork")
+    for library in LIBRARIES.split():
+        importlib.import_module(library)
+    gc.collect()
+    gc.freeze()  # or the first collection in each program would copy the pages of all these modules
+
+
 def wait_for_program(requests: socket.socket) -> dict:
     """Fork for each request that comes; returns it, in the new process alone."""
     while True:
@@ -97,12 +105,13 @@ def run_program(words: list[str]) -> None:
     exec(compile(source, name, "exec"), main.__dict__)
 
 
-if __name__ == "__main__":
-    multiprocessing.set_start_method("fork")
-    for library in LIBRARIES.split():
-        importlib.import_module(library)
-    gc.collect()
-    gc.freeze()  # or the first collection in each program would copy the pages of all these modules
-    program = wait_for_program(socket.socket(fileno=int(sys.argv[1])))
+def serve(requests: socket.socket) -> None:
+    """Become the server: this returns in the programs alone, when they have ended."""
+    program = wait_for_program(requests)
     become_program(**program)
     run_program(program["words"])
+
+
+if __name__ == "__main__":
+    import_libraries()
+    serve(socket.socket(fileno=int(sys.argv[1])))

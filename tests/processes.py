@@ -79,19 +79,12 @@ class ForkServer:
         "|_TORCHINDUCTOR_.*"  # which torch sets when it compiles
     )
 
-    def __init__(self):
+    def __init__(self, start: Callable[["ForkServer", socket.socket], None]):
+        """:param start: starts the server, given its end of the socket"""
         self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.env = make_environment()
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        subprocess.Popen(
-            [sys.executable, ROOT / "tests" / "fork_server.py", str(theirs.fileno())],
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self.errors,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
+        start(self, theirs)
         theirs.close()
 
     def can_start(self, words: list[str], env: dict[str, str]) -> bool:
@@ -122,7 +115,20 @@ class ForkServer:
 
 #: programs start as forks of one process, where this is true; conftest.py decides
 IS_FORKING = False
-get_fork_server = functools.cache(ForkServer)
+#: None until the first of them starts; where parallel.py runs, it is there before
+FORK_SERVER: ForkServer | None = None
+
+
+def start_fork_server(server: ForkServer, theirs: socket.socket) -> None:
+    command = [sys.executable, ROOT / "tests" / "fork_server.py", str(theirs.fileno())]
+    files = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=server.errors)
+    subprocess.Popen(command, env=server.env, **files, pass_fds=[theirs.fileno()], start_new_session=True)
+
+
+def get_fork_server() -> ForkServer:
+    global FORK_SERVER
+    FORK_SERVER = FORK_SERVER or ForkServer(start_fork_server)
+    return FORK_SERVER
 
 
 def make_environment(more: dict[str, str] | None = None) -> dict[str, str]:

@@ -513,7 +513,7 @@ def test_broken_results_are_one_line(text, terra_run, toy_model, tmp_path, capsy
     ],
     ids=str,
 )
-def test_wrong_flags(flags, words, toy_model, tmp_path, monkeypatch, capsys):
+def test_wrong_flags(flags, words, toy_model, tmp_path, capsys):
     if "--fp16" in flags and torch.cuda.is_available() and "--bf16" not in flags:
         pytest.skip("there is a GPU")
     line = refuse(
@@ -619,7 +619,7 @@ def test_wrong_checkpoints(spoil, words, toy_model, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_wrong_old_checkpoints(old_checkpoint, toy_model, tmp_path, capsys):
+def test_wrong_old_checkpoints(old_checkpoint, tmp_path, capsys):
     write_toy_task(tmp_path, "TERRa", make_toy_pairs()[:2])
     flags = ["-t", "terra", "-c", old_checkpoint / "state.pth", "-d", tmp_path, "--output_dir", tmp_path / "run"]
     (old_checkpoint / "tokenizer" / "tokenizer.json").write_text("{")

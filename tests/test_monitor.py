@@ -16,7 +16,7 @@ from swarms import read_epochs, start_monitor
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import run_training_monitor
-from machine.checkpoint import find_checkpoints, save_checkpoint, save_model
+from machine.checkpoint import find_checkpoints, save_checkpoint
 from utils import peer_label
 
 
@@ -169,7 +169,7 @@ def test_monitor_refuses_wrong_flags_in_one_line(flag, value):
 
 
 @pytest.fixture
-def model_and_tokenizer(tmp_path):
+def model_and_tokenizer():
     from tokenizers import Tokenizer, models
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")))
@@ -194,17 +194,3 @@ def test_checkpoints_are_whole_and_few(model_and_tokenizer, tmp_path):
     description = json.loads((newest / "training_state.json").read_text())
     assert (description["epoch"], description["swarm_loss"]) == (10, 5.0)
     assert description["files"]["model.safetensors"]["bytes"] == (newest / "model.safetensors").stat().st_size
-
-
-def test_full_disk_is_a_warning(model_and_tokenizer, tmp_path, caplog):
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    try:
-        assert not save_model(*model_and_tokenizer, mount / "checkpoint-1", {})
-        assert not list(mount.iterdir())
-        (warning,) = [record for record in caplog.records if record.levelname.startswith("WARN")]
-        assert "No space left" in warning.getMessage()
-    finally:
-        subprocess.run(["umount", mount], check=True)

@@ -79,6 +79,7 @@ def test_parameters_that_are_not_finite_end_a_trainer_that_is_alone(facts):
     assert facts["exit_code"] == 1 and facts["is_finite"]
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_finite_are_taken_over_from_the_swarm(start, tmp_path, tiny_data):
     swarm = Swarm(start, tmp_path, {**tiny_data, "--load_state_compression": "none"})
     swarm.start_monitor()

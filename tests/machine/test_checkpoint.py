@@ -270,7 +270,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_
     assert not list(disk.iterdir()) and "Traceback" not in trainer.text
 
 
-def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data, tmp_path):
+def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data):
     """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
     disk = small_disk(20_000)
     # so many epochs that the disk is full before the first of these files is due

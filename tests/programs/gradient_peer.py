@@ -33,18 +33,18 @@ def make_gradient_optimizer(
     averaging_timeout: float = 10.0,
     is_robust: bool = False,
     density: float = 1.0,
+    times_follow_the_line: bool = False,
     **settings,
 ) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
+    if not times_follow_the_line:
+        settings |= dict(matchmaking_time=2.0, request_timeout=1.0, next_chunk_timeout=4.0)
+        settings["averaging_timeout"] = averaging_timeout
     averaging = AveragingArguments(
         target_batch_size=target_batch_size,
         batch_size_lead=0,
         target_group_size=group_size,
         min_vector_size=0,
-        matchmaking_time=2.0,
-        request_timeout=1.0,
-        averaging_timeout=averaging_timeout,
-        next_chunk_timeout=4.0,
         average_state_every=average_state_every,
         robust_averaging="clip" if is_robust else "none",
         min_refresh_period=0.2,
@@ -95,6 +95,8 @@ def main() -> None:
     parser.add_argument("--average_state_every", type=int, default=10**6)
     parser.add_argument("--mbits", type=float, help="of this peer's line, upwards")
     parser.add_argument("--averaging_timeout", type=float, default=10.0)
+    parser.add_argument("--times_follow_the_line", action="store_true", help="instead of being given")
+    parser.add_argument("--host", default="127.0.0.1", help="its address")
     parser.add_argument("--robust", action="store_true")
     parser.add_argument("--others", type=int, default=0, help="go on when so many other peers are there")
     parser.add_argument("--others_at", type=int, default=0, help="the epoch at which it waits until they are there too")
@@ -106,7 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     setup_logging("peer")
 
-    options = dict(host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=args.client_mode)
+    options = dict(host_maddrs=[f"/ip4/{args.host}/tcp/0"], client_mode=args.client_mode)
     swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, **options)
     dht, *_ = make_dht(swarm)
     if args.mbits:
@@ -115,7 +117,7 @@ def main() -> None:
     options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
     options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust)
     options |= dict(local_steps=args.local_steps, local_steps_from=3, outer_lr=1.0, outer_momentum=0.5)
-    options |= dict(overlap=args.overlap, density=args.density)
+    options |= dict(overlap=args.overlap, density=args.density, times_follow_the_line=args.times_follow_the_line)
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:

@@ -275,7 +275,9 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     newcomer.assert_clean_end()
 
 
-@pytest.mark.parametrize("optim, compression", [("lamb", "none"), ("lamb_8bit", "float16")])
+@pytest.mark.parametrize(
+    "optim, compression", [pytest.param("lamb", "none", marks=pytest.mark.slow), ("lamb_8bit", "float16")]
+)
 def test_the_state_of_lamb_is_taken_over(start, optim, compression):
     """Moments come bit for bit, also where parameters come in 16 bits."""
     taker = start("taker", "-m", "tests.programs.lamb_states", make_prefix(), optim, compression)

@@ -82,22 +82,20 @@ def test_a_frozen_trainer_catches_up(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 def test_a_trainer_that_slept_past_its_round_catches_up(start, tmp_path, tiny_data):
-    """SIGSTOP for 20 s, in which the round that it broke is given up: the others go on, then it is one of them."""
+    """SIGSTOP for 20 s at least, in which the round that it broke is given up: the others go on, then it is one of
+    them."""
     # moments that come in 8 bits differ by a hundredth, and so do the steps after parameters were averaged
     swarm = Swarm(start, tmp_path, {**tiny_data, "--load_state_compression": "none"})
     swarm.start_monitor()
     names = ["a", "b", "c"]
     *_, victim = swarm.start_trainers(*names)
     swarm.wait_for_joint_epochs(names, 2, 90)
-    frozen = time.time()
+    frozen, before = time.time(), swarm.last_epoch("a")
     victim.freeze()
-    time.sleep(20)
-    thawed = time.time()
+    during = swarm.wait_for_joint_epochs(names[:2], 2, 60, after=before)
+    time.sleep(max(0.0, frozen + 20 - time.time()))
     victim.thaw()
-    during = [line for line in swarm.history("a").values() if frozen < line["time"] <= thawed]
-    # one round broken by it, then at the pace of two
-    assert sum(line["averaged_with"] == 2 for line in during) >= 2, during
-    joint = swarm.wait_for_joint_epochs(names, 1, 40, after=max(line["epoch"] for line in during))
+    joint = swarm.wait_for_joint_epochs(names, 1, 90, after=during[-1])
     swarm.stop_together(names, joint[0])
     assert swarm.difference(names) < 1e-6
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import time
+from types import SimpleNamespace
 
 import netlab
 import pytest
@@ -13,8 +14,8 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
-from processes import ROOT, make_prefix, wait_until
-from swarms import Swarm
+from processes import ROOT, Script, make_prefix, wait_until
+from swarms import Swarm, epochs
 
 from swarm.line import PAYLOAD_SHARE, Line
 from swarm.matchmaking import PromptMatchmaking
@@ -61,9 +62,11 @@ def line_swarm(start, tmp_path, tiny_data, net: netlab.Net):
     return make
 
 
+@pytest.mark.slow
 def test_eight_rounds_in_a_row_are_averaged_by_all(line_swarm):
+    """By trainers, whose computing leaves the cores less time for the line."""
     names = ["a", "b", "c"]
-    swarm = line_swarm(names, pace=0.5, compression="8bit")  # half as long as the rounds of the slow tests
+    swarm = line_swarm(names, pace=0.5, compression="8bit")  # half as long as the rounds of the other tests
     first = swarm.wait_for_joint_epochs(names, 1, 240)[0]
     until_then = {name: len(swarm.trainers[name].text) for name in names}  # who starts later may miss a round
     joint = swarm.wait_for_joint_epochs(names, 8, 8 * (ROUND_SECONDS + 20), after=first)
@@ -144,26 +147,71 @@ def test_a_swarm_that_was_cut_for_half_a_minute_comes_together_again(line_swarm,
     swarm.wait_for_joint_epochs(names, 2, 400, after)
 
 
+def start_three_peers(
+    start, each: dict[str, list], *common: object, net: netlab.Net | None = None
+) -> dict[str, Script]:
+    """Peers of known gradients that begin together, by name, each with flags of its own."""
+    prefix, peers, addresses = make_prefix(), {}, []
+    for name, own in each.items():
+        command = ["-m", "tests.programs.gradient_peer", "--experiment_prefix", prefix, "--batch_size", 16, *own]
+        command += ["--group_size", 3, "--others", 2, *common]
+        command += ["--initial_peers", *addresses] if addresses else []
+        peers[name] = start(name, *command, **({"prefix": net.prefix(name)} if net else {}))
+        addresses = addresses or json.loads(peers[name].wait_for(r'\{"maddrs".*\}').group(0))["maddrs"]
+    return peers
+
+
+def wait_for_rounds(peers: dict[str, Script], count: int, seconds: float) -> list[tuple[dict, ...]]:
+    """What each of three says of so many rounds in a row of all of them."""
+
+    def find_joint() -> list[tuple[dict, ...]]:
+        lines = [epochs(peer) for peer in peers.values()]
+        common = [tuple(of_peer[epoch] for of_peer in lines) for epoch in lines[2] if all(epoch in p for p in lines)]
+        joint = [lines for lines in common if all(line["averaged_with"] == 3 for line in lines)]
+        return joint if len(joint) >= count else []
+
+    rounds = wait_until(find_joint, seconds, f"{count} rounds of all three")
+    assert [line["epoch"] for line, *_ in rounds] == [rounds[0][0]["epoch"] + number for number in range(len(rounds))]
+    return rounds
+
+
+def test_rounds_on_volunteers_lines_are_averaged_by_all(start, net):
+    """2 MB of gradients, of which each peer sends two thirds to the others, and as much of averages: 1.1 s."""
+    numbers, gradients = 500_000, {"a": 1.0, "b": 2.0, "c": 6.0}
+    for name in gradients:
+        net.host(name, rtt_ms=RTT_MS / 2, up=MBITS, down=MBITS)
+    net.start()
+    each = {name: ["--gradient", gradient, "--host", net.ip(name)] for name, gradient in gradients.items()}
+    common = ("--numbers", numbers, "--mbits", MBITS, "--target_batch_size", 96, "--times_follow_the_line")
+    peers = start_three_peers(start, each, *common, net=net)
+    rounds = wait_for_rounds(peers, 3, 240)
+    for (first, *others), before in zip(rounds[1:], rounds, strict=False):
+        assert [line["parameter"] for line in others] == [pytest.approx(first["parameter"], rel=1e-5)] * 2
+        # each number goes to who averages it from the two others, and back; what else, where a round was repeated
+        sent = sum(line["traffic"][0] - was["traffic"][0] for line, was in zip((first, *others), before, strict=True))
+        # a machine that is too busy to fill its line sends a part, as the next test shows
+        if not any("sending" in peer.text for peer in peers.values()):
+            samples = [line["samples"] for line in (first, *others)]
+            expected = sum(map(math.prod, zip(gradients.values(), samples, strict=True))) / sum(samples)
+            steps = [one - other for one, other in zip(before[0]["parameter"], first["parameter"], strict=True)]
+            assert steps == pytest.approx([expected] * 3, rel=1e-5) and sent > 0.98 * 4 * 4 * numbers
+    for name, peer in peers.items():
+        assert min(net.bytes(name)) > 4 * numbers  # over its line
+        peer.interrupt()
+        peer.assert_clean_end()
+
+
 @pytest.mark.slow
 def test_a_slow_line_sends_less_and_loses_nothing(start):
     """Of three peers on loopback one may send 3 Mbit/s, the others 20: it sends a part of its gradients in each round,
     in turn, with the weight of all the samples that they come from, and the others do not wait for it."""
-    prefix, peers, addresses = make_prefix(), {}, []
-    for name, mbits, gradient in (("a", 20, 1.0), ("b", 20, 1.0), ("slow", 3, 4.0)):
-        own = ["--experiment_prefix", prefix, "--gradient", gradient, "--batch_size", 16, "--step_seconds", 1]
-        own += ["--target_batch_size", 144, "--group_size", 3, "--numbers", 2_000_000, "--mbits", mbits]
-        own += ["--averaging_timeout", 60, "--others", 2, *(["--initial_peers", *addresses] if addresses else [])]
-        peers[name] = start(name, "-m", "tests.programs.gradient_peer", *own)
-        if not addresses:
-            addresses = json.loads(peers[name].wait_for(r'\{"maddrs".*\}').group(0))["maddrs"]
-
-    def find_joint() -> list[tuple[dict, ...]]:
-        lines = [{line["epoch"]: line for line in peer.json_lines() if "epoch" in line} for peer in peers.values()]
-        common = [tuple(of_peer[epoch] for of_peer in lines) for epoch in lines[2] if all(epoch in p for p in lines)]
-        return [lines for lines in common if all(line["averaged_with"] == 3 for line in lines)]
-
-    rounds = wait_until(lambda: (joint := find_joint()) and len(joint) >= 7 and joint, 200, "seven rounds of all three")
-    assert [line["epoch"] for line, *_ in rounds] == [rounds[0][0]["epoch"] + number for number in range(len(rounds))]
+    each = {
+        name: ["--gradient", gradient, "--mbits", mbits]
+        for name, mbits, gradient in (("a", 20, 1.0), ("b", 20, 1.0), ("slow", 3, 4.0))
+    }
+    common = ("--step_seconds", 1, "--target_batch_size", 144, "--numbers", 2_000_000, "--averaging_timeout", 60)
+    peers = start_three_peers(start, each, *common)
+    rounds = wait_for_rounds(peers, 7, 200)
     share = int(re.search(r"sending (\d+)% of the gradients", peers["slow"].text).group(1))
     turns = math.ceil(100 / share)
     # each step before was by 1: slow was not there
@@ -183,7 +231,21 @@ def test_a_slow_line_sends_less_and_loses_nothing(start):
     assert "sending" not in peers["a"].text + peers["b"].text
 
 
-def test_all_streams_together_keep_to_the_rate_and_rounds_go_first():
+class TimelessLoop(asyncio.SelectorEventLoop):
+    """Its clock leaps to whatever it waits for: on a busy machine, sleeping would take longer."""
+
+    now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if self._scheduled and not self._ready:
+            self.now = max(self.now, self._scheduled[0].when())
+        super()._run_once()
+
+
+def test_all_streams_together_keep_to_the_rate_and_rounds_go_first(monkeypatch):
     """At 8 Mbit/s, two streams of a round and one in the background, which gets a fifth."""
     line = Line()
     line.set_bandwidth(8 / PAYLOAD_SHARE, is_given=True)
@@ -204,12 +266,14 @@ def test_all_streams_together_keep_to_the_rate_and_rounds_go_first():
             task.cancel()
         return [sum(p) for p in passed]
 
-    first, second, background = asyncio.run(run([True, True, False], 3.0))
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        monkeypatch.setattr("swarm.line.time", SimpleNamespace(monotonic=runner.get_loop().time))
+        first, second, background = runner.run(run([True, True, False], 3.0))
+        (alone,) = runner.run(run([False], 2.0))
     # less what it begins with: a quarter of the rate, and the double of that twice
     assert first + second + background == pytest.approx(3.0 * 1e6, rel=0.15)
     assert first == pytest.approx(second, rel=0.1)
     assert background == pytest.approx((first + second + background) / 5, rel=0.25)
-    (alone,) = asyncio.run(run([False], 2.0))
     # for half a second it still leaves room for the round
     assert alone == pytest.approx(1.6 * 1e6, rel=0.2)
 

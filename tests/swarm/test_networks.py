@@ -62,7 +62,7 @@ def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net
     public = start_trainer_on(start, net, tmp_path, "public", prefix, address, pair)
     wait_until(lambda: history(tmp_path, "public"), 90, "an epoch")
     joining = f"{net.ip('server')}:{STATUS_PORT}"
-    walled = start_trainer_on(start, net, tmp_path, "walled", prefix, joining, pair, is_real=True)
+    walled = start_trainer_on(start, net, tmp_path, "walled", prefix, joining, pair)
     walled.wait_for(
         rf"cannot reach this peer at {net.ip('walled')}, port \d+ .*: continuing in client mode, 1 peer", 60
     )

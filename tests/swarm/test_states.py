@@ -44,7 +44,7 @@ def sent(donor) -> int:
     return max((line["sent"] for line in donor.json_lines() if "sent" in line), default=0)
 
 
-@pytest.mark.parametrize("codec, bytes_each", [("none", 4), ("8bit", 4 / 3)])
+@pytest.mark.parametrize("codec, bytes_each", [pytest.param("none", 4, marks=pytest.mark.slow), ("8bit", 4 / 3)])
 def test_a_state_comes_from_all_donors_at_once(start, codec, bytes_each):
     prefix = make_prefix()
     donors = start_donors(start, prefix, *[{"codec": codec}] * 3)

@@ -93,6 +93,7 @@ def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
     assert largest_difference(tmp_path, *names) < 1e-5
 
 
+@pytest.mark.slow
 def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     """Two trainers with a target batch of B against a plain loop with a batch of B: within 1 % after 10 epochs."""
     epochs, batch_size = 10, 512

@@ -168,7 +168,7 @@ def test_one_word_of_a_batch_is_masked_at_least(piecewise):
     assert collator([{"input_ids": [2, 100, 1, 101, 3]}])["labels"].tolist() == [[-100, 100, -100, 101, -100]]
 
 
-def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure(tokenizer):
+def test_a_tokenizer_that_does_not_mark_words_is_refused_with_the_cure():
     pieces = [*WORDPIECE, *(f"{mark}a{n}" for n in range(50) for mark in ("·", "")), "▁", "##"]
     backend = Tokenizer(BPE(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[]))
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), WORDPIECE, strict=True))

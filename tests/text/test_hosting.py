@@ -90,7 +90,7 @@ def test_script_packs_and_prints_the_sha256_of_the_same_bytes_each_time(tmp_path
         check_archive(tmp_path / "other.tar.gz", TokenizeArguments())
 
 
-def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted, tiny_data):
+def test_shards_hold_each_instance_once_and_the_index_their_sha256(hosted):
     index = json.loads((hosted / "tiny.json").read_text())
     assert len(index["shards"]) == SHARDS
     for entry in [index["common"], *index["shards"]]:
@@ -171,7 +171,7 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew(server, hosted, cache, tm
     assert read_files(folder) == read_files(tmp_path / "expected")
 
 
-def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, hosted, cache, caplog):
+def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, cache, caplog):
     server.answers["/tiny.tar.gz"] = [500, 429, 200]
     assert fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache, patience=10).is_dir()
     assert len(server.requests) == 3 and "answers 500" in caplog.text
@@ -182,7 +182,7 @@ def test_a_server_in_trouble_is_asked_again_and_given_up_in_time(server, hosted,
     assert time.monotonic() - start < 5
 
 
-def test_without_a_length_the_archive_itself_tells_that_it_is_cut(server, hosted, cache):
+def test_without_a_length_the_archive_itself_tells_that_it_is_cut(server, cache):
     server.has_length, server.cuts["/tiny.tar.gz"] = False, [20_000]
     with pytest.raises(UserError, match="damaged"):
         fetch.fetch(f"{server.url}/tiny.tar.gz", None, cache)
@@ -486,7 +486,7 @@ def test_a_disk_that_fails_while_a_shard_is_marked_is_tried_again(hosted, tmp_pa
     assert ".in_use'; trying again in 0.3 s" in caplog.text
 
 
-def test_the_end_need_not_wait_for_a_shard(server, cache, caplog):
+def test_the_end_need_not_wait_for_a_shard(server, cache):
     dataset, _, tokenizer = open_shards(f"{server.url}/tiny.json", cache)
     second = list(itertools.islice(order_of(dataset, 1), 2))[1]
     dataset["train"].seed = None

@@ -23,7 +23,7 @@ def test_missing_tokenizer_and_dataset_name_the_command(tmp_path, tokenizer):
             load()
 
 
-def test_tokenizer_without_special_tokens_is_refused(tmp_path, tokenizer):
+def test_tokenizer_without_special_tokens_is_refused(tmp_path):
     lacking = AlbertTokenizer(vocab=[(token, 0.0) for token in SPECIAL], mask_token=None)
     lacking.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="no mask token"):

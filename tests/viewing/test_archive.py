@@ -103,7 +103,7 @@ def make_handler(folder: Path, *words: str) -> CheckpointHandler:
     return CheckpointHandler(groups, model=None, tokenizer=None, optimizer=None)
 
 
-def test_a_restart_goes_on_where_the_archive_ends(save, tmp_path):
+def test_a_restart_goes_on_where_the_archive_ends(save):
     for epoch in (40, 45):
         folder = save(epoch).parent
     handler = make_handler(folder)

@@ -1,0 +1,74 @@
+"""Run pytest in several parts beside each other, as most of a swarm's time is waiting; what a part prints is shown when
+it ends. `make test` runs this:
+
+    python tests/parallel.py 4 -m "not slow"
+
+The libraries are imported once: each part, and each program that a part starts, is a fork of this process.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import IO
+
+import fork_server
+import processes
+
+IS_FORKING = sys.platform == "linux"
+
+
+def start_part(flags: list[str], output: IO) -> int:
+    """:returns: the process id of a child whose exit code is pytest's"""
+    if not IS_FORKING:
+        command = [sys.executable, "-m", "pytest", *flags]
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT).pid
+    if pid := os.fork():
+        return pid
+    ctypes.CDLL(None).prctl(1, signal.SIGINT)  # PR_SET_PDEATHSIG: when this process's parent ends, as after Ctrl-C
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    # a child of the part's, which becomes the parent of what the server starts
+    processes.FORK_SERVER = processes.ForkServer(fork_the_server)
+    import pytest  # not before: programs have no such thing
+
+    sys.exit(pytest.main(flags))
+
+
+def fork_the_server(server: processes.ForkServer, theirs: socket.socket) -> None:
+    if os.fork():
+        return
+    server.requests.close()  # when the part has ended too, so does the server
+    os.setsid()
+    with open(os.devnull, "r+") as null:
+        for number, file in enumerate((null, null, server.errors)):
+            os.dup2(file.fileno(), number)
+    fork_server.serve(theirs)
+    sys.exit()
+
+
+def main(count: int, flags: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background has it ignore
+    if IS_FORKING:
+        os.environ |= processes.make_environment()  # before the libraries look at it
+        fork_server.import_libraries()
+    outputs = {}
+    for number in range(1, count + 1):
+        output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        outputs[start_part(["--part", f"{number}/{count}", *flags], output)] = output
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ends the parts
+    has_failed = False
+    while outputs:
+        pid, status = os.wait()
+        output = outputs.pop(pid)
+        output.seek(0)
+        print(output.read(), flush=True)
+        has_failed |= status != 0
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
