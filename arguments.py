@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from support.console import UserError
-from support.flags import check_exclusive, check_needs, check_order, check_range, flag, parse_flags
+from support.flags import check_exclusive, check_needs, check_order, check_range, check_username, flag, parse_flags
 from support.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
@@ -43,9 +43,7 @@ class SwarmArguments:
     )
     adopt: bool = flag(True, "Take over from the initial peers what all peers must share and is not given.")
     new_run: bool = flag(False, "Begin a run of its own, although the initial peers serve another one.")
-    use_ipfs: bool = flag(
-        False, "Find the initial peers through the public IPFS network, by their ids alone: /p2p/XXXX."
-    )
+    use_ipfs: bool = flag(False, "Find initial peers through the public IPFS network, by their ids alone: /p2p/XXXX.")
     host_maddrs: list[str] = flag(
         ["/ip4/0.0.0.0/tcp/0"],
         "Multiaddrs to listen on, best with a port that your router forwards (0: any); /ip6/::/tcp/0 among them for "
@@ -61,7 +59,16 @@ class SwarmArguments:
     public_ip_url: str = flag(
         "https://api.ipify.org", "With --use_google_dns: page that holds nothing but the visitor's IP address."
     )
-    authorize: bool = flag(False, "Kept for old commands: membership is not implemented yet, only False is accepted.")
+    authorize: bool = flag(False, "A closed run, for members alone. Needs --invite; on its monitor, --authority_key.")
+    invite: str | None = flag(
+        None, "Invitation to a closed run, a file of invite.py's: this peer's identity and its pass, renewed in there."
+    )
+    authority_key: str | None = flag(
+        None, "The monitor's, of a closed run: file with the private key that signs passes, made if missing."
+    )
+    username: str | None = flag(
+        None, "Who contributes, to be shown on dashboards; in a closed run that of --invite. Default: a number alone."
+    )
     client_mode: bool = flag(
         False, "Accept no incoming connection (one trainer must); automatic where others cannot reach this trainer."
     )
@@ -90,6 +97,12 @@ class SwarmArguments:
             name = self.experiment_prefix
             raise UserError(f"--experiment_prefix {name} contains a dot, try {name.replace('.', '_')}")
         check_needs(self, "use_ipfs", "initial_peers", " /p2p/XXXX")
+        check_exclusive(self, "invite", "authority_key")
+        check_exclusive(self, "invite", "identity_path")
+        check_needs(self, "authority_key", "experiment_prefix", " NAME")
+        if self.authorize and not self.invite and not self.authority_key:
+            raise UserError("--authorize needs --invite FILE, or on the monitor --authority_key FILE: add it")
+        check_username("username", self.username)
 
 
 @dataclass
@@ -210,9 +223,7 @@ class AveragingArguments:
         "Compression of gradients on the wire; 8bit: half the bytes of float16, errors of up to 1.6e-2. ALL PEERS.",
         aliases=["--grad_compression"],
     )
-    state_compression: Literal["none", "float16"] = flag(
-        "none", "Compression of parameters when they are averaged. ALL PEERS."
-    )
+    state_compression: Literal["none", "float16"] = flag("none", "Compression of parameters when averaged. ALL PEERS.")
     load_state_compression: Literal["none", "float16", "8bit"] = flag(
         "8bit",
         "Compression of the state for a peer that joins or has missed a round. float16: of parameters; 8bit: of "
@@ -300,9 +311,7 @@ class DataArguments:
     sources: str = flag(
         "configs/sources.json", "With --streaming: what to read, in which proportion (see docs/data.md). ALL TRAINERS."
     )
-    language: str = flag(
-        "english", "With --dataset_name or --train_file: language of the text, for splitting it into sentences."
-    )
+    language: str = flag("english", "With --dataset_name or --train_file: its language, to split it into sentences.")
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag(
         "auto", f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."
     )
@@ -371,9 +380,7 @@ class PrecisionArguments:
 class TrainerArguments(PrecisionArguments):
     """One trainer's own work. Read by run_trainer.py."""
 
-    preflight: bool = flag(
-        False, "Do not train: check this machine, the data and the connection to the others, and print a table."
-    )
+    preflight: bool = flag(False, "Do not train: check this machine, the data and the connection, and print a table.")
     per_device_train_batch_size: str = flag(
         "4",
         "Samples per forward pass of each device, as many as fit into memory; auto: find out at the start what the "
@@ -391,7 +398,7 @@ class TrainerArguments(PrecisionArguments):
         None, "How many devices of this machine make up this peer, each with a process. Default: all GPUs, or one CPU."
     )
     tf32: bool = flag(
-        False, "Let NVIDIA GPUs from 2020 on multiply float32 with 10 bits of mantissa, several times as fast."
+        False, "Let NVIDIA GPUs from 2020 on multiply float32 with a 10-bit mantissa, several times as fast."
     )
     torch_compile: bool = flag(
         False, "Compile the model: a start slower by minutes, faster steps. Needs a C++ compiler, on GPUs also triton."
@@ -427,9 +434,7 @@ class TrainerArguments(PrecisionArguments):
         "output_dir or at state_path. A swarm that is further ahead sends its state in any case.",
     )
     save_steps: int = flag(500, "Save a checkpoint every N epochs (and at a normal end).")
-    save_total_limit: int = flag(
-        2, "Keep N checkpoints, each three times as large as the weights (with lamb_8bit half of that)."
-    )
+    save_total_limit: int = flag(2, "Keep N checkpoints, each three times as large as the weights (lamb_8bit: half).")
     do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before training and after it.")
     eval_steps: int | None = flag(
         None,
@@ -489,9 +494,7 @@ class ReportArguments:
 class MonitorArguments(ReportArguments):
     """The monitor's own work. Read by run_training_monitor.py."""
 
-    watch: bool = flag(
-        False, "Instead of monitoring, show the swarm of --initial_peers live in this terminal, as a reader only."
-    )
+    watch: bool = flag(False, "Instead of monitoring, show the swarm of --initial_peers live here, as a reader only.")
     plot: str | None = flag(
         None, "Instead of monitoring, draw the loss that a monitor has written to --output_dir to this PNG file."
     )
@@ -535,9 +538,7 @@ class ArchiveArguments:
     save_total_limit: int = flag(
         2, "With --store_checkpoints: keep the N newest, each three times as large as the weights (lamb_8bit: half)."
     )
-    keep_one_in: int = flag(
-        0, "With --store_checkpoints: besides, keep one in every N checkpoints forever, e.g. 100; 0: none."
-    )
+    keep_one_in: int = flag(0, "With --store_checkpoints: also keep one in N of them forever, e.g. 100; 0: none.")
     local_path: str | None = flag(
         None, "With --store_checkpoints: their folder, this peer's alone; default: output_dir.", aliases=["--repo_path"]
     )
@@ -587,9 +588,7 @@ class FinetuneArguments(PrecisionArguments):
         "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, but RuCoLA, come from the Hub.",
         aliases=["-d"],
     )
-    output_dir: str | None = flag(
-        None, "Folder for results.json, predictions and model; default: outputs/finetune/TASK."
-    )
+    output_dir: str | None = flag(None, "Folder for results.json, predictions, model; default: outputs/finetune/TASK.")
     num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
     num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
     batch_size: int = flag(32, "Samples per forward pass. Use as many as fit into memory.")
@@ -658,9 +657,7 @@ class TokenizeArguments:
     )
     vocab_size: int = flag(30_000, "With --train_tokenizer: maximum number of pieces in the vocabulary.")
     cased: bool = flag(False, "With --train_tokenizer: distinguish upper and lower case; always done for clm.")
-    keep_accents: bool = flag(
-        False, "With --train_tokenizer: keep accents on letters; Russian needs them. Always kept for clm."
-    )
+    keep_accents: bool = flag(False, "With --train_tokenizer: keep accents; Russian needs them. Always kept for clm.")
     language: str = flag("english", "Language of the text, for splitting it into sentences.")
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag("auto", SENTENCE_SPLITTER_HELP)
     seq_length: int = flag(512, "Maximum number of tokens of an instance.")

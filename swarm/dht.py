@@ -18,6 +18,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from support.console import UserError
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
+from swarm.membership import MEMBERS, keep_members
 from swarm.processes import STOPPING, become_helper, hold_ctrl_c
 from swarm.storage import DHTProtocol
 from swarm.vouching import Statement
@@ -86,6 +87,8 @@ class DHT(hivemind.DHT):
         with hold_ctrl_c():  # torch starts its manager of shared memory, and would wait forever for one that has died
             torch.empty(1).share_memory_()
         with tempfile.TemporaryDirectory() as folder:  # p2pd reads a new key there, and it is needed no more
+            if MEMBERS.invite:  # for hivemind to look whether another peer uses it
+                P2P.generate_identity(identity_path := f"{folder}/invited")
             super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
 
     def start(self) -> None:
@@ -96,6 +99,7 @@ class DHT(hivemind.DHT):
         super().run_in_background(*args, **kwargs)
         self.touching = self.run_coroutine(keep_in_touch, return_future=True)
         self.watching = self.run_coroutine(watch_line, return_future=True)
+        self.keeping = self.run_coroutine(keep_members, return_future=True)
 
     def run(self) -> None:
         become_helper()
