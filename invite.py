@@ -88,6 +88,10 @@ def show_members(args: InviteArguments) -> None:
             print(f"{prefix}  {member['username']}  {peer_id}  {state}")
 
 
+def main(args: InviteArguments) -> None:
+    (invite if args.username else revoke if args.revoke else show_members)(args)
+
+
 def find_run(args: InviteArguments) -> str:
     """:raises UserError: the key serves several runs, or none yet, and none of them is given"""
     if args.experiment_prefix:
@@ -101,4 +105,4 @@ def find_run(args: InviteArguments) -> str:
 
 if __name__ == "__main__":
     with edge():
-        (invite if args.username else revoke if args.revoke else show_members)(args)
+        main(args)

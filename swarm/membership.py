@@ -304,12 +304,14 @@ def read_message(data: bytes, count: int) -> list[bytes]:
 
 async def keep_members(_: hivemind.DHT, node: DHTNode) -> None:
     """Runs in the DHT's process, forever: pass on what is new, renew what is to end, and say what was refused."""
-    told, next_request, next_line = None, 0.0, 0.0
+    told, next_request, next_line, connected = None, 0.0, 0.0, []
     while MEMBERS.prefix:
         MEMBERS.look_at_ledger()
         known, now = MEMBERS.known.read(), time.monotonic()
         own = read_pass(known["pass"], MEMBERS.public_key)
-        peers = [info.peer_id for info in await node.p2p.list_peers() if MEMBERS.has_met(info.peer_id)]
+        with contextlib.suppress(OSError, P2PDaemonError):  # the daemon's, which may be busy
+            connected = await node.p2p.list_peers()
+        peers = [info.peer_id for info in connected if MEMBERS.has_met(info.peer_id)]
         is_due = own.is_due and now >= next_request
         if is_due:
             next_request = now + max(PERIOD, own.lifetime / 50)
@@ -359,8 +361,11 @@ class MemberClient(p2pclient.Client):
             try:
                 MEMBERS.require(info.peer_id)
             except Refused as e:
-                with contextlib.closing(writer), contextlib.suppress(OSError):
+                with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
                     await P2P.send_protobuf(RPCError(message=repr(e)), writer)
+                    # closed with something left to read, it would be reset, and the answer lost
+                    await asyncio.wait_for(reader.read(2**16), 1.0)
+                    await asyncio.wait_for(reader.read(2**16), 1.0)
                 return
             await handler_cb(info, reader, writer)
 
