@@ -26,6 +26,7 @@ SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
 LARGEST_SEED = 2**32 - 1  # of numpy's generators
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
+REPORT_DIR_HELP = "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
 SENTENCE_SPLITTER_HELP = "What splits text into sentences: punkt, or razdel, the default for Russian."
 
 
@@ -64,11 +65,9 @@ class SwarmArguments:
         None, "Invitation to a closed run, a file of invite.py's: this peer's identity and its pass, renewed in there."
     )
     authority_key: str | None = flag(
-        None, "The monitor's, of a closed run: file with the private key that signs passes, made if missing."
+        None, "A closed run's monitor: file of the key that signs passes, made if missing."
     )
-    username: str | None = flag(
-        None, "Who contributes, to be shown on dashboards; in a closed run that of --invite. Default: a number alone."
-    )
+    username: str | None = flag(None, "Name on dashboards; in a closed run that of --invite. Default: a number.")
     client_mode: bool = flag(
         False, "Accept no incoming connection (one trainer must); automatic where others cannot reach this trainer."
     )
@@ -297,7 +296,7 @@ class DataArguments:
     dataset_config_name: str | None = flag(None, "With --dataset_name: its configuration, if it has several.")
     train_file: str | None = flag(
         None,
-        "Like --dataset_name, but a file: plain text, .jsonl, .csv or .tsv (field --text_column), also .gz or .xz.",
+        "Like --dataset_name, but a file: plain text, .jsonl, .csv or .tsv (field --text_column), also .gz, .xz.",
     )
     validation_file: str | None = flag(
         None, "With --train_file or --dataset_name: text for --do_eval; default: its validation split, or 5 percent."
@@ -397,9 +396,7 @@ class TrainerArguments(PrecisionArguments):
     num_devices: int | None = flag(
         None, "How many devices of this machine make up this peer, each with a process. Default: all GPUs, or one CPU."
     )
-    tf32: bool = flag(
-        False, "Let NVIDIA GPUs from 2020 on multiply float32 with a 10-bit mantissa, several times as fast."
-    )
+    tf32: bool = flag(False, "NVIDIA GPUs from 2020 on multiply float32 with a 10-bit mantissa, several times as fast.")
     torch_compile: bool = flag(
         False, "Compile the model: a start slower by minutes, faster steps. Needs a C++ compiler, on GPUs also triton."
     )
@@ -478,9 +475,7 @@ class ReportArguments:
         None, "Report to this project on Weights & Biases. WANDB_MODE and WANDB_DISABLED are respected."
     )
     logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
-    output_dir: str = flag(
-        "outputs/monitor", "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
-    )
+    output_dir: str = flag("outputs/monitor", REPORT_DIR_HELP)
 
     def __post_init__(self):
         check_range(self, "refresh_period", above=0)
@@ -510,9 +505,7 @@ class MonitorArguments(ReportArguments):
 class AuxPeerArguments(ReportArguments):
     """The auxiliary peer's own work. Read by run_aux_peer.py."""
 
-    output_dir: str = flag(
-        "outputs/aux_peer", "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
-    )
+    output_dir: str = flag("outputs/aux_peer", REPORT_DIR_HELP)
     assist_in_averaging: bool = flag(
         False, "Average for the others, above all for clients. Needs the trainers' model and averaging flags."
     )
@@ -527,9 +520,7 @@ class AuxPeerArguments(ReportArguments):
 class ArchiveArguments:
     """Which states of the swarm are kept and published. Read by viewing/archive.py, for monitor and auxiliary peers."""
 
-    store_checkpoints: bool = flag(
-        False, "Save the swarm's state. Needs the trainers' model, optimizer and averaging flags."
-    )
+    store_checkpoints: bool = flag(False, "Save the swarm's state. Needs trainers' model, optimizer, averaging flags.")
     save_checkpoint_step_interval: int = flag(
         5,
         "With --store_checkpoints: save a state every N epochs; each costs a trainer the upload of the whole state.",
@@ -661,19 +652,17 @@ class TokenizeArguments:
     language: str = flag("english", "Language of the text, for splitting it into sentences.")
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag("auto", SENTENCE_SPLITTER_HELP)
     seq_length: int = flag(512, "Maximum number of tokens of an instance.")
-    validation_fraction: float = flag(
-        0.05, "Share of documents held out for validation, unless the corpus has a validation split."
-    )
+    validation_fraction: float = flag(0.05, "Share of documents for validation, unless the corpus has a split for it.")
     seed: int = flag(42, "Seed of the split, the cuts and the swaps.")
     num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.")
     cache_dir: str = flag("data/cache", "Folder for downloads from the Hub.")
     dataset_path: str = flag("data/albert_tokenized_wikitext", "Folder to write the dataset to; must not exist yet.")
     tokenizer_path: str = flag("data/tokenizer", "Folder to write the tokenizer to; must not exist yet.")
     archive: str | None = flag(
-        None, "Pack dataset and tokenizer, also those that exist already, into this file: NAME.tar.gz or NAME.tar."
+        None, "Pack dataset and tokenizer, also existing ones, into this: NAME.tar.gz or NAME.tar."
     )
     archive_shards: int = flag(
-        1, "With --archive NAME.tar.gz: divide it into N, NAME-00000-of-0000N.tar.gz, and an index, NAME.json."
+        1, "With --archive NAME.tar.gz: N parts, NAME-00000-of-0000N.tar.gz, and an index, NAME.json."
     )
 
     def __post_init__(self):
@@ -687,6 +676,25 @@ class TokenizeArguments:
             raise UserError(f"--archive {self.archive} is not a name such as wikitext.tar.gz, without another dot")
         if self.archive_shards > 1:
             check_needs(self, "archive_shards", "archive", " NAME.tar.gz")
+
+
+@dataclass
+class InviteArguments:
+    """Invitations to closed runs. Read by invite.py."""
+
+    authority_key: str = flag("authority.pem", "File of the key that signs passes, as the run's monitor has made it.")
+    experiment_prefix: str = flag("", "The run. Default: the only one that the key has served.", aliases=["--run_id"])
+    username: str | None = flag(None, "Invite a member of this name.")
+    expires: str = flag("30d", "With --username: time for which the pass counts, and is renewed: 30d, 12h, 45m, 90s.")
+    out: str | None = flag(None, "With --username: file for the invitation; default: NAME.invite.")
+    revoke: str | None = flag(None, "End all passes of the member of this name.")
+    initial_peers: list[str] = flag([], "With --revoke: peers of the run to tell, where its monitor is not here.")
+    list: bool = flag(False, "List all invitations.")
+
+    def __post_init__(self):
+        check_username("username", self.username)
+        if sum([bool(self.username), bool(self.revoke), self.list]) != 1:
+            raise UserError("give one of --username NAME, --revoke NAME and --list")
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:

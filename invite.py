@@ -14,38 +14,14 @@ all invitations. The key is who decides: keep it, and the list of members beside
 """
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from arguments import SwarmArguments
+from arguments import InviteArguments, SwarmArguments, parse_arguments
 from support.console import UserError, edge, format_count
-from support.flags import check_username, flag, parse_flags
-
-
-@dataclass
-class InviteArguments:
-    """Invitations. Read by invite.py."""
-
-    authority_key: str = flag("authority.pem", "File with the private key of the authority, as its monitor made it.")
-    experiment_prefix: str | None = flag(
-        None, "The run. Default: the only one that the key has served.", aliases=["--run_id"]
-    )
-    username: str | None = flag(None, "Invite this member: what dashboards call it.")
-    expires: str = flag("30d", "With --username: how long the pass counts where it is not renewed: 30d, 12h, 45m, 90s.")
-    out: str | None = flag(None, "With --username: file for the invitation; default: NAME.invite.")
-    revoke: str | None = flag(None, "End all passes of this member.")
-    initial_peers: list[str] = flag([], "With --revoke: peers of the run to tell, where its monitor runs elsewhere.")
-    list: bool = flag(False, "List all invitations.")
-
-    def __post_init__(self):
-        check_username("username", self.username)
-        if sum([bool(self.username), bool(self.revoke), self.list]) != 1:
-            raise UserError("give one of --username NAME, --revoke NAME and --list")
-
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
-        [args] = parse_flags([InviteArguments], set(), __doc__)
+        [args] = parse_arguments(InviteArguments, description=__doc__)
 
 from hivemind.utils.crypto import RSAPrivateKey
 
@@ -81,7 +57,7 @@ def revoke(args: InviteArguments) -> None:
 
 def show_members(args: InviteArguments) -> None:
     for prefix, run in Authority(args.authority_key).read_members().items():
-        for peer_id, member in run["members"].items() if args.experiment_prefix in (None, prefix) else ():
+        for peer_id, member in run["members"].items() if args.experiment_prefix in ("", prefix) else ():
             expires = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(member["expires"]))
             state = "expired " if member["expires"] <= time.time() else "expires "
             state = "revoked" if member["revoked"] else state + expires

@@ -47,7 +47,6 @@ import hostile_peer
 import processes
 import psutil
 import torch
-from hivemind.p2p import P2P
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, Script, make_prefix, wait_until
@@ -110,7 +109,8 @@ class Swarm:
         """The file of an invitation for who has this identity; an attacker's own authority has signed the latter's."""
         identity, path = self.identities / f"{name}.id", self.folder / f"{name}.invite"
         if not identity.exists():
-            P2P.generate_identity(str(identity))
+            new = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=RSAPrivateKey().to_bytes())
+            identity.write_bytes(new.SerializeToString())
         key = RSAPrivateKey()
         key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity.read_bytes()).data})
         authority = Authority(self.folder / "forger.pem") if name == "attacker" else self.authority

@@ -144,6 +144,7 @@ class Members:
         size = 64 * MAX_MEMBERS + MAX_LIST_BYTES + MAX_PASS_BYTES
         self.known = SharedDictionary(size, {"pass": own, "revocations": b"", "peers": {}})
         self.strangers = SharedDictionary(2**16, {})
+        self.look_at_ledger()
         p2pclient.Client = MemberClient  # hivemind has no other way in
 
     def issue_own(self) -> bytes:
@@ -270,9 +271,10 @@ class Members:
 
     def take_renewed(self, member: Pass, data: bytes) -> None:
         """From now on, this is the peer's own pass, also after a restart."""
-        if member.expires > read_pass(self.known.read()["pass"], self.public_key).expires:
-            with self.known.change() as known:
-                known["pass"] = data
+        with self.known.change() as known:  # one process at a time writes the file
+            if member.expires <= read_pass(known["pass"], self.public_key).expires:
+                return
+            known["pass"] = data
             if self.invite:
                 try:
                     Invitation(RSAPrivateKey.process_wide(), data, self.public_key).save("--invite", Path(self.invite))
@@ -331,8 +333,7 @@ async def keep_members(_: hivemind.DHT, node: DHTNode) -> None:
 
 def describe_strangers(strangers: dict[bytes, list]) -> str:
     calls = sum(count for count, _ in strangers.values())
-    names = [str(PeerID(peer_id)) for peer_id in strangers if peer_id]
-    who = f"peer {names[0]}" + f" and {format_count(len(strangers) - 1, 'other')}" * (len(strangers) > 1)
+    who = f"peer {PeerID(max(strangers))}" + f" and {format_count(len(strangers) - 1, 'other')}" * (len(strangers) > 1)
     reasons = ", ".join(sorted({reason for _, reason in strangers.values()}))
     return f"refused {format_count(calls, 'call')} of {who}, which may not take part in this run: {reasons}"
 

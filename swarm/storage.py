@@ -72,9 +72,9 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
         this search and all later ones at once, and one of a strange size made them hang."""
         found = await super().call_find(peer, keys)
         for key, (item, nearest) in (found or {}).items():
-            records = DictionaryDHTValue()
+            records, revoked = DictionaryDHTValue(), MEMBERS.revoked
             for subkey, record in item.value.data.items() if item else ():
-                if find_owner(subkey) not in MEMBERS.revoked:
+                if not revoked or find_owner(subkey) not in revoked:
                     records.store(subkey, record.value, record.expiration_time)
             found[key] = ValueWithExpiration(records, records.latest_expiration_time) if records else None, nearest
         return found

@@ -19,20 +19,20 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
+from members import make_invitation
 from processes import LOOPBACK, make_prefix, wait_until
 
 import invite
-from arguments import SwarmArguments
+from arguments import InviteArguments, SwarmArguments, parse_arguments
 from support.console import UserError
-from support.flags import parse_flags
 from swarm.adoption import find_settings
 from swarm.dht import DHT
 from swarm.joining import check_addresses, start_dht
 from swarm.membership import MEMBERS, SHOW, explain_refusal
-from swarm.passes import Authority, Invitation, Pass, load_invitation, read_pass
+from swarm.passes import Authority, Pass, load_invitation, read_pass
 from swarm.reachability import DIAL_BACK, MEASURE
 from swarm.vouching import VOUCH
-from utils import RecordValidator, find_peer_id, make_validators
+from utils import RecordValidator, make_validators
 
 PLAIN_CLIENT = p2pclient.Client
 #: what peers have in shared memory, which this process would use again
@@ -63,19 +63,6 @@ def run_peer(prefix: str, *others: DHT, **swarm):
 
 def addresses(*dhts: DHT) -> list[str]:
     return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
-
-
-def make_invitation(folder: Path, prefix: str, name: str, lifetime: float = 3600.0, **changes) -> str:
-    """The file of an invitation by the authority in this folder; `changes` are of what the pass says."""
-    authority, path = Authority(folder / "authority.pem"), folder / f"{name}.invite"
-    key = RSAPrivateKey()
-    peer_id = find_peer_id(RecordValidator(key).local_public_key)
-    said = dict(prefix=prefix, peer_id=peer_id, username=name, expires=get_dht_time() + lifetime, lifetime=lifetime)
-    data = authority.sign(b"pass", (said | changes).values())
-    with authority.open_members() as runs:
-        authority.note(runs, prefix, data)
-    Invitation(key, data, authority.public_key).save("--out", path)
-    return str(path)
 
 
 async def call(_, node, peer: PeerID, name: str) -> str:
@@ -287,7 +274,7 @@ def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
 
     def run(*flags: str) -> str:
         monkeypatch.setattr(sys, "argv", ["./invite.py", *flags])
-        [args] = parse_flags([invite.InviteArguments], set(), None)
+        [args] = parse_arguments(InviteArguments)
         invite.main(args)
         return capsys.readouterr().out
 
