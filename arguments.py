@@ -68,9 +68,7 @@ class SwarmArguments:
         None, "A closed run's monitor: file of the key that signs passes, made if missing."
     )
     username: str | None = flag(None, "Name on dashboards; in a closed run that of --invite. Default: a number.")
-    client_mode: bool = flag(
-        False, "Accept no incoming connection (one trainer must); automatic where others cannot reach this trainer."
-    )
+    client_mode: bool = flag(False, "Accept no connection (one trainer must); automatic where others cannot reach it.")
     use_relay: bool = flag(True, "Reach, and be reached by, peers behind routers through a third peer.")
     use_auto_relay: bool = flag(
         False, "When others cannot reach this peer, have --initial_peers relay all its traffic rather than be a client."
@@ -314,9 +312,7 @@ class DataArguments:
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag(
         "auto", f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."
     )
-    shuffle_buffer: int = flag(
-        8192, "With --streaming: instances that are shuffled together, twice; each takes about 3 kB at 512 tokens."
-    )
+    shuffle_buffer: int = flag(8192, "With --streaming: instances shuffled together, twice; 3 kB each at 512 tokens.")
     mlm_probability: float = flag(
         0.15, "Share of tokens to predict, 80 percent of them as [MASK], 10 percent as another token. ALL TRAINERS."
     )
@@ -422,9 +418,7 @@ class TrainerArguments(PrecisionArguments):
         "Folder for checkpoints, the trained model (from_pretrained format), history.jsonl and summary.json; each "
         "trainer needs its own. Running the same command again resumes from it.",
     )
-    overwrite_output_dir: bool = flag(
-        False, "Kept for commands of older guides: a run in output_dir is resumed even with this flag."
-    )
+    overwrite_output_dir: bool = flag(False, "Kept for old commands: a run in output_dir is resumed anyway.")
     resume_from_checkpoint: str | None = flag(
         None,
         "Checkpoint folder or state file to resume from, or none to start over; default: the newest complete one in "
