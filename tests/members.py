@@ -1,14 +1,51 @@
-"""Invitations to closed runs."""
+"""Closed runs: invitations, and peers that have one."""
 
 import base64
+import contextlib
 import json
 from pathlib import Path
 
+import hivemind.p2p.p2p_daemon_bindings.p2pclient as p2pclient
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
+from processes import LOOPBACK
 
+from arguments import SwarmArguments
+from swarm.dht import DHT
+from swarm.joining import check_addresses, start_dht
+from swarm.membership import MEMBERS
 from swarm.passes import Authority, Invitation
-from utils import RecordValidator, find_peer_id
+from utils import RecordValidator, find_peer_id, make_validators
+
+PLAIN_CLIENT = p2pclient.Client
+#: what peers have in shared memory, which this process would use again
+KEPT: list[dict] = []
+
+
+def leave() -> None:
+    """Make this process one that has entered no run."""
+    RSAPrivateKey._process_wide_key, p2pclient.Client = None, PLAIN_CLIENT
+    KEPT.append(dict(MEMBERS.__dict__))
+    MEMBERS.__dict__.clear()
+
+
+@contextlib.contextmanager
+def run_peer(prefix: str, *others: DHT, **swarm):
+    """A node as make_dht starts it, in a process of its own; what this one knows of members is not its any more."""
+    leave()
+    try:
+        args = check_addresses(SwarmArguments(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm))
+        dht = start_dht(args, make_validators(args.experiment_prefix)[0], client_mode=args.client_mode)
+    finally:
+        leave()
+    try:
+        yield dht
+    finally:
+        dht.shutdown()
+
+
+def addresses(*dhts: DHT) -> list[str]:
+    return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
 
 
 def make_invitation(folder: Path, prefix: str, name: str, lifetime: float = 3600.0, **changes) -> str:

@@ -11,58 +11,25 @@ from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
-import hivemind.p2p.p2p_daemon_bindings.p2pclient as p2pclient
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.utils import get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
-from members import make_invitation
-from processes import LOOPBACK, make_prefix, wait_until
+from members import addresses, leave, make_invitation, run_peer
+from processes import make_prefix, wait_until
 
 import invite
 from arguments import InviteArguments, SwarmArguments, parse_arguments
 from support.console import UserError
 from swarm.adoption import find_settings
 from swarm.dht import DHT
-from swarm.joining import check_addresses, start_dht
 from swarm.membership import MEMBERS, SHOW, explain_refusal
 from swarm.passes import Authority, Pass, load_invitation, read_pass
 from swarm.reachability import DIAL_BACK, MEASURE
 from swarm.vouching import VOUCH
-from utils import RecordValidator, make_validators
-
-PLAIN_CLIENT = p2pclient.Client
-#: what peers have in shared memory, which this process would use again
-KEPT: list[dict] = []
-
-
-def leave() -> None:
-    """Make this process one that has entered no run."""
-    RSAPrivateKey._process_wide_key, p2pclient.Client = None, PLAIN_CLIENT
-    KEPT.append(dict(MEMBERS.__dict__))
-    MEMBERS.__dict__.clear()
-
-
-@contextlib.contextmanager
-def run_peer(prefix: str, *others: DHT, **swarm):
-    """A node as make_dht starts it, in a process of its own; what this one knows of members is not its any more."""
-    leave()
-    try:
-        args = check_addresses(SwarmArguments(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm))
-        dht = start_dht(args, make_validators(args.experiment_prefix)[0], client_mode=args.client_mode)
-    finally:
-        leave()
-    try:
-        yield dht
-    finally:
-        dht.shutdown()
-
-
-def addresses(*dhts: DHT) -> list[str]:
-    return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
+from utils import RecordValidator
 
 
 async def call(_, node, peer: PeerID, name: str) -> str:
