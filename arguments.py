@@ -99,6 +99,7 @@ class SwarmArguments:
         check_needs(self, "authority_key", "experiment_prefix", " NAME")
         if self.authorize and not self.invite and not self.authority_key:
             raise UserError("--authorize needs --invite FILE, or on the monitor --authority_key FILE: add it")
+        self.authorize = bool(self.invite or self.authority_key)
         check_username("username", self.username)
 
 

@@ -122,7 +122,7 @@ class Members:
 
         :raises UserError: the invitation or key cannot be used
         """
-        if not swarm.invite and not swarm.authority_key:
+        if not swarm.authorize:
             return
         self.issuer, self.invite = None, swarm.invite
         if swarm.invite:

@@ -151,7 +151,9 @@ class Authority:
         if len(revoked) > MAX_REVOKED:
             raise UserError(f"{MAX_REVOKED} passes are revoked already: begin a run with another --authority_key")
         ids = (PeerID.from_base58(name).to_bytes() for name in revoked)
-        run["revocations"] = self.sign(b"revocations", [prefix, now, *ids]).hex()
+        # the newest list counts, also where this clock was set back
+        last, _ = read_revocations(bytes.fromhex(run["revocations"]), self.public_key, prefix)
+        run["revocations"] = self.sign(b"revocations", [prefix, max(now, last + 1.0), *ids]).hex()
         return len(found)
 
     def read_run_revocations(self, prefix: str) -> bytes:
