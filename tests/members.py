@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 
 import hivemind.p2p.p2p_daemon_bindings.p2pclient as p2pclient
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.multiaddr import Multiaddr
 from processes import LOOPBACK
 
 from arguments import SwarmArguments
 from swarm.dht import DHT
 from swarm.joining import check_addresses, start_dht
-from swarm.membership import MEMBERS
+from swarm.membership import MEMBERS, explain_refusal
 from swarm.passes import Authority, Invitation
 from utils import RecordValidator, find_peer_id, make_validators
 
@@ -46,6 +49,19 @@ def run_peer(prefix: str, *others: DHT, **swarm):
 
 def addresses(*dhts: DHT) -> list[str]:
     return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
+
+
+async def open_stream(_, node, peer: PeerID, name: str) -> str:
+    """Runs in a DHT's process: what becomes of a call that answers by a stream."""
+    try:
+        async for _ in await node.p2p.iterate_protobuf_handler(peer, name, BytesValue(), BytesValue):
+            return "an answer"
+    except P2PHandlerError as e:
+        return explain_refusal(e) or str(e)
+
+
+async def connect(_, node, peer: PeerID, maddrs: list[str]) -> None:
+    await node.p2p._client.connect(peer, [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs])
 
 
 def make_invitation(folder: Path, prefix: str, name: str, lifetime: float = 3600.0, **changes) -> str:

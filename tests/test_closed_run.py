@@ -2,9 +2,11 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
-from members import make_invitation, secret_parts
+from hivemind.p2p import PeerID
+from members import connect, make_invitation, open_stream, run_peer, secret_parts
 from processes import LOOPBACK, make_prefix, run_python, wait_until
 from swarms import SHARED, TRAINER, flags, history, start_monitor, start_trainer
 
@@ -90,6 +92,19 @@ def test_two_runs_of_one_authority_know_nothing_of_each_other(start, tmp_path, t
         invited = {"--invite": make_invitation(tmp_path, prefix, f"peer{number}"), "--target_batch_size": 64}
         trainers.append(start_trainer(start, tmp_path, f"peer{number}", prefix, peers, tiny_data, invited))
     wait_until(lambda: all(len(history(tmp_path, f"peer{n}")) >= 3 for n in (0, 1)), 400, "epochs of both")
+    with run_peer("stranger") as stranger:
+        maddr = trainers[0].wait_for(r"others may join through --initial_peers (/ip4\S+)").group(1)
+        peer = PeerID.from_base58(maddr.rpartition("/")[2])
+        stranger.run_coroutine(partial(connect, peer=peer, maddrs=[maddr]))
+        gradients, states = (f"{prefixes[0]}_{what}_averager::" for what in ("grad", "state"))
+        for name in (
+            *(f"{gradients}GradientAverager.rpc_{what}" for what in ("join_group", "aggregate_part", "download_state")),
+            *(f"{states}StateAverager.rpc_{what}" for what in ("join_group", "aggregate_part", "download_state")),
+        ):
+            assert "its run is closed" in stranger.run_coroutine(partial(open_stream, peer=peer, name=name)), name
+        trainers[0].wait_for(
+            rf"refused \d+ calls? of peer {stranger.peer_id}, which may not take part in this run", 120
+        )
     wrong = run_python(
         *("run_trainer.py", *LOOPBACK, "--initial_peers", monitors[1][1], "--output_dir", tmp_path / "lost"),
         *("--invite", make_invitation(tmp_path, prefixes[0], "lost")),

@@ -6,7 +6,6 @@ import os
 import stat
 import sys
 import time
-from collections import Counter
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,8 @@ import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.utils import get_dht_time
-from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.serializer import MSGPackSerializer
-from members import addresses, leave, make_invitation, run_peer
+from members import addresses, connect, leave, make_invitation, open_stream, run_peer
 from processes import make_prefix, wait_until
 
 import invite
@@ -41,15 +39,6 @@ async def call(_, node, peer: PeerID, name: str) -> str:
     return f"{len(answer.value)} bytes"
 
 
-async def open_stream(_, node, peer: PeerID, name: str) -> str:
-    """Runs in a DHT's process: what becomes of a call that answers by a stream."""
-    try:
-        async for _ in await node.p2p.iterate_protobuf_handler(peer, name, BytesValue(), BytesValue):
-            return "an answer"
-    except P2PHandlerError as e:
-        return explain_refusal(e) or str(e)
-
-
 async def serve_stream(_, node, name: str) -> None:
     async def answer(request: BytesValue, context):
         yield BytesValue()
@@ -61,18 +50,6 @@ async def show(_, node, peer: PeerID, data: bytes | int) -> list[bytes]:
     """Runs in a DHT's process: what another peer answers to these bytes, or so many, in place of a pass."""
     data = bytes(data) if isinstance(data, int) else data  # a pipe of hivemind's breaks on many
     return MSGPackSerializer.loads(await node.p2p._client.call_unary_handler(peer, SHOW, data))
-
-
-async def connect(_, node, peer: PeerID, maddrs: list[str]) -> None:
-    await node.p2p._client.connect(peer, [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs])
-
-
-async def count_strangers(*_) -> Counter:
-    """Runs in a DHT's process: how many calls it has refused, by reason."""
-    counts = Counter()
-    for count, reason in MEMBERS.strangers.read().values():
-        counts[reason] += count
-    return counts
 
 
 async def list_met(*_) -> set[PeerID]:
