@@ -64,15 +64,15 @@ async def connect(_, node, peer: PeerID, maddrs: list[str]) -> None:
     await node.p2p._client.connect(peer, [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs])
 
 
-def make_invitation(folder: Path, prefix: str, name: str, lifetime: float = 3600.0, **changes) -> str:
+def make_invitation(folder: Path, run: str, name: str, lifetime: float = 3600.0, **changes) -> str:
     """The file of an invitation by the authority in this folder; `changes` are of what the pass says."""
     authority, path = Authority(folder / "authority.pem"), folder / f"{name}.invite"
     key = RSAPrivateKey()
     peer_id = find_peer_id(RecordValidator(key).local_public_key)
-    said = dict(prefix=prefix, peer_id=peer_id, username=name, expires=get_dht_time() + lifetime, lifetime=lifetime)
+    said = dict(prefix=run, peer_id=peer_id, username=name, expires=get_dht_time() + lifetime, lifetime=lifetime)
     data = authority.sign(b"pass", (said | changes).values())
     with authority.open_members() as runs:
-        authority.note(runs, prefix, data)
+        authority.note(runs, run, data)
     Invitation(key, data, authority.public_key).save("--out", path)
     return str(path)
 
