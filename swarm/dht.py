@@ -28,6 +28,8 @@ TOUCHES = 60  # pings after which a lost peer is given up
 
 # Among relays to choose from, p2pd waits three minutes for a fourth one (note 30); fixed ones it asks at once.
 P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
+# Seconds: hivemind's 15 are short for a loaded machine (note 13), also where it looks whether an identity is in use.
+P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60
 # A new identity is the key that this process signs with: a record can be traced to the peer that has to prove its id.
 hivemind.p2p.p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
 

@@ -20,7 +20,9 @@ def test_clients_and_an_auxiliary_peer_of_a_closed_run(start, tmp_path, tiny_dat
     closed = ("--authorize", "--authority_key", key, "--report_to", "none")
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *closed)
     invited = {name: make_invitation(tmp_path, prefix, name) for name in ("aux", "ada", "bob")}
-    shared = {name: TRAINER[name] for name in SHARED} | {"--tokenizer_path": tiny_data["--tokenizer_path"]}
+    shared = {name: TRAINER[name] for name in (*SHARED, "--target_batch_size")} | {
+        "--tokenizer_path": tiny_data["--tokenizer_path"]
+    }
     aux = start(
         *("aux", "run_aux_peer.py", *LOOPBACK, *flags(shared), "--initial_peers", peers, "--invite", invited["aux"]),
         *("--assist_in_averaging", "--report_to", "none", "--refresh_period", 0.5, "--output_dir", tmp_path / "aux"),
