@@ -147,7 +147,7 @@ def test_members_meet_and_strangers_get_nothing(tmp_path):
 def test_what_is_revoked_and_renewed_reaches_all(tmp_path):
     prefix, key = make_prefix(), str(tmp_path / "authority.pem")
     with run_peer(prefix, authority_key=key) as monitor:
-        ada, bob, eve = (make_invitation(tmp_path, prefix, name, lifetime=120.0) for name in ("ada", "bob", "eve"))
+        ada, bob, eve = (make_invitation(tmp_path, prefix, name, lifetime=900.0) for name in ("ada", "bob", "eve"))
         brief = make_invitation(tmp_path, prefix, "brief", expires=get_dht_time() + 600)  # of an hour, so it is due
         before = load_invitation(brief).data
         with (
