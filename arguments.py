@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from support.console import UserError
-from support.flags import check_exclusive, check_needs, check_order, check_range, flag, parse_flags
+from support.flags import check_exclusive, check_needs, check_order, check_range, check_username, flag, parse_flags
 from support.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
@@ -26,6 +26,7 @@ SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
 LARGEST_SEED = 2**32 - 1  # of numpy's generators
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
+REPORT_DIR_HELP = "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
 SENTENCE_SPLITTER_HELP = "What splits text into sentences: punkt, or razdel, the default for Russian."
 
 
@@ -43,9 +44,7 @@ class SwarmArguments:
     )
     adopt: bool = flag(True, "Take over from the initial peers what all peers must share and is not given.")
     new_run: bool = flag(False, "Begin a run of its own, although the initial peers serve another one.")
-    use_ipfs: bool = flag(
-        False, "Find the initial peers through the public IPFS network, by their ids alone: /p2p/XXXX."
-    )
+    use_ipfs: bool = flag(False, "Find initial peers through the public IPFS network, by their ids alone: /p2p/XXXX.")
     host_maddrs: list[str] = flag(
         ["/ip4/0.0.0.0/tcp/0"],
         "Multiaddrs to listen on, best with a port that your router forwards (0: any); /ip6/::/tcp/0 among them for "
@@ -61,10 +60,15 @@ class SwarmArguments:
     public_ip_url: str = flag(
         "https://api.ipify.org", "With --use_google_dns: page that holds nothing but the visitor's IP address."
     )
-    authorize: bool = flag(False, "Kept for old commands: membership is not implemented yet, only False is accepted.")
-    client_mode: bool = flag(
-        False, "Accept no incoming connection (one trainer must); automatic where others cannot reach this trainer."
+    authorize: bool = flag(False, "A closed run, for members alone. Needs --invite; on its monitor, --authority_key.")
+    invite: str | None = flag(
+        None, "Invitation to a closed run, a file of invite.py's: this peer's identity and its pass, renewed in there."
     )
+    authority_key: str | None = flag(
+        None, "A closed run's monitor: file of the key that signs passes, made if missing."
+    )
+    username: str | None = flag(None, "Name on dashboards; in a closed run that of --invite. Default: a number.")
+    client_mode: bool = flag(False, "Accept no connection (one trainer must); automatic where others cannot reach it.")
     use_relay: bool = flag(True, "Reach, and be reached by, peers behind routers through a third peer.")
     use_auto_relay: bool = flag(
         False, "When others cannot reach this peer, have --initial_peers relay all its traffic rather than be a client."
@@ -90,6 +94,13 @@ class SwarmArguments:
             name = self.experiment_prefix
             raise UserError(f"--experiment_prefix {name} contains a dot, try {name.replace('.', '_')}")
         check_needs(self, "use_ipfs", "initial_peers", " /p2p/XXXX")
+        check_exclusive(self, "invite", "authority_key")
+        check_exclusive(self, "invite", "identity_path")
+        check_needs(self, "authority_key", "experiment_prefix", " NAME")
+        if self.authorize and not self.invite and not self.authority_key:
+            raise UserError("--authorize needs --invite FILE, or on the monitor --authority_key FILE: add it")
+        self.authorize = bool(self.invite or self.authority_key)
+        check_username("username", self.username)
 
 
 @dataclass
@@ -283,7 +294,7 @@ class DataArguments:
     dataset_config_name: str | None = flag(None, "With --dataset_name: its configuration, if it has several.")
     train_file: str | None = flag(
         None,
-        "Like --dataset_name, but a file: plain text, .jsonl, .csv or .tsv (field --text_column), also .gz or .xz.",
+        "Like --dataset_name, but a file: plain text, .jsonl, .csv or .tsv (field --text_column), also .gz, .xz.",
     )
     validation_file: str | None = flag(
         None, "With --train_file or --dataset_name: text for --do_eval; default: its validation split, or 5 percent."
@@ -297,15 +308,11 @@ class DataArguments:
     sources: str = flag(
         "configs/sources.json", "With --streaming: what to read, in which proportion (see docs/data.md). ALL TRAINERS."
     )
-    language: str = flag(
-        "english", "With --dataset_name or --train_file: language of the text, for splitting it into sentences."
-    )
+    language: str = flag("english", "With --dataset_name or --train_file: its language, to split it into sentences.")
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag(
         "auto", f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."
     )
-    shuffle_buffer: int = flag(
-        8192, "With --streaming: instances that are shuffled together, twice; each takes about 3 kB at 512 tokens."
-    )
+    shuffle_buffer: int = flag(8192, "With --streaming: instances shuffled together, twice; 3 kB each at 512 tokens.")
     mlm_probability: float = flag(
         0.15, "Share of tokens to predict, 80 percent of them as [MASK], 10 percent as another token. ALL TRAINERS."
     )
@@ -385,9 +392,7 @@ class TrainerArguments(PrecisionArguments):
     num_devices: int | None = flag(
         None, "How many devices of this machine make up this peer, each with a process. Default: all GPUs, or one CPU."
     )
-    tf32: bool = flag(
-        False, "Let NVIDIA GPUs from 2020 on multiply float32 with 10 bits of mantissa, several times as fast."
-    )
+    tf32: bool = flag(False, "NVIDIA GPUs from 2020 on multiply float32 with a 10-bit mantissa, several times as fast.")
     torch_compile: bool = flag(
         False, "Compile the model: a start slower by minutes, faster steps. Needs a C++ compiler, on GPUs also triton."
     )
@@ -413,18 +418,14 @@ class TrainerArguments(PrecisionArguments):
         "Folder for checkpoints, the trained model (from_pretrained format), history.jsonl and summary.json; each "
         "trainer needs its own. Running the same command again resumes from it.",
     )
-    overwrite_output_dir: bool = flag(
-        False, "Kept for commands of older guides: a run in output_dir is resumed even with this flag."
-    )
+    overwrite_output_dir: bool = flag(False, "Kept for old commands: a run in output_dir is resumed anyway.")
     resume_from_checkpoint: str | None = flag(
         None,
         "Checkpoint folder or state file to resume from, or none to start over; default: the newest complete one in "
         "output_dir or at state_path. A swarm that is further ahead sends its state in any case.",
     )
     save_steps: int = flag(500, "Save a checkpoint every N epochs (and at a normal end).")
-    save_total_limit: int = flag(
-        2, "Keep N checkpoints, each three times as large as the weights (with lamb_8bit half of that)."
-    )
+    save_total_limit: int = flag(2, "Keep N checkpoints, each three times as large as the weights (lamb_8bit: half).")
     do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before training and after it.")
     eval_steps: int | None = flag(
         None,
@@ -468,9 +469,7 @@ class ReportArguments:
         None, "Report to this project on Weights & Biases. WANDB_MODE and WANDB_DISABLED are respected."
     )
     logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
-    output_dir: str = flag(
-        "outputs/monitor", "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
-    )
+    output_dir: str = flag("outputs/monitor", REPORT_DIR_HELP)
 
     def __post_init__(self):
         check_range(self, "refresh_period", above=0)
@@ -484,9 +483,7 @@ class ReportArguments:
 class MonitorArguments(ReportArguments):
     """The monitor's own work. Read by run_training_monitor.py."""
 
-    watch: bool = flag(
-        False, "Instead of monitoring, show the swarm of --initial_peers live in this terminal, as a reader only."
-    )
+    watch: bool = flag(False, "Instead of monitoring, show the swarm of --initial_peers live here, as a reader only.")
     plot: str | None = flag(
         None, "Instead of monitoring, draw the loss that a monitor has written to --output_dir to this PNG file."
     )
@@ -502,9 +499,7 @@ class MonitorArguments(ReportArguments):
 class AuxPeerArguments(ReportArguments):
     """The auxiliary peer's own work. Read by run_aux_peer.py."""
 
-    output_dir: str = flag(
-        "outputs/aux_peer", "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
-    )
+    output_dir: str = flag("outputs/aux_peer", REPORT_DIR_HELP)
     assist_in_averaging: bool = flag(
         False, "Average for the others, above all for clients. Needs the trainers' model and averaging flags."
     )
@@ -519,9 +514,7 @@ class AuxPeerArguments(ReportArguments):
 class ArchiveArguments:
     """Which states of the swarm are kept and published. Read by viewing/archive.py, for monitor and auxiliary peers."""
 
-    store_checkpoints: bool = flag(
-        False, "Save the swarm's state. Needs the trainers' model, optimizer and averaging flags."
-    )
+    store_checkpoints: bool = flag(False, "Save the swarm's state. Needs trainers' model, optimizer, averaging flags.")
     save_checkpoint_step_interval: int = flag(
         5,
         "With --store_checkpoints: save a state every N epochs; each costs a trainer the upload of the whole state.",
@@ -530,9 +523,7 @@ class ArchiveArguments:
     save_total_limit: int = flag(
         2, "With --store_checkpoints: keep the N newest, each three times as large as the weights (lamb_8bit: half)."
     )
-    keep_one_in: int = flag(
-        0, "With --store_checkpoints: besides, keep one in every N checkpoints forever, e.g. 100; 0: none."
-    )
+    keep_one_in: int = flag(0, "With --store_checkpoints: also keep one in N of them forever, e.g. 100; 0: none.")
     local_path: str | None = flag(
         None, "With --store_checkpoints: their folder, this peer's alone; default: output_dir.", aliases=["--repo_path"]
     )
@@ -582,9 +573,7 @@ class FinetuneArguments(PrecisionArguments):
         "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, but RuCoLA, come from the Hub.",
         aliases=["-d"],
     )
-    output_dir: str | None = flag(
-        None, "Folder for results.json, predictions and model; default: outputs/finetune/TASK."
-    )
+    output_dir: str | None = flag(None, "Folder for results.json, predictions, model; default: outputs/finetune/TASK.")
     num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
     num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
     batch_size: int = flag(32, "Samples per forward pass. Use as many as fit into memory.")
@@ -653,25 +642,21 @@ class TokenizeArguments:
     )
     vocab_size: int = flag(30_000, "With --train_tokenizer: maximum number of pieces in the vocabulary.")
     cased: bool = flag(False, "With --train_tokenizer: distinguish upper and lower case; always done for clm.")
-    keep_accents: bool = flag(
-        False, "With --train_tokenizer: keep accents on letters; Russian needs them. Always kept for clm."
-    )
+    keep_accents: bool = flag(False, "With --train_tokenizer: keep accents; Russian needs them. Always kept for clm.")
     language: str = flag("english", "Language of the text, for splitting it into sentences.")
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag("auto", SENTENCE_SPLITTER_HELP)
     seq_length: int = flag(512, "Maximum number of tokens of an instance.")
-    validation_fraction: float = flag(
-        0.05, "Share of documents held out for validation, unless the corpus has a validation split."
-    )
+    validation_fraction: float = flag(0.05, "Share of documents for validation, unless the corpus has a split for it.")
     seed: int = flag(42, "Seed of the split, the cuts and the swaps.")
     num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.")
     cache_dir: str = flag("data/cache", "Folder for downloads from the Hub.")
     dataset_path: str = flag("data/albert_tokenized_wikitext", "Folder to write the dataset to; must not exist yet.")
     tokenizer_path: str = flag("data/tokenizer", "Folder to write the tokenizer to; must not exist yet.")
     archive: str | None = flag(
-        None, "Pack dataset and tokenizer, also those that exist already, into this file: NAME.tar.gz or NAME.tar."
+        None, "Pack dataset and tokenizer, also existing ones, into this: NAME.tar.gz or NAME.tar."
     )
     archive_shards: int = flag(
-        1, "With --archive NAME.tar.gz: divide it into N, NAME-00000-of-0000N.tar.gz, and an index, NAME.json."
+        1, "With --archive NAME.tar.gz: N parts, NAME-00000-of-0000N.tar.gz, and an index, NAME.json."
     )
 
     def __post_init__(self):
@@ -685,6 +670,25 @@ class TokenizeArguments:
             raise UserError(f"--archive {self.archive} is not a name such as wikitext.tar.gz, without another dot")
         if self.archive_shards > 1:
             check_needs(self, "archive_shards", "archive", " NAME.tar.gz")
+
+
+@dataclass
+class InviteArguments:
+    """Invitations to closed runs. Read by invite.py."""
+
+    authority_key: str = flag("authority.pem", "File of the key that signs passes, as the run's monitor has made it.")
+    experiment_prefix: str = flag("", "The run. Default: the only one that the key has served.", aliases=["--run_id"])
+    username: str | None = flag(None, "Invite a member of this name.")
+    expires: str = flag("30d", "With --username: time for which the pass counts, and is renewed: 30d, 12h, 45m, 90s.")
+    out: str | None = flag(None, "With --username: file for the invitation; default: NAME.invite.")
+    revoke: str | None = flag(None, "End all passes of the member of this name.")
+    initial_peers: list[str] = flag([], "With --revoke: peers of the run to tell, where its monitor is not here.")
+    list: bool = flag(False, "List all invitations.")
+
+    def __post_init__(self):
+        check_username("username", self.username)
+        if sum([bool(self.username), bool(self.revoke), self.list]) != 1:
+            raise UserError("give one of --username NAME, --revoke NAME and --list")
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:

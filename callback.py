@@ -34,6 +34,7 @@ from swarm.contract import confirm_contract, publish_contract, read_schedule
 from swarm.joining import warn_of_local_addresses
 from swarm.line import LINE
 from swarm.local_steps import at_anchor
+from swarm.membership import MEMBERS
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
@@ -199,6 +200,7 @@ class CollaborativeCallback:
     def look_at_clock(self) -> None:
         """What is due now: most times nothing."""
         now = time.monotonic()
+        MEMBERS.require_own_pass()
         if now >= self.next_contract_time:
             expiration = self.optimizer.tracker.metadata_expiration
             self.next_contract_time = now + expiration / 3
@@ -258,6 +260,8 @@ class CollaborativeCallback:
             step_seconds = max(0.5, self.batch_size / max(metrics["samples_per_second"], 1e-9))
             checks = [check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], optimizer.matchmaking_time)]
             warn_of([check_step_time(step_seconds, self.batch_size), *checks])
+        if username := MEMBERS.username or self.swarm.username:
+            metrics["username"] = username
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
         confirm_contract(self.dht, self.prefix, self.contract)

@@ -41,7 +41,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
 from arguments import TRAINER_ARGS
-from support.flags import MAX_SHARED, SHARED_FLAGS, list_shared
+from support.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, list_shared
 
 logger = logging.getLogger("utils")
 
@@ -104,6 +104,7 @@ class LocalMetrics(BaseModel):
     bytes_sent: conint(strict=True, ge=0, le=10**15)  # in that time, of rounds and states; small talk is not counted
     bytes_received: conint(strict=True, ge=0, le=10**15)
     client_mode: StrictBool  # accepts no incoming connection
+    username: constr(strict=True, regex=rf"\A{USERNAME}\Z") | None = None  # in a closed run, that of its pass
     evaluation: Evaluation | None = None  # the newest one, of a peer with --do_eval --eval_steps
     final_epoch: conint(strict=True, ge=0, le=10**9) | None = None  # at which this peer ends, if not with the schedule
     # whose gradients it has seen in the last average, see name_worker
@@ -178,6 +179,11 @@ def find_peer_id(public_key: bytes) -> bytes:
     return multihash.encode(hashlib.sha256(encoded).digest(), "sha2-256")
 
 
+def find_owner(subkey: bytes) -> bytes:
+    """The id of the peer whose records have this subkey: its public key or that id itself."""
+    return find_peer_id(subkey) if PUBLIC_KEY.match(subkey) else subkey
+
+
 class RecordValidator(RSASignatureValidator):
     """Under every key, only records that hivemind can decode, that are small and expire soon, and that their owner has
     signed, whose public key or peer id is the subkey; they speak for no other peer.
@@ -230,6 +236,11 @@ def make_validators(prefix: str, private_key: RSAPrivateKey | None = None) -> tu
     """
     signature = RecordValidator(private_key)
     return [SchemaValidator(MetricSchema, prefix=prefix), signature], signature.local_public_key
+
+
+def name_peer(label: str, username: str | None) -> str:
+    """For people: who it says that it is, which in a closed run its invitation says, and its label."""
+    return f"{username} {label}" if username else label
 
 
 def peer_label(public_key: bytes) -> str:

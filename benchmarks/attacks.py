@@ -3,6 +3,10 @@
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/attacks.py
     python benchmarks/attacks.py --attacks nan huge --epochs 12
+    python benchmarks/attacks.py --closed
+
+With --closed the run is for members alone, which the honest peers are, and the attacker is a stranger; where it would
+take part in rounds, it shows an invitation that it has forged.
 
 Real processes on loopback: a monitor, three trainers of the demo model, and after some epochs hostile_peer.py, which
 describes the kinds. Weights, data order and batches per epoch are the same with and without it; batches are paced
@@ -19,7 +23,8 @@ half an hour. What a row says:
     exit       exit codes of the honest trainers; they are given 30 s to end by themselves, by Ctrl-C if need be
     named by   honest trainers that name the attacker in a warning; with ! tracebacks in their logs
     notes      what the attacker says of its last act; states that the honest trainers have taken over since; and what
-               became of a trainer that joined then, of the monitor, and of memory (PSS, the highest and before)
+               became of a trainer that joined then, of the monitor, and of memory (PSS, the highest and before); with
+               --closed, the lines in which honest peers have counted refused calls, and the attacker's last words
 """
 
 import argparse
@@ -42,6 +47,8 @@ import hostile_peer
 import processes
 import psutil
 import torch
+from hivemind.proto import crypto_pb2
+from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from safetensors.torch import load_file
 from soak import measure_processes
@@ -50,6 +57,8 @@ from arguments import DataArguments, ModelArguments
 from experiment.data import load_data, make_eval_batches
 from experiment.model import make_model
 from machine.training import evaluate
+from swarm.passes import Authority, Invitation
+from utils import RecordValidator, find_peer_id
 
 HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each
 PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
@@ -72,11 +81,13 @@ class Swarm:
         self.args, self.folder, self.identities = args, folder, identities
         self.scripts: list[Script] = []
         self.honest: list[Script] = []
-        self.common = ["--experiment_prefix", make_prefix(), *LOOPBACK]
+        self.common = ["--experiment_prefix", prefix := make_prefix(), *LOOPBACK]
         folder.mkdir()
+        self.prefix, self.authority = prefix, Authority(folder / "authority.pem") if args.closed else None
 
     def start_monitor(self) -> None:
         options = ["--report_to", "none", "--refresh_period", 1, "--output_dir", self.folder / "monitor"]
+        options += ["--authorize", "--authority_key", self.authority.path] if self.authority else []
         monitor = self.start("monitor", "run_training_monitor.py", *self.common, *options)
         peers = monitor.wait_for(r"--initial_peers (/ip4\S+)", START_SECONDS).group(1)
         self.common += ["--initial_peers", peers]
@@ -90,7 +101,23 @@ class Swarm:
         own = ["--seed", self.args.seed, "--output_dir", self.folder / name]
         # the data order comes from the peer's id
         identity = ["--identity_path", self.identities / f"{name}.id"]
+        if self.authority:
+            identity = ["--invite", self.invite(name)]
         return [*self.common, *data, *TRAINER, *own, *identity, *more]
+
+    def invite(self, name: str) -> Path:
+        """The file of an invitation for who has this identity; an attacker's own authority has signed the latter's."""
+        identity, path = self.identities / f"{name}.id", self.folder / f"{name}.invite"
+        if not identity.exists():
+            new = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=RSAPrivateKey().to_bytes())
+            identity.write_bytes(new.SerializeToString())
+        key = RSAPrivateKey()
+        key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity.read_bytes()).data})
+        authority = Authority(self.folder / "forger.pem") if name == "attacker" else self.authority
+        peer_id = find_peer_id(RecordValidator(key).local_public_key)
+        data = authority.issue(self.prefix, peer_id, name, 86400.0)
+        Invitation(key, data, authority.public_key).save("--out", path)
+        return path
 
     def start_trainer(self, name: str, *more: object) -> Script:
         flags = self.flags(name, "--max_steps", self.args.epochs, *more)
@@ -316,9 +343,14 @@ def describe_notes(kind: str | None, course: Course) -> str:
         least, most = min(line["loss"] for line in lines), max(line["alive_peers"] for line in lines)
         peers = len(json.loads((swarm.folder / "monitor" / "summary.json").read_text())["peers"])
         notes.append(f"monitor: loss {least:.2f}, {most} peers, {peers} thanked, {len(shown)} epochs shown")
+    if swarm.authority:
+        honest = [script for script in swarm.scripts if script is not course.attacker]
+        counted = re.findall(r"refused ([\d,]+) calls? of (.*?),", "".join(script.text for script in honest))
+        notes.append(f"{len(counted)} lines: refused {', '.join(f'{calls} of {who}' for calls, who in counted)}")
+        notes += course.attacker.text.splitlines()[-1:] if course.attacker and not course.acts else []
     if course.memory:
         notes.append(f"{MEMORY[kind]}: {max(course.memory):.0f} MB ({course.memory[0]:.0f} before)")
-    return "; ".join(notes)
+    return "; ".join(notes).replace("|", " ")
 
 
 def describe(kind: str | None, course: Course, judge: Judge, usual: float) -> list[str]:
@@ -388,6 +420,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=16, help="that the honest trainers are to reach")
     parser.add_argument("--attack_after", type=int, default=4, help="epochs; then the attacker is started")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    parser.add_argument("--closed", action="store_true", help="a run for members alone, and the attacker is a stranger")
     parser.add_argument("--json", type=Path, help="file for the rows")
     args = parser.parse_args()
     processes.IS_FORKING = True  # or each swarm spends half a minute on imports

@@ -46,7 +46,7 @@ def publish(dht: hivemind.DHT, what: str, key: str, make_value: Callable[[bytes]
     stored, peers, initial_peers = 0, [], list(map(str, dht.initial_peers))
     for _ in range(count):
         signer = RSASignatureValidator(private_key := RSAPrivateKey())
-        peers.append(peer := start_dht_as(private_key, initial_peers, [signer]))
+        peers.append(peer := start_dht_as(private_key, initial_peers, [signer], ensure_bootstrap_success=False))
         value, expiration = make_value(peer.peer_id.to_bytes()), get_dht_time() + LIFETIME
         stored += peer.store(key, value, subkey=signer.local_public_key, expiration_time=expiration)
         if count > STAYING:
@@ -56,9 +56,9 @@ def publish(dht: hivemind.DHT, what: str, key: str, make_value: Callable[[bytes]
 
 
 def find_epoch(dht: hivemind.DHT, prefix: str) -> int:
-    """Where the swarm is."""
+    """Where the swarm is; somewhere, in a closed run."""
     entry = dht.get(f"{prefix}_progress", latest=True)
-    return max(item.value["epoch"] for item in entry.value.values() if item.value)
+    return max(item.value["epoch"] for item in entry.value.values() if item.value) if entry else 5
 
 
 # --- what it stores ---------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def flood_progress(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
 
 def claim_samples(dht: hivemind.DHT, prefix: str, terms: dict) -> None:
     """From now on, a whole batch twice a second, and that the next one is a matter of microseconds."""
-    batch, own_key = int(terms["target_batch_size"]), RSASignatureValidator().local_public_key
+    batch, own_key = int(terms.get("target_batch_size", 160)), RSASignatureValidator().local_public_key
 
     def claim() -> None:
         while True:
@@ -161,8 +161,10 @@ def report_metrics(dht: hivemind.DHT, prefix: str, terms: dict, count: int, mini
 
 async def ask_for_states(_: hivemind.DHT, node: DHTNode, prefix: str) -> tuple[int, int]:
     """Runs in the DHT's process: ask for 60 states at once; returns how many of them came, and bytes of all."""
-    found = (await node.get(f"{prefix}_state_averager.all_averagers", latest=True)).value
-    donors, size, whole = itertools.cycle(map(PeerID, found)), 0, 0
+    found = await node.get(f"{prefix}_state_averager.all_averagers", latest=True)
+    # in a closed run, those whom it is connected with
+    peers = [PeerID(peer) for peer in found.value] if found else [info.peer_id for info in await node.p2p.list_peers()]
+    donors, size, whole = itertools.cycle(peers), 0, 0
 
     async def ask(peer: PeerID, request: list) -> list:
         nonlocal size
@@ -209,7 +211,11 @@ def main(kind: str, swarm, *groups) -> None:
     """Strike once, and stay: a stranger that has left is found out by whoever asks it."""
     signer = RSASignatureValidator()
     dht = hivemind.DHT(
-        initial_peers=swarm.initial_peers, host_maddrs=swarm.host_maddrs, start=True, record_validators=[signer]
+        initial_peers=swarm.initial_peers,
+        host_maddrs=swarm.host_maddrs,
+        start=True,
+        record_validators=[signer],
+        ensure_bootstrap_success=False,  # a closed run answers no ping
     )
     note("is there", peer=str(dht.peer_id))
     stop = handle_stop_signals()

@@ -74,13 +74,16 @@ def try_lock(file: TextIO) -> bool:
     return True
 
 
-def write_file(path: str | Path, content: str | Callable[[BinaryIO], object]) -> bool:
+def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mode: int = 0o666) -> bool:
     """Write a text, or have a function write, to a file, which then exists complete or not at all; a full disk is a
-    warning and False."""
+    warning and False.
+
+    :param mode: who may read it
+    """
     path = Path(path).absolute()
 
     def write(unfinished: Path) -> None:
-        with open(unfinished, "wb") as file:
+        with open(unfinished, "wb", opener=lambda name, how: os.open(name, how, mode)) as file:
             file.write(content.encode()) if isinstance(content, str) else content(file)
 
     return write_whole(path, write, path)

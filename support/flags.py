@@ -14,6 +14,7 @@ from support.console import UserError, suggest
 MAX_SHARED = 1000  # characters of them
 # What others may paste into a shell: flags that take one value each, or none; and no absolute paths.
 SHARED_FLAGS = re.compile(r"(--[a-z0-9_]+( [A-Za-z0-9_.,:+][A-Za-z0-9_.,:/+-]*)?( (?=-)|$))*", re.ASCII)
+USERNAME = r"[\w.-]{1,32}"
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -58,6 +59,14 @@ def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
     """:raises UserError: the first of these flags is given, and the second, which takes this value, is not"""
     if getattr(args, name) not in (None, False) and not getattr(args, needed):
         raise UserError(f"--{name} needs --{needed}{value}: add it")
+
+
+def check_username(name: str, value: str | None) -> None:
+    """:raises UserError: this flag is given, and its value is no name"""
+    if value is not None and not re.fullmatch(USERNAME, value):
+        raise UserError(
+            f"--{name} {value!r} is not a name: give up to 32 letters, digits, points, hyphens, underscores"
+        )
 
 
 def describe_shared(groups: Sequence[Any]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from arguments import SwarmArguments, parse_arguments
 from support.console import UserError
 from swarm.addresses import check_multiaddrs
+from swarm.membership import MEMBERS
 from swarm.outside import ask_from_outside, find_problem
 from swarm.status import resolve_initial_peers
 from swarm.vouching import combine
@@ -30,14 +31,16 @@ def find_settings(swarm: SwarmArguments) -> list[str]:
     """
     if not swarm.initial_peers or not swarm.adopt or swarm.use_ipfs:
         return []
-    maddrs = resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
+    MEMBERS.enter(swarm)
+    prefix = swarm.experiment_prefix or MEMBERS.prefix
+    maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
     check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
-    found = combine(asyncio.run(ask_from_outside(maddrs)), swarm.experiment_prefix, swarm.new_run)
+    found = combine(asyncio.run(ask_from_outside(maddrs)), prefix, swarm.new_run)
     if not found:
-        if swarm.experiment_prefix:
-            return []
+        if prefix:
+            return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
         raise UserError(find_problem(maddrs) or "--initial_peers do not tell which run they serve: --experiment_prefix")
-    if not swarm.experiment_prefix and not re.fullmatch(r"[\w-]{1,100}", found.prefix, re.ASCII):
+    if not prefix and not re.fullmatch(r"[\w-]{1,100}", found.prefix, re.ASCII):
         # it names folders and dashboards
         raise UserError(f"--initial_peers serve run {found.prefix!r}: if you trust that, give --experiment_prefix")
     flags = found.contract.flags if found.contract else found.flags

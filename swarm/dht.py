@@ -18,6 +18,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from support.console import UserError
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
+from swarm.membership import MEMBERS, keep_members
 from swarm.processes import STOPPING, become_helper, hold_ctrl_c
 from swarm.storage import DHTProtocol
 from swarm.vouching import Statement
@@ -27,6 +28,8 @@ TOUCHES = 60  # pings after which a lost peer is given up
 
 # Among relays to choose from, p2pd waits three minutes for a fourth one (note 30); fixed ones it asks at once.
 P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
+# Seconds: hivemind's 15 are short for a loaded machine (note 13), also where it looks whether an identity is in use.
+P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60
 # A new identity is the key that this process signs with: a record can be traced to the peer that has to prove its id.
 hivemind.p2p.p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
 
@@ -86,6 +89,8 @@ class DHT(hivemind.DHT):
         with hold_ctrl_c():  # torch starts its manager of shared memory, and would wait forever for one that has died
             torch.empty(1).share_memory_()
         with tempfile.TemporaryDirectory() as folder:  # p2pd reads a new key there, and it is needed no more
+            if MEMBERS.invite:  # for hivemind to look whether another peer uses it
+                P2P.generate_identity(identity_path := f"{folder}/invited")
             super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
 
     def start(self) -> None:
@@ -96,6 +101,7 @@ class DHT(hivemind.DHT):
         super().run_in_background(*args, **kwargs)
         self.touching = self.run_coroutine(keep_in_touch, return_future=True)
         self.watching = self.run_coroutine(watch_line, return_future=True)
+        self.keeping = self.run_coroutine(keep_members, return_future=True)
 
     def run(self) -> None:
         become_helper()

@@ -36,6 +36,7 @@ from swarm.addresses import (
     select_for_others,
 )
 from swarm.dht import DHT, check_versions, raise_file_limit
+from swarm.membership import MEMBERS, PassValidator
 from swarm.outside import find_problem
 from swarm.processes import exit_when_dead, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
@@ -97,8 +98,6 @@ def warn_of_silent_peers(maddrs: list[str]) -> None:
 def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     """The same arguments with HOST:PORT among --initial_peers resolved; a UserError where one is wrong."""
     check_versions()
-    if swarm.authorize:
-        raise UserError("--authorize True: membership is not implemented yet, whoever knows --initial_peers may join")
     initial_peers = resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
     if initial_peers != swarm.initial_peers:
         logger.info(f"--initial_peers {' '.join(initial_peers)}")
@@ -113,6 +112,7 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
             raise UserError(f"--announce_maddrs {maddr} has no port: give the one that others connect to")
     if swarm.identity_path:
         check_identity(swarm.identity_path)
+    MEMBERS.enter(swarm)
     return swarm
 
 
@@ -174,7 +174,7 @@ def start_dht(swarm: SwarmArguments, validators: list, is_first: bool = True, **
             announce_maddrs=swarm.announce_maddrs or None,
             identity_path=swarm.identity_path,
             use_relay=swarm.use_relay,
-            record_validators=validators,
+            record_validators=[*validators, *([PassValidator(validators[1])] if MEMBERS.prefix else [])],
             # hivemind's 15 s are short for a loaded machine (note 13)
             startup_timeout=60,
             **options,
@@ -244,7 +244,8 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str | None:
     """One line for the daemon's error, which names the flag to change; None where all --initial_peers answer."""
     last_line = error.strip().splitlines()[-1] if error.strip() else "no reason given"
     if "already taken" in error:
-        return f"--identity_path {swarm.identity_path} is in use by a running peer: give each peer a file of its own"
+        flag = f"--invite {swarm.invite}" if swarm.invite else f"--identity_path {swarm.identity_path}"
+        return f"{flag} is in use by a running peer: give each peer a file of its own"
     if "address already in use" in error or "failed to listen" in error:
         return f"--host_maddrs {' '.join(swarm.host_maddrs)}: the port is in use, choose another or 0 ({last_line})"
     if swarm.identity_path and (swarm.identity_path in error or "saving the identity" in error):

@@ -7,6 +7,7 @@
 import asyncio
 import contextlib
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
@@ -14,7 +15,9 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
+from support.console import UserError
 from swarm.addresses import explain_silence, get_peer_id
+from swarm.membership import MEMBERS
 from swarm.vouching import ANSWER_SECONDS, Statement, ask_for_statements, choose_asked
 
 CONNECT_SECONDS = 15.0
@@ -23,9 +26,11 @@ NOBODY = PeerID(b"\x12\x20" + bytes(32))  # an id whose key is not known to anyb
 
 @contextlib.asynccontextmanager
 async def open_client() -> AsyncIterator[P2P]:
-    """A daemon that is no part of any swarm."""
+    """A daemon that is no part of any swarm; of a closed run's member, as which it may ask."""
     options = dict(no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
-    p2p = await P2P.create(dht_mode="client", **options)
+    with tempfile.TemporaryDirectory() as folder:
+        identity = {"identity_path": f"{folder}/identity"} if MEMBERS.prefix else {}
+        p2p = await P2P.create(dht_mode="client", **options, **identity)
     try:
         yield p2p
     finally:
@@ -70,7 +75,10 @@ async def ask_from_outside(maddrs: list[str]) -> dict[PeerID, Statement]:
 async def probe(p2p: P2P, maddr: str) -> str | None:
     """Why libp2p cannot connect to a peer, with the cure, or None."""
     try:
-        await connect(p2p, get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_SECONDS)
+        await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_SECONDS)
+        await ask_for_statements(p2p, [peer])
+    except UserError as e:
+        return str(e)
     except (ControlFailure, TimeoutError) as e:
         if peer_id := find_real_id(e):
             return f"another peer is at this address: its id is {peer_id}, use the address it prints now"

@@ -27,6 +27,7 @@ from hivemind import DHT
 from arguments import split_host_port
 from support.console import UserError
 from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public, select_for_others
+from swarm.membership import MEMBERS
 from swarm.outside import find_peer
 
 logger = logging.getLogger("status")
@@ -104,7 +105,7 @@ def format_join(prefix: str, maddrs: list[str], flags: str) -> str:
 
     :param flags: that all peers of the run must share
     """
-    prefix = shlex.quote(prefix)
+    prefix = shlex.quote(prefix) + " --invite FILE" * bool(MEMBERS.prefix)
     return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
 

@@ -7,11 +7,12 @@ import logging
 import hivemind.dht.protocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import TimedStorage, ValueWithExpiration, get_dht_time
 
-from utils import MAX_RECORD_LIFETIME, PUBLIC_KEY, find_peer_id
+from swarm.membership import MEMBERS, SHOW
+from utils import MAX_RECORD_LIFETIME, find_owner
 
 logger = logging.getLogger("swarm")
 
@@ -26,6 +27,12 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
         super().__init__(**options)
         self.held = TimedStorage()  # by sender: bytes and expiration times of its records by key and subkey
 
+    @classmethod
+    async def create(cls, p2p: P2P, *args, **options) -> "DHTProtocol":
+        if MEMBERS.prefix:  # before this peer calls others, which may call back
+            await p2p._client.add_unary_handler(SHOW, MEMBERS.answer)
+        return await super().create(p2p, *args, **options)
+
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         records = list(zip(*(getattr(request, name) for name in FIELDS), strict=True))
         admitted = [self.admits(context.remote_id, *record) for record in records]
@@ -38,7 +45,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
         try:
             subkey, stored, now = self.serializer.loads(tag), self.storage.get(DHTID.from_bytes(key)), get_dht_time()
             # what hivemind passes on, to newcomers and as a cache, has no subkey
-            if in_cache or sender.to_bytes() != (find_peer_id(subkey) if PUBLIC_KEY.match(subkey) else subkey):
+            if in_cache or sender.to_bytes() != find_owner(subkey):
                 raise ValueError("it is another peer's")
             held, _ = self.held.get(sender) or ({}, None)
             held = {name: item for name, item in held.items() if item[1] > now}
@@ -65,9 +72,10 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
         this search and all later ones at once, and one of a strange size made them hang."""
         found = await super().call_find(peer, keys)
         for key, (item, nearest) in (found or {}).items():
-            records = DictionaryDHTValue()
+            records, revoked = DictionaryDHTValue(), MEMBERS.revoked
             for subkey, record in item.value.data.items() if item else ():
-                records.store(subkey, record.value, record.expiration_time)
+                if not revoked or find_owner(subkey) not in revoked:
+                    records.store(subkey, record.value, record.expiration_time)
             found[key] = ValueWithExpiration(records, records.latest_expiration_time) if records else None, nearest
         return found
 

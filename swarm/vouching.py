@@ -18,6 +18,7 @@ from pydantic.v1 import BaseModel, conlist, constr
 
 from support.console import UserError
 from swarm.addresses import get_peer_id
+from swarm.membership import explain_refusal
 from utils import MAX_WORKERS, Flags, RunContract
 
 VOUCH = "vouch"  # the name of the request
@@ -58,13 +59,19 @@ async def ask_to_vouch(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> d
 
 
 async def ask_for_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, Statement]:
+    """:raises UserError: all that answer say that this peer is not a member of their run"""
+
     async def ask(peer: PeerID) -> Statement:
         answer = await p2p.call_protobuf_handler(peer, VOUCH, BytesValue(), BytesValue)
         return Statement.parse_obj(MSGPackSerializer.loads(answer.value))
 
     calls = (asyncio.wait_for(ask(peer), ANSWER_SECONDS) for peer in peers)
     answers = await asyncio.gather(*calls, return_exceptions=True)  # of whatever kind others' bytes make it
-    return {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, Statement)}
+    found = {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, Statement)}
+    for peer, answer in zip(peers, answers, strict=True):
+        if not found and (reason := explain_refusal(answer)):
+            raise UserError(f"peer {peer} in --initial_peers does not let this one in: {reason}")
+    return found
 
 
 def ask_initial_peers(

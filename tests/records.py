@@ -98,7 +98,7 @@ def sign(private_key: RSAPrivateKey, key: str, subkey: bytes, value: bytes, expi
     return value + RSASignatureValidator.SIGNATURE_FORMAT.replace(b"_value_", signature)
 
 
-def start_dht_as(key: RSAPrivateKey, initial_peers: list[str], validators: list) -> hivemind.DHT:
+def start_dht_as(key: RSAPrivateKey, initial_peers: list[str], validators: list, **options) -> hivemind.DHT:
     """hivemind's own DHT, whose peer id is of this key: ours take a record from nobody else."""
     identity = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=key.to_bytes())
     with tempfile.NamedTemporaryFile() as file:
@@ -111,6 +111,7 @@ def start_dht_as(key: RSAPrivateKey, initial_peers: list[str], validators: list)
             record_validators=validators,
             identity_path=file.name,
             check_if_identity_free=False,
+            **options,
         )
 
 

@@ -61,7 +61,7 @@ def start_monitor(start, prefix: str, output_dir: Path, *more, name: str = "moni
     """The monitor, and the address that it prints for others."""
     command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--refresh_period", 0.3]
     monitor = start(name, *command, "--output_dir", output_dir, *more, **options)
-    return monitor, monitor.wait_for(r"(?m)^--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$").group(1)
+    return monitor, monitor.wait_for(r"(?m)^--initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$", 300).group(1)
 
 
 def read_epochs(output_dir: Path) -> list[dict]:

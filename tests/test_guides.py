@@ -16,6 +16,7 @@ GROUPS = {
     "run_trainer.py": ("SwarmArguments", *SHARED, "DataArguments", "TrainerArguments"),
     "run_training_monitor.py": ("SwarmArguments", "MonitorArguments", "ArchiveArguments", *SHARED),
     "run_aux_peer.py": ("SwarmArguments", "AuxPeerArguments", "ArchiveArguments", *SHARED),
+    "invite.py": ("InviteArguments",),
     "tokenize_wikitext103.py": ("TokenizeArguments",),
     "finetune_mlm.py": ("FinetuneArguments",),
     "predict_on_lidirus.py": ("PredictArguments",),

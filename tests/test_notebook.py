@@ -15,6 +15,7 @@ import nbformat
 import psutil
 import pytest
 from file_server import FileServer
+from members import make_invitation, secret_parts
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
 from arguments import TRAINER_ARGS, TokenizeArguments, parse_arguments
@@ -65,7 +66,8 @@ def text_of(cell) -> str:
 
 
 @pytest.mark.slow
-def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_data, monkeypatch):
+@pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
+def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_data, monkeypatch, is_closed):
     prefix, output_dir = make_prefix(), tmp_path / "notebook"
     hosted = tmp_path / "hosted"
     hosted.mkdir()
@@ -74,10 +76,15 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
     monitor = start(
         *("monitor", "run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"),
         *("--output_dir", tmp_path / "monitor", "--status_port", 0),
+        *(["--authorize", "--authority_key", tmp_path / "authority.pem"] if is_closed else []),
     )
     address = monitor.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
     own = sum(([name, str(path)] for name, path in tiny_data.items()), [])
     command = ["--experiment_prefix", prefix, "--initial_peers", address, *LOOPBACK, *SWARM, *OWN, *own]
+    if is_closed:
+        command += ["--invite", make_invitation(tmp_path, prefix, "other")]
+        invitation = Path(make_invitation(tmp_path, prefix, "guest")).read_text()
+        monkeypatch.setenv("INVITATION", invitation)
     small = ["--per_device_train_batch_size", "32", "--gradient_accumulation_steps", "1"]
     other = start("other", "run_trainer.py", *command, *small, "--output_dir", tmp_path / "other")
 
@@ -112,6 +119,12 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
     assert summary["epochs_averaged"] >= len(together)
     assert (output_dir / "model" / "model.safetensors").exists()
 
+    if is_closed:
+        metrics = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]
+        assert metrics[-1]["username"] == "guest"
+        written = [path.read_text(errors="replace") for path in output_dir.rglob("*") if path.is_file()]
+        assert not any(part in text for text in (json.dumps(notebook), *written) for part in secret_parts(invitation))
+
     *_, measure, join, end = [cell for cell in notebook.cells if cell.cell_type == "code"]
     batch_size, accumulation = map(int, re.findall(r"--\w+ (\d+)", text_of(measure).splitlines()[-1]))
     assert 1 <= batch_size * accumulation <= 1024 // 8
@@ -137,6 +150,7 @@ def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
     *_, measure, join, _ = trees
     settings = {"dataset_url": "https://example.org/data.tar.gz", "dataset_sha256": "0" * 64, "more_flags": ""}
     settings |= {"experiment_prefix": "run", "initial_peers": "/ip4/127.0.0.1/tcp/1/p2p/Qm 127.0.0.1:8080"}
+    settings |= {"invite": "/tmp/invitation"}
     measured, names = [], {"settings": settings, "has_gpu": True, "shlex": shlex, "sys": sys, "folder": Path("out")}
     sizes = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
     names["run"] = lambda *command: measured.append(command) or sizes
@@ -148,7 +162,7 @@ def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
     for flags in (words, measured[0][2:]):
         monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
         swarm, *_, data, args = parse_arguments(*TRAINER_ARGS)
-        assert swarm.experiment_prefix == "run" and len(swarm.initial_peers) == 2
+        assert swarm.experiment_prefix == "run" and len(swarm.initial_peers) == 2 and swarm.invite == "/tmp/invitation"
         assert data.dataset_path == settings["dataset_url"] and args.fp16
         if flags is words:
             assert swarm.client_mode and args.output_dir == "out"
@@ -166,4 +180,5 @@ def test_committed_notebook_has_no_outputs_and_no_keys():
     empty = re.findall(r'^(\w+) = ""', parameters.source, re.MULTILINE)
     assert empty == ["initial_peers", "experiment_prefix", "dataset_url", "dataset_sha256", "more_flags"]
     source = "\n".join(cell.source for cell in notebook.cells)
+    source = re.sub(r"kaggle_secrets|UserSecretsClient|get_secret|\b[Ss]ecrets?\b", "", source)  # where they are kept
     assert not re.search(r"hf_\w{20}|\b[0-9a-fA-F]{32,}\b|\b[A-Za-z0-9+/_-]{40,}\b|(?i:api_?key|passw|secret)", source)

@@ -34,6 +34,7 @@ GROUPS = {
 }
 # Arguments that dashboards are not told: they hold addresses, and names of users.
 PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
+PRIVATE += ("invite", "authority_key")
 
 
 class Dashboard:

@@ -8,7 +8,7 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 
 from arguments import TrainerArguments
 from support.files import read_json_lines
-from utils import LocalMetrics, SwarmMetrics
+from utils import LocalMetrics, SwarmMetrics, name_peer
 
 MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
 # Strangers can sign records with fresh keys, and each key is a peer to thank: the table keeps those who gave most.
@@ -78,6 +78,7 @@ class Contribution:
     last_seen: float  # Unix time of its newest report
     reported_samples: int  # total_samples of its newest record
     expiration_time: float  # of its newest record
+    username: str | None = None  # that it gives itself; in a closed run, that of its invitation
 
 
 class Contributions:
@@ -91,7 +92,9 @@ class Contributions:
 
     def __init__(self, saved: dict[str, dict]):
         names = {field.name for field in fields(Contribution)}
-        self.peers = {label: Contribution(**values) for label, values in saved.items() if names == values.keys()}
+        self.peers = {
+            label: Contribution(**values) for label, values in saved.items() if names == values.keys() | {"username"}
+        }
 
     def update(
         self,
@@ -124,6 +127,7 @@ class Contributions:
                 last_seen=min(now, expiration_time - TrainerArguments.statistics_expiration),
                 reported_samples=metrics.total_samples,
                 expiration_time=expiration_time,
+                username=metrics.username,
             )
         for label in self.peers.keys() & reports.keys():
             # its own word, which may be any number
@@ -142,7 +146,7 @@ class Contributions:
         ranking, total = self.ranking(), max(1, self.total_samples())
         rows = [
             {
-                "peer": label,
+                "peer": name_peer(label, peer.username),
                 "samples": peer.total_samples,
                 "share": f"{peer.total_samples / total:.1%}",
                 "samples/s": round(peer.samples_per_second, 1),

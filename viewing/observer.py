@@ -10,6 +10,7 @@ from support.flags import describe_shared
 from swarm.addresses import stop_unreachable
 from swarm.contract import compare_with_run, require_same
 from swarm.joining import make_dht, warn_of_local_addresses
+from swarm.membership import MEMBERS
 from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
 from swarm.status import StatusServer
@@ -121,10 +122,11 @@ class Observer:
     def step(self) -> SwarmMetrics | None:
         """Go on with what is due, without waiting; the metrics of the newest epoch, once.
 
-        :raises UserError: trainers have come that use different settings
+        :raises UserError: trainers have come that use different settings; or this peer's pass has ended
         """
         if self.watching.done():
             self.watching.result()
+        MEMBERS.require_own_pass()
         metrics = self.news.pop() if self.news else None
         if self.archive:
             # as it is now: the thread that watches changes it, and empties it where the run has started over

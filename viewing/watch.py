@@ -38,6 +38,7 @@ from utils import (
     fetch_progress,
     find_evaluation,
     format_evaluation,
+    name_peer,
     select_believable,
 )
 from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
@@ -213,7 +214,7 @@ def make_peer_table(snapshot: SwarmSnapshot, rows: int, is_wide: bool) -> tuple[
         newest = report or metrics
         seconds = max(0.0, get_dht_time() - report.time) if report else None
         row = {
-            "peer": label,
+            "peer": name_peer(label, metrics and metrics.username),
             "epoch": f"{newest.epoch:,}",
             "samples": f"{given[label]:,}",
             "share": f"{given[label] / total:.1%}",

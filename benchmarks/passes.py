@@ -1,0 +1,97 @@
+"""What a closed run costs: a pass, once for each two peers; and its epochs beside those of an open run.
+
+    python benchmarks/passes.py
+    python benchmarks/passes.py --pairs 3 --epochs 12
+
+The first one takes a minute: two nodes on loopback, milliseconds of a handshake, of a ping after it, and in an
+open run. With --pairs, swarms of benchmarks/attacks.py without an attacker, an open and a closed one in turn.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import attacks
+import processes
+from hivemind.p2p import PeerID
+from hivemind.proto.dht_pb2 import PingRequest
+from members import make_invitation, run_peer
+
+from swarm.membership import MEMBERS
+from swarm.passes import read_pass
+
+CALLS = 200
+
+
+async def time_calls(_, node, peer: PeerID, is_closed: bool) -> dict[str, list[float]]:
+    """Runs in a DHT's process: milliseconds of each call."""
+    seconds = {"ping": [], "handshake": [], "look-up": [], "signature": []}
+
+    async def measure(name: str, call) -> None:
+        start = time.perf_counter()
+        await call()
+        seconds[name].append(1e3 * (time.perf_counter() - start))
+
+    async def look_up() -> None:
+        MEMBERS.require(peer)
+
+    async def verify() -> None:
+        read_pass.__wrapped__(MEMBERS.known.read()["pass"], MEMBERS.public_key)
+
+    for _ in range(CALLS):
+        await measure("ping", lambda: node.protocol.get_stub(peer).rpc_ping(PingRequest()))
+        if is_closed:
+            await measure("handshake", lambda: MEMBERS.show(node.p2p._client, peer))
+            await measure("look-up", look_up)
+            await measure("signature", verify)
+    return {name: times for name, times in seconds.items() if times}
+
+
+def measure_passes() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("open", "closed"):
+            key = f"{folder}/authority.pem" if kind == "closed" else None
+            with run_peer(f"passes_{kind}", authority_key=key) as one:
+                path = make_invitation(Path(folder), f"passes_{kind}", "ada") if key else None
+                with run_peer(f"passes_{kind}", one, invite=path) as two:
+                    found = two.run_coroutine(partial(time_calls, peer=one.peer_id, is_closed=bool(key)))
+            for name, times in found.items():
+                low, middle, high = min(times), statistics.median(times), sorted(times)[int(0.9 * len(times))]
+                print(
+                    f"{kind:6}  {name:9}  median {middle:7.3f} ms, least {low:.3f}, 90 % below {high:.3f}", flush=True
+                )
+
+
+def measure_epochs(args: argparse.Namespace) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="passes_"))
+    (identities := folder / "identities").mkdir()
+    processes.IS_FORKING = True
+    for number in range(args.pairs):
+        for args.closed in (False, True)[:: 1 if number % 2 else -1]:
+            course = attacks.run_swarm(args, None, folder / f"{number}{args.closed}", identities, 0.0)
+            spans = [seconds for _, seconds in attacks.list_spans(course)]
+            kind, rounds = "closed" if args.closed else "open", attacks.count_rounds(course)
+            print(f"{kind:6}  {statistics.median(spans):.2f} s an epoch, averaged by all: {rounds}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=0, help="of an open and a closed swarm, in turn")
+    parser.add_argument("--epochs", type=int, default=12, help="of each swarm")
+    parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
+    parser.add_argument("--tokenizer_path", default="data/tokenizer")
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
+    parser.set_defaults(attack_after=4)
+    args = parser.parse_args()
+    measure_epochs(args) if args.pairs else measure_passes()
+
+
+if __name__ == "__main__":
+    main()

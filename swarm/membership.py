@@ -1,0 +1,438 @@
+"""Closed runs: who may take part, and the one check of all that a peer serves.
+
+The transport proves who calls. Before its first call, a peer shows the other one its pass (`show_pass`, the only call
+that strangers may make) and sees that one's; from then on both are known by their ids, to all processes of a peer,
+until their passes end. In an open run nothing of this happens.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import random
+import re
+import time
+from pathlib import Path
+
+import hivemind
+import hivemind.p2p.p2p_daemon_bindings.p2pclient as p2pclient
+from hivemind.dht.node import DHTNode
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto.p2pd_pb2 import RPCError
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.serializer import MSGPackSerializer
+
+from arguments import SwarmArguments
+from support.console import UserError, format_count
+from swarm.passes import (
+    MAX_LIST_BYTES,
+    MAX_PASS_BYTES,
+    Authority,
+    Invitation,
+    Pass,
+    load_invitation,
+    read_pass,
+    read_revocations,
+)
+from utils import MAX_RECORD_LIFETIME, RecordValidator, find_owner, find_peer_id
+
+logger = logging.getLogger("members")
+
+SHOW = "show_pass"  # the name of the call
+ANSWER_SECONDS = 10.0
+MAX_MEMBERS = 4096  # that are known at once
+MAX_MESSAGE_BYTES = 2 * MAX_PASS_BYTES + MAX_LIST_BYTES + 64
+PERIOD = 5.0  # seconds between two looks at what is new, which is passed on then
+OWN_LIFETIME = 86400.0  # seconds of the authority's own pass
+LINE_PERIOD = 3600.0  # seconds between two lines on strangers; the first one comes at once
+MAX_STRANGERS = 64  # that are counted one by one between two lines
+
+REASONS = {
+    "no pass": "its run is closed: ask its organizer for an invitation, and give it by --invite FILE",
+    "forged": "the authority of its run has not signed the pass in --invite: ask its organizer for an invitation",
+    "another run": "the pass in --invite is for another run: ask the organizer of this one for an invitation",
+    "another peer": "the pass in --invite is for another peer: ask the organizer for an invitation of your own",
+    "expired": "the pass in --invite has expired: ask the organizer for a new invitation",
+    "revoked": "the pass in --invite has been revoked: ask the organizer why",
+    "open": "it knows no passes, so its run is open: omit --invite, or correct --initial_peers",
+}
+
+
+class Refused(Exception):
+    """Whoever calls has shown no valid pass; the argument is one of REASONS."""
+
+
+def explain_refusal(error: Exception) -> str | None:
+    """The reason and the cure, where a call has failed because one of the two has no valid pass."""
+    match = re.search(r"Refused\('([a-z ]+)'\)", str(error)) if isinstance(error, P2PHandlerError) else None
+    return REASONS.get(match[1]) if match else None
+
+
+class SharedDictionary:
+    """A small dictionary that this process and its helpers, forked later, share."""
+
+    def __init__(self, size: int, value: dict):
+        self.lock, self.memory = multiprocessing.Lock(), multiprocessing.RawArray(ctypes.c_char, size)
+        self.length, self.version = multiprocessing.RawValue(ctypes.c_int), multiprocessing.RawValue(ctypes.c_longlong)
+        self.seen, self.value = 0, value
+        self.write(value)
+
+    def write(self, value: dict) -> None:
+        data = MSGPackSerializer.dumps(value)
+        self.memory[: len(data)], self.length.value = data, len(data)
+        self.version.value += 1
+
+    def load(self) -> dict:
+        if self.seen != self.version.value:
+            self.value = MSGPackSerializer.loads(self.memory[: self.length.value])
+            self.seen = self.version.value
+        return self.value
+
+    def read(self) -> dict:
+        """Not to be changed."""
+        if self.seen != self.version.value:
+            with self.lock:
+                self.load()
+        return self.value
+
+    @contextlib.contextmanager
+    def change(self):
+        with self.lock:
+            yield (value := self.load())
+            self.write(value)
+
+
+class Members:
+    """This peer's own pass, and the members of its run that it has met."""
+
+    #: of the closed run; empty: the run is open, and all else here is unused
+    prefix = ""
+    #: of this peer: its name, by its pass; the file of its invitation; and the authority itself, where it is that
+    username: str | None = None
+    invite: str | None = None
+    issuer: Authority | None = None
+
+    def enter(self, swarm: SwarmArguments) -> None:
+        """Take part in the closed run that --invite or --authority_key is for, if any. Call it before helpers are
+        forked; again where another key may have been chosen since.
+
+        :raises UserError: the invitation or key cannot be used
+        """
+        if not swarm.authorize:
+            return
+        self.issuer, self.invite = None, swarm.invite
+        if swarm.invite:
+            invitation = load_invitation(swarm.invite)
+            RSAPrivateKey.process_wide().__setstate__(invitation.key.__getstate__())
+            own, self.public_key = invitation.data, invitation.authority
+            member = read_pass(own, self.public_key)
+            self.prefix, self.username = member.prefix, member.username
+            for flag, given in ("experiment_prefix", swarm.experiment_prefix), ("username", swarm.username):
+                if given and given != (invited := self.prefix if flag == "experiment_prefix" else self.username):
+                    raise UserError(f"--invite {swarm.invite} is for --{flag} {invited}, not {given}: omit --{flag}")
+        else:
+            self.issuer, self.prefix = Authority(swarm.authority_key), swarm.experiment_prefix
+            self.public_key, self.username = self.issuer.public_key, swarm.username or "authority"
+            with self.issuer.open_members() as runs:
+                self.issuer.open_run(runs, self.prefix)
+            own = self.issue_own()
+        self.own_id = find_peer_id(RecordValidator().local_public_key)
+        size = 64 * MAX_MEMBERS + MAX_LIST_BYTES + MAX_PASS_BYTES
+        self.known = SharedDictionary(size, {"pass": own, "revocations": b"", "peers": {}})
+        self.strangers = SharedDictionary(2**16, {})
+        self.look_at_ledger()
+        p2pclient.Client = MemberClient  # hivemind has no other way in
+
+    def issue_own(self) -> bytes:
+        own_id = find_peer_id(RecordValidator().local_public_key)
+        return self.issuer.issue(self.prefix, own_id, self.username, OWN_LIFETIME)
+
+    # --- who may
+
+    @property
+    def revoked(self) -> frozenset[bytes]:
+        """Ids of peers whose passes do not count any more."""
+        if not self.prefix:
+            return frozenset()
+        return read_revocations(self.known.read()["revocations"], self.public_key, self.prefix)[1]
+
+    def examine(self, data: bytes, peer_id: bytes) -> Pass:
+        """:raises Refused: this is no valid pass of that peer"""
+        if not data:
+            raise Refused("no pass")
+        try:
+            member = read_pass(data, self.public_key)
+        except ValueError:
+            raise Refused("forged") from None
+        faults = {
+            "another run": member.prefix != self.prefix,
+            "another peer": member.peer_id != peer_id,
+            "expired": member.expires <= get_dht_time(),
+            "revoked": peer_id in self.revoked,
+        }
+        for reason, is_so in faults.items():
+            if is_so:
+                raise Refused(reason)
+        return member
+
+    def has_met(self, peer: PeerID) -> bool:
+        return self.known.read()["peers"].get(peer.to_bytes(), 0.0) > get_dht_time()
+
+    def require(self, peer: PeerID) -> None:
+        """:raises Refused: this peer has shown no valid pass, which is counted"""
+        if not self.has_met(peer):
+            self.count_stranger(peer, "no pass")
+            raise Refused("no pass")
+
+    def require_own_pass(self) -> None:
+        """:raises UserError: this peer may not take part any more, which costs the others nothing"""
+        if self.prefix:
+            try:
+                self.examine(self.known.read()["pass"], self.own_id)
+            except Refused as e:
+                raise UserError(REASONS[e.args[0]]) from None
+
+    def note(self, member: Pass) -> None:
+        if self.known.read()["peers"].get(member.peer_id) != member.expires:
+            with self.known.change() as known:
+                known["peers"][member.peer_id] = member.expires
+                if len(known["peers"]) > MAX_MEMBERS:
+                    del known["peers"][min(known["peers"], key=known["peers"].get)]
+        if member.peer_id in self.strangers.read():  # it had met this peer before a restart
+            with self.strangers.change() as strangers:
+                strangers.pop(member.peer_id, None)
+
+    def forget(self, peer: PeerID) -> None:
+        with self.known.change() as known:
+            known["peers"].pop(peer.to_bytes(), None)
+
+    def count_stranger(self, peer: PeerID, reason: str) -> None:
+        with self.strangers.change() as strangers:
+            name = peer.to_bytes() if peer.to_bytes() in strangers or len(strangers) < MAX_STRANGERS else b""
+            strangers[name] = [strangers.get(name, [0])[0] + 1, reason]
+
+    # --- passes that are shown
+
+    async def answer(self, data: bytes, peer: PeerID) -> bytes:
+        """Serves SHOW: another peer's pass and the revocations it knows, for this peer's own, and a new pass of the
+        other one where this peer is the authority and it is time for that."""
+        try:
+            shown, revocations = read_message(data, 2)
+            self.take_revocations(revocations)
+            member = self.examine(shown, peer.to_bytes())
+        except Refused as e:
+            self.count_stranger(peer, reason := e.args[0])
+            proof = self.known.read()["revocations"] if reason == "revoked" else b""
+            return MSGPackSerializer.dumps([reason.encode(), b"", proof, b""])
+        self.note(member)
+        renewed, known = b"", self.known.read()
+        if self.issuer and member.is_due:
+            renewed = self.issuer.issue(self.prefix, member.peer_id, member.username, member.lifetime)
+            with self.issuer.open_members() as runs:
+                self.issuer.note(runs, self.prefix, renewed)
+        return MSGPackSerializer.dumps([b"", known["pass"], known["revocations"], renewed])
+
+    async def show(self, client: p2pclient.Client, peer: PeerID) -> None:
+        """Show this peer's pass to another one, and look at that one's.
+
+        :raises P2PHandlerError: one of them is not valid; see `explain_refusal`
+        """
+        known = self.known.read()
+        message = MSGPackSerializer.dumps([known["pass"], known["revocations"]])
+        try:
+            answer = await asyncio.wait_for(client.call_unary_handler(peer, SHOW, message), ANSWER_SECONDS)
+            reason, theirs, revocations, renewed = read_message(answer, 4)
+            self.take_revocations(revocations)
+            if reason:
+                raise Refused(reason.decode(errors="replace"))
+            self.note(self.examine(theirs, peer.to_bytes()))
+        except Refused as e:
+            raise P2PHandlerError(repr(e)) from None
+        except P2PDaemonError as e:
+            if "protocols not supported" not in str(e):
+                raise
+            raise P2PHandlerError(repr(Refused("open"))) from None
+        with contextlib.suppress(Refused):
+            self.take_renewed(self.examine(renewed, self.own_id), renewed)
+
+    def take_revocations(self, data: bytes) -> None:
+        """Where these are newer than what is known, they count from now on."""
+        with contextlib.suppress(ValueError):
+            signed, revoked = read_revocations(data, self.public_key, self.prefix)
+            if signed > read_revocations(self.known.read()["revocations"], self.public_key, self.prefix)[0]:
+                with self.known.change() as known:
+                    known["revocations"] = data
+                    known["peers"] = {peer: time for peer, time in known["peers"].items() if peer not in revoked}
+                logger.info(f"{format_count(len(revoked), 'revoked pass')}{'es' * (len(revoked) != 1)}")
+
+    def take_renewed(self, member: Pass, data: bytes) -> None:
+        """From now on, this is the peer's own pass, also after a restart."""
+        with self.known.change() as known:  # one process at a time writes the file
+            if member.expires <= read_pass(known["pass"], self.public_key).expires:
+                return
+            known["pass"] = data
+            if self.invite:
+                try:
+                    Invitation(RSAPrivateKey.process_wide(), data, self.public_key).save("--invite", Path(self.invite))
+                except UserError as e:
+                    logger.warning(f"{e}; the pass was renewed, and that will be lost at the end")
+
+    def look_at_ledger(self) -> None:
+        """The authority's: what invite.py has revoked; and its own pass, which it renews itself."""
+        if not self.issuer:
+            return
+        try:
+            self.take_revocations(self.issuer.read_run_revocations(self.prefix))
+        except UserError as e:
+            logger.warning(str(e))
+        if read_pass(self.known.read()["pass"], self.public_key).is_due:
+            self.take_renewed(read_pass(data := self.issue_own(), self.public_key), data)
+
+
+def read_message(data: bytes, count: int) -> list[bytes]:
+    """:raises Refused: it is not a list of so many short texts"""
+    try:
+        message = MSGPackSerializer.loads(data) if len(data) <= MAX_MESSAGE_BYTES else None
+    except Exception:  # hostile bytes: the decoder raises whatever it likes
+        message = None
+    if not isinstance(message, list) or [type(part) for part in message] != [bytes] * count:
+        raise Refused("forged")
+    return message
+
+
+async def keep_members(_: hivemind.DHT, node: DHTNode) -> None:
+    """Runs in the DHT's process, forever: pass on what is new, renew what is to end, and say what was refused."""
+    told, next_request, next_line, connected = None, 0.0, 0.0, []
+    while MEMBERS.prefix:
+        MEMBERS.look_at_ledger()
+        known, now = MEMBERS.known.read(), time.monotonic()
+        own = read_pass(known["pass"], MEMBERS.public_key)
+        with contextlib.suppress(OSError, P2PDaemonError):  # the daemon's, which may be busy
+            connected = await node.p2p.list_peers()
+        peers = [info.peer_id for info in connected if MEMBERS.has_met(info.peer_id)]
+        is_due = own.is_due and now >= next_request
+        if is_due:
+            next_request = now + max(PERIOD, own.lifetime / 50)
+        if told != (news := (known["pass"], known["revocations"])):
+            told = news
+            forget_records(node, MEMBERS.revoked)
+        elif not is_due:
+            peers = random.sample(peers, min(1, len(peers)))  # in case that one has missed something
+        await asyncio.gather(*(MEMBERS.show(node.p2p._client, peer) for peer in peers), return_exceptions=True)
+        if now >= next_line and (strangers := MEMBERS.strangers.read()):
+            next_line = now + LINE_PERIOD
+            logger.warning(describe_strangers(strangers))
+            with MEMBERS.strangers.change() as counted:
+                counted.clear()
+        await asyncio.sleep(PERIOD)
+
+
+def describe_strangers(strangers: dict[bytes, list]) -> str:
+    calls = sum(count for count, _ in strangers.values())
+    who = f"peer {PeerID(max(strangers))}" + f" and {format_count(len(strangers) - 1, 'other')}" * (len(strangers) > 1)
+    reasons = ", ".join(sorted({reason for _, reason in strangers.values()}))
+    return f"refused {format_count(calls, 'call')} of {who}, which may not take part in this run: {reasons}"
+
+
+def forget_records(node: DHTNode, peer_ids: frozenset[bytes]) -> None:
+    """What these peers have stored here."""
+    for storage in (node.protocol.storage, node.protocol.cache):
+        for _, item in list(storage.items()):
+            if isinstance(item.value, DictionaryDHTValue):
+                for subkey in [subkey for subkey in item.value.data if find_owner(subkey) in peer_ids]:
+                    del item.value[subkey]
+
+
+class MemberClient(p2pclient.Client):
+    """hivemind's connection to its daemon, which all calls from and to other peers pass."""
+
+    async def add_unary_handler(self, proto, handler, balanced=False):
+        async def handle(data: bytes, peer: PeerID) -> bytes:
+            MEMBERS.require(peer)
+            return await handler(data, peer)
+
+        await super().add_unary_handler(proto, handler if proto == SHOW else handle, balanced)
+
+    async def stream_handler(self, proto, handler_cb, balanced=False):
+        async def handle(info, reader, writer) -> None:
+            try:
+                MEMBERS.require(info.peer_id)
+            except Refused as e:
+                with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
+                    await P2P.send_protobuf(RPCError(message=repr(e)), writer)
+                    # closed with something left to read, it would be reset, and the answer lost
+                    await asyncio.wait_for(reader.read(2**16), 1.0)
+                    await asyncio.wait_for(reader.read(2**16), 1.0)
+                return
+            await handler_cb(info, reader, writer)
+
+        await super().stream_handler(proto, handle, balanced)
+
+    async def meet(self, peer: PeerID) -> None:
+        """Show this peer's pass, unless the other one has seen it; raises P2PHandlerError where that refuses it."""
+        if MEMBERS.has_met(peer):
+            return
+        meetings = self.__dict__.setdefault("meetings", {})
+        if peer not in meetings:
+            meetings[peer] = asyncio.create_task(MEMBERS.show(self, peer))
+            meetings[peer].add_done_callback(lambda _: meetings.pop(peer))
+        await asyncio.shield(meetings[peer])
+
+    async def call_unary_handler(self, peer_id, proto, data):
+        if proto == SHOW:
+            return await super().call_unary_handler(peer_id, proto, data)
+        await self.meet(peer_id)
+        try:
+            return await super().call_unary_handler(peer_id, proto, data)
+        except P2PHandlerError as e:
+            if not explain_refusal(e):
+                raise
+            MEMBERS.forget(peer_id)  # it was restarted since, and has to see the pass again
+        await self.meet(peer_id)
+        return await super().call_unary_handler(peer_id, proto, data)
+
+    async def stream_open(self, peer_id, protocols):
+        await self.meet(peer_id)
+        return await super().stream_open(peer_id, protocols)
+
+
+class PassValidator(RecordValidatorBase):
+    """Under every key, only records of members: each carries the pass of its owner."""
+
+    priority = 20  # outside of the signature
+
+    def __init__(self, signature: RecordValidator):
+        self.signature = signature
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        own = MEMBERS.known.read()["pass"]
+        return record.value + own + len(own).to_bytes(2, "big")
+
+    def split(self, value: bytes) -> tuple[bytes, bytes]:
+        """What the owner has signed, and its pass."""
+        at = max(0, len(value) - 2 - int.from_bytes(value[-2:], "big"))
+        return value[:at], value[at:-2]
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return self.split(record.value)[0]
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            value, data = self.split(record.value)
+            member, owner = read_pass(data, MEMBERS.public_key), find_owner(MSGPackSerializer.loads(record.subkey))
+            content = MSGPackSerializer.loads(self.signature.strip_value(DHTRecord(b"", b"", value, 0.0)))
+            username = content.get("username", member.username) if isinstance(content, dict) else member.username
+            # it was stored while the pass was valid: who stores has to have shown it
+            is_in_time = record.expiration_time <= member.expires + MAX_RECORD_LIFETIME
+            is_own = (member.prefix, member.peer_id, member.username) == (MEMBERS.prefix, owner, username)
+            return is_own and is_in_time
+        except Exception as e:  # hostile bytes: the decoder, and the extension types it calls, raise whatever they like
+            logger.debug(f"refused a record of no member: {e!r}")
+            return False
+
+
+MEMBERS = Members()

@@ -1,0 +1,88 @@
+"""Closed runs: invitations, and peers that have one."""
+
+import base64
+import contextlib
+import json
+from pathlib import Path
+
+import hivemind.p2p.p2p_daemon_bindings.p2pclient as p2pclient
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.p2p import P2PHandlerError, PeerID
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.multiaddr import Multiaddr
+from processes import LOOPBACK
+
+from arguments import SwarmArguments
+from swarm.dht import DHT
+from swarm.joining import check_addresses, start_dht
+from swarm.membership import MEMBERS, explain_refusal
+from swarm.passes import Authority, Invitation
+from utils import RecordValidator, find_peer_id, make_validators
+
+PLAIN_CLIENT = p2pclient.Client
+#: what peers have in shared memory, which this process would use again
+KEPT: list[dict] = []
+
+
+def leave() -> None:
+    """Make this process one that has entered no run."""
+    RSAPrivateKey._process_wide_key, p2pclient.Client = None, PLAIN_CLIENT
+    KEPT.append(dict(MEMBERS.__dict__))
+    MEMBERS.__dict__.clear()
+
+
+@contextlib.contextmanager
+def run_peer(prefix: str, *others: DHT, **swarm):
+    """A node as make_dht starts it, in a process of its own; what this one knows of members is not its any more."""
+    leave()
+    try:
+        args = check_addresses(SwarmArguments(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm))
+        dht = start_dht(args, make_validators(args.experiment_prefix)[0], client_mode=args.client_mode)
+    finally:
+        leave()
+    try:
+        yield dht
+    finally:
+        dht.shutdown()
+
+
+def addresses(*dhts: DHT) -> list[str]:
+    return [str(maddr) for dht in dhts for maddr in dht.get_visible_maddrs()]
+
+
+async def open_stream(_, node, peer: PeerID, name: str) -> str:
+    """Runs in a DHT's process: what becomes of a call that answers by a stream."""
+    try:
+        async for _ in await node.p2p.iterate_protobuf_handler(peer, name, BytesValue(), BytesValue):
+            return "an answer"
+    except P2PHandlerError as e:
+        return explain_refusal(e) or str(e)
+
+
+async def connect(_, node, peer: PeerID, maddrs: list[str]) -> None:
+    await node.p2p._client.connect(peer, [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs])
+
+
+def make_invitation(folder: Path, run: str, name: str, lifetime: float = 3600.0, **changes) -> str:
+    """The file of an invitation by the authority in this folder; `changes` are of what the pass says."""
+    authority, path = Authority(folder / "authority.pem"), folder / f"{name}.invite"
+    key = RSAPrivateKey()
+    peer_id = find_peer_id(RecordValidator(key).local_public_key)
+    said = dict(prefix=run, peer_id=peer_id, username=name, expires=get_dht_time() + lifetime, lifetime=lifetime)
+    data = authority.sign(b"pass", (said | changes).values())
+    with authority.open_members() as runs:
+        authority.note(runs, run, data)
+    Invitation(key, data, authority.public_key).save("--out", path)
+    return str(path)
+
+
+def secret_parts(invitation: str) -> list[str]:
+    """Pieces of the key and of the pass in the text of an invitation, as any copy of them would hold: in base64 at each
+    of its three offsets, hexadecimal, or as text that was made of the bytes."""
+    parts = json.loads(invitation)
+    found = []
+    for data in (base64.b64decode(parts["key"])[100:], base64.b64decode(parts["pass"])):
+        found += [base64.b64encode(data[at:])[:40].decode() for at in range(3)]
+        found += [data[:30].hex(), data[:30].decode(errors="replace")]
+    return found

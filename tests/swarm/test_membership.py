@@ -1,0 +1,270 @@
+"""Closed runs: who has a valid pass takes part, and all that others ask for is refused, counted, and has no effect."""
+
+import contextlib
+import json
+import os
+import stat
+import sys
+import time
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+
+import pytest
+from google.protobuf.wrappers_pb2 import BytesValue
+from hivemind.p2p import P2PHandlerError, PeerID
+from hivemind.utils import get_dht_time
+from hivemind.utils.serializer import MSGPackSerializer
+from members import addresses, connect, leave, make_invitation, open_stream, run_peer
+from processes import make_prefix, wait_until
+
+import invite
+from arguments import InviteArguments, SwarmArguments, parse_arguments
+from support.console import UserError
+from swarm.adoption import find_settings
+from swarm.dht import DHT
+from swarm.membership import MEMBERS, SHOW, explain_refusal
+from swarm.passes import Authority, Pass, load_invitation, read_pass
+from swarm.reachability import DIAL_BACK, MEASURE
+from swarm.vouching import VOUCH
+from utils import RecordValidator
+
+
+async def call(_, node, peer: PeerID, name: str) -> str:
+    """Runs in a DHT's process: what becomes of a call to that peer."""
+    try:
+        answer = await node.p2p.call_protobuf_handler(peer, name, BytesValue(), BytesValue)
+    except P2PHandlerError as e:
+        return explain_refusal(e) or str(e)
+    return f"{len(answer.value)} bytes"
+
+
+async def serve_stream(_, node, name: str) -> None:
+    async def answer(request: BytesValue, context):
+        yield BytesValue()
+
+    await node.p2p.add_protobuf_handler(name, answer, BytesValue, stream_output=True)
+
+
+async def show(_, node, peer: PeerID, data: bytes | int) -> list[bytes]:
+    """Runs in a DHT's process: what another peer answers to these bytes, or so many, in place of a pass."""
+    data = bytes(data) if isinstance(data, int) else data  # a pipe of hivemind's breaks on many
+    return MSGPackSerializer.loads(await node.p2p._client.call_unary_handler(peer, SHOW, data))
+
+
+async def list_met(*_) -> set[PeerID]:
+    return {PeerID(peer) for peer in MEMBERS.known.read()["peers"]}
+
+
+async def list_routes(_, node) -> set[PeerID]:
+    return set(node.protocol.routing_table.peer_id_to_uid)
+
+
+async def read_own(*_) -> Pass:
+    return read_pass(MEMBERS.known.read()["pass"], MEMBERS.public_key)
+
+
+async def find_own_fault(*_) -> str | None:
+    try:
+        MEMBERS.require_own_pass()
+    except UserError as e:
+        return str(e)
+
+
+def join(*dhts: DHT, prefix: str = "", **swarm) -> list[str]:
+    """What a newcomer is told at its first question, before it joins."""
+    leave()
+    try:
+        return find_settings(SwarmArguments(prefix, addresses(*dhts), **swarm))
+    finally:
+        leave()
+
+
+def test_members_meet_and_strangers_get_nothing(tmp_path):
+    prefix, key = make_prefix(), str(tmp_path / "authority.pem")
+    with run_peer(prefix, authority_key=key, username="organizer") as monitor:
+        ada, bob = (make_invitation(tmp_path, prefix, name) for name in ("ada", "bob"))
+        assert join(monitor, invite=ada) == [f"--experiment_prefix={prefix}"]
+        monitor.run_coroutine(partial(serve_stream, name="stream"))
+        at_monitor = {"peer": monitor.peer_id}
+        with (
+            run_peer(prefix, monitor, invite=ada) as one,
+            run_peer(prefix, monitor, invite=bob, client_mode=True) as client,
+            run_peer("stranger") as stranger,
+        ):
+            for peer in (one, client):
+                assert peer.run_coroutine(partial(call, **at_monitor, name=MEASURE)) == f"{2**17} bytes"
+                assert peer.run_coroutine(partial(open_stream, **at_monitor, name="stream")) == "an answer"
+            # it has called, so others may call it; through no other connection than its own
+            assert monitor.run_coroutine(partial(call, peer=client.peer_id, name=MEASURE)) == f"{2**17} bytes"
+            wait_until(lambda: monitor.run_coroutine(list_met) == {one.peer_id, client.peer_id}, 30, "members")
+
+            stranger.run_coroutine(partial(connect, **at_monitor, maddrs=addresses(monitor)))
+            names = (VOUCH, DIAL_BACK, MEASURE, *(f"DHTProtocol.rpc_{what}" for what in ("ping", "store", "find")))
+            for name in names:
+                said = stranger.run_coroutine(partial(call, **at_monitor, name=name))
+                assert "its run is closed" in said and "--invite FILE" in said, (name, said)
+            assert "its run is closed" in stranger.run_coroutine(partial(open_stream, **at_monitor, name="stream"))
+            assert "its run is open" in one.run_coroutine(partial(call, peer=stranger.peer_id, name=MEASURE))
+
+            # passes that are none
+            authority, other = Authority(key), Authority(str(tmp_path / "other.pem"))
+            own_id = stranger.peer_id.to_bytes()
+            expired = authority.sign(b"pass", astuple(Pass(prefix, own_id, "eve", get_dht_time() - 1, 60.0)))
+            wrong = {
+                b"": "no pass",
+                b"x" * 200: "forged",
+                other.issue(prefix, own_id, "eve", 60.0): "forged",
+                authority.sign(b"revocations", astuple(Pass(prefix, own_id, "eve", 1e11, 60.0))): "forged",
+                expired: "expired",
+                authority.issue(f"{prefix}_too", own_id, "eve", 60.0): "another run",
+                load_invitation(ada).data: "another peer",
+            }
+            for data, reason in wrong.items():
+                answer = stranger.run_coroutine(partial(show, **at_monitor, data=MSGPackSerializer.dumps([data, b""])))
+                assert answer == [reason.encode(), b"", b"", b""]
+            for message in (b"", b"\xc1", 10**6, MSGPackSerializer.dumps([b"", b"", b""])):
+                assert stranger.run_coroutine(partial(show, **at_monitor, data=message))[0] == b"forged"
+            assert stranger.peer_id not in monitor.run_coroutine(list_met) | monitor.run_coroutine(list_routes)
+
+        # the same, as the one line that a newcomer ends with
+        for name, words, changes in (
+            ("late", "late has expired", {"expires": get_dht_time() - 1}),
+            ("moved", "is for --experiment_prefix elsewhere, not", {"prefix": "elsewhere"}),
+            ("thief", "of another peer", {"peer_id": one.peer_id.to_bytes()}),
+        ):
+            with pytest.raises(UserError, match=words):
+                join(monitor, prefix=prefix, invite=make_invitation(tmp_path, prefix, name, **changes))
+        (tmp_path / "forger").mkdir()
+        for words, invited in (
+            ("has not signed the pass", make_invitation(tmp_path / "forger", prefix, "eve")),
+            ("its run is closed", None),
+        ):
+            with pytest.raises(UserError, match=f"peer {monitor.peer_id} in --initial_peers.*{words}"):
+                join(monitor, prefix=prefix, invite=invited)
+
+
+def test_what_is_revoked_and_renewed_reaches_all(tmp_path):
+    prefix, key = make_prefix(), str(tmp_path / "authority.pem")
+    with run_peer(prefix, authority_key=key) as monitor:
+        ada, bob, eve = (make_invitation(tmp_path, prefix, name, lifetime=900.0) for name in ("ada", "bob", "eve"))
+        brief = make_invitation(tmp_path, prefix, "brief", expires=get_dht_time() + 600)  # of an hour, so it is due
+        before = load_invitation(brief).data
+        with (
+            run_peer(prefix, monitor, invite=ada) as one,
+            run_peer(prefix, one, invite=bob, client_mode=True) as client,
+            run_peer(prefix, one, invite=eve) as hostile,
+            run_peer(prefix, one, invite=brief) as renewed,
+        ):
+            authority, expiration = Authority(key), get_dht_time() + 300
+            subkey = find_key(eve)
+            assert hostile.store("records", {"a": 1}, expiration, subkey=subkey)
+            wait_until(lambda: one.get("records", latest=True).value[subkey].value == {"a": 1}, 30, "its record")
+            # what it gives itself out as, others would show
+            assert not hostile.store("records", {"username": "ada"}, expiration + 1, subkey=subkey)
+            assert hostile.store("records", {"username": "eve"}, expiration + 2, subkey=subkey)
+
+            start = time.monotonic()
+            with authority.open_members() as runs:
+                assert authority.revoke(runs, prefix, "eve") == 1 and authority.revoke(runs, prefix, "eve") == 0
+            for peer in (monitor, one, client, hostile):
+                fault = "the pass in --invite has been revoked" if peer is hostile else None
+
+                def knows(peer=peer, fault=fault) -> bool:
+                    said = peer.run_coroutine(find_own_fault)
+                    has_met = hostile.peer_id in peer.run_coroutine(list_met)
+                    return not has_met and (said is None) == (fault is None) and (fault or "") in (said or "")
+
+                wait_until(knows, 60, "the revocation")
+            print(f"revoked within {time.monotonic() - start:.1f} s")
+            hostile.store("records", {"a": 2}, expiration + 3, subkey=subkey)
+            wait_until(lambda: not (one.get("records", latest=True) or (0,)).value, 30, "the end of its record")
+            with pytest.raises(UserError, match="has been revoked"):
+                join(one, prefix=prefix, invite=eve)
+            # the others go on
+            assert client.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE)) == f"{2**17} bytes"
+
+            wait_until(lambda: renewed.run_coroutine(read_own).expires > get_dht_time() + 1800, 120, "a new pass")
+            after = load_invitation(brief)
+            assert after.data != before and stat.S_IMODE(os.stat(brief).st_mode) == 0o600
+            assert read_pass(after.data, after.authority).username == "brief"
+
+
+def find_key(path: str) -> bytes:
+    return RecordValidator(load_invitation(path).key).local_public_key
+
+
+def test_a_pass_that_ends_ends_nobody_elses_part(tmp_path):
+    """And nobody is there to renew it."""
+    prefix, key = make_prefix(), str(tmp_path / "authority.pem")
+    lifetime = 40.0
+    with contextlib.ExitStack() as stack:
+        with run_peer(prefix, authority_key=key) as monitor:
+            ada, bob = (make_invitation(tmp_path, prefix, name) for name in ("ada", "bob"))
+            one = stack.enter_context(run_peer(prefix, monitor, invite=ada))
+        # without the authority newcomers still join
+        two = stack.enter_context(run_peer(prefix, one, invite=bob))
+        three = stack.enter_context(run_peer(prefix, one, invite=make_invitation(tmp_path, prefix, "eve", lifetime)))
+        assert three.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE)) == f"{2**17} bytes"
+        wait_until(lambda: three.run_coroutine(find_own_fault), lifetime + 10, "the end of the pass")
+        assert "the pass in --invite has expired" in three.run_coroutine(find_own_fault)
+        refused = "the pass in --invite has expired"
+        assert refused in three.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE))
+        assert two.run_coroutine(partial(call, peer=one.peer_id, name=MEASURE)) == f"{2**17} bytes"
+        assert one.run_coroutine(find_own_fault) is None
+
+
+def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["./invite.py", *flags])
+        [args] = parse_arguments(InviteArguments)
+        invite.main(args)
+        return capsys.readouterr().out
+
+    for flags, words in (
+        (["--username", "ada"], "authority.pem has served no run yet"),
+        ([], "give one of --username NAME"),
+        (["--username", "a b", "--run_id", "r"], "'a b' is not a name"),
+        (["--username", "ada", "--run_id", "r", "--expires", "soon"], "--expires soon is not a time"),
+    ):
+        with pytest.raises(UserError, match=words):
+            run(*flags)
+    assert not list(tmp_path.glob("*.pem"))
+    assert "--invite ada.invite" in run("--username", "ada", "--run_id", "one", "--expires", "2h")
+    run("--username", "bob", "--out", "b")
+    for path in ("authority.pem", "authority.members.json", "ada.invite", "b"):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    with pytest.raises(UserError, match="--out b exists"):
+        run("--username", "eve", "--out", "b")
+    assert run("--revoke", "ada") == "ada: 1 invitation revoked\n"
+    with pytest.raises(UserError, match="no such member, or not any more"):
+        run("--revoke", "ada")
+    run("--username", "ada", "--out", "c", "--run_id", "two")
+    with pytest.raises(UserError, match="has served one and two, or give --experiment_prefix"):
+        run("--username", "eve")
+    rows = [line.split() for line in run("--list").splitlines()]
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        ("one", "ada", "revoked"),
+        ("one", "bob", "expires"),
+        ("two", "ada", "expires"),
+    ]
+    # each file is for one peer, and says what the authority has signed
+    invitations = [load_invitation(path) for path in ("b", "c")]
+    assert [read_pass(i.data, i.authority).prefix for i in invitations] == ["one", "two"]
+    parts = json.loads(Path("b").read_text()) | {"key": json.loads(Path("c").read_text())["key"]}
+    for text, words in (
+        (json.dumps(parts), "its pass is of another peer"),
+        ("hello", "is not an invitation"),
+        (Path("b").read_text()[:500], "is not an invitation"),
+        (Path("b").read_text().replace('"pass": "', '"pass": "AAAA'), "has not signed it"),
+    ):
+        Path("d").write_text(text)
+        with pytest.raises(UserError, match=f"--invite d .*{words}"):
+            load_invitation("d")
+    with pytest.raises(UserError, match="--invite e cannot be read"):
+        load_invitation("e")
+    Path("authority.pem").write_text("hello")
+    with pytest.raises(UserError, match="--authority_key authority.pem: it holds no key"):
+        Authority("authority.pem")
