@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from support.console import UserError
-from support.flags import check_exclusive, check_needs, check_order, check_range, flag, parse_flags
+from support.flags import check_exclusive, check_name, check_needs, check_order, check_range, flag, parse_flags
 from support.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
@@ -73,7 +73,7 @@ class SwarmArguments:
         None, "File with this peer's private key, made if missing: keeps its id, and so its address, across restarts."
     )
     status_port: int | None = flag(
-        None, "Serve addresses, epoch, loss and peers as JSON on this TCP port (0: any); others may join by its page."
+        None, "Serve the run's page, and JSON for programs, on this TCP port (0: any); others may join by its address."
     )
 
     def __post_init__(self):
@@ -245,9 +245,8 @@ class AveragingArguments:
 
     def __post_init__(self):
         check_range(self, "target_batch_size", "average_state_every", "local_steps", at_least=1)
-        check_range(self, "local_steps_from", "outer_momentum", at_least=0)
+        check_range(self, "local_steps_from", "outer_momentum", "batch_size_lead", "min_vector_size", at_least=0)
         check_range(self, "target_group_size", at_least=2)
-        check_range(self, "batch_size_lead", "min_vector_size", at_least=0)
         check_range(self, "expected_drift_peers", "expected_drift_rate", at_least=0)
         check_range(self, "matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout", above=0)
         check_range(self, "outer_lr", "min_refresh_period", "max_refresh_period", "default_refresh_period", above=0)
@@ -438,6 +437,7 @@ class TrainerArguments(PrecisionArguments):
     )
     per_device_eval_batch_size: int = flag(32, "Samples per forward pass in evaluation.")
     max_eval_samples: int | None = flag(None, "Maximum number of validation samples; default: the whole split.")
+    username: str = flag("", "Your name on the run's page, 32 letters at most. Default: digits of this peer's id.")
     statistics_expiration: float = flag(600, "Seconds for which this peer's published metrics stay on the DHT.")
     backup_every_epochs: int = flag(10, "Write --state_path every N epochs.", aliases=["--backup_every_steps"])
     state_path: str | None = flag(None, "File for the state between checkpoints, resumed from if it is the newest.")
@@ -445,6 +445,7 @@ class TrainerArguments(PrecisionArguments):
     def __post_init__(self):
         super().__post_init__()
         check_needs(self, "eval_steps", "do_eval")
+        check_name(self, "username")
         check_range(self, "num_train_epochs", above=0, at_most=1e9)
         check_range(self, "statistics_expiration", above=0, at_most=3600)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
@@ -587,9 +588,7 @@ class FinetuneArguments(PrecisionArguments):
         "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, but RuCoLA, come from the Hub.",
         aliases=["-d"],
     )
-    output_dir: str | None = flag(
-        None, "Folder for results.json, predictions and model; default: outputs/finetune/TASK."
-    )
+    output_dir: str | None = flag(None, "Folder for results, predictions and model; default: outputs/finetune/TASK.")
     num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
     num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
     batch_size: int = flag(32, "Samples per forward pass. Use as many as fit into memory.")

@@ -41,7 +41,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
 from arguments import TRAINER_ARGS
-from support.flags import MAX_SHARED, SHARED_FLAGS, list_shared
+from support.flags import MAX_NAME, MAX_SHARED, SHARED_FLAGS, is_name, list_shared
 
 logger = logging.getLogger("utils")
 
@@ -77,6 +77,7 @@ class Evaluation(BaseModel):
     loss: confloat(strict=True, ge=0.0, le=MAX_MEAN_LOSS)  # nats per predicted token
     accuracy: confloat(strict=True, ge=0.0, le=1.0)  # share of these tokens that were predicted
     samples: conint(strict=True, ge=1, le=10**9)  # rows of the split that were used
+    unigram_entropy: confloat(strict=True, ge=0.0, le=MAX_MEAN_LOSS) | None = None  # of the split, see text/stored.py
 
 
 class LocalMetrics(BaseModel):
@@ -105,6 +106,7 @@ class LocalMetrics(BaseModel):
     bytes_received: conint(strict=True, ge=0, le=10**15)
     client_mode: StrictBool  # accepts no incoming connection
     evaluation: Evaluation | None = None  # the newest one, of a peer with --do_eval --eval_steps
+    username: constr(strict=True, max_length=MAX_NAME) | None = None  # of its volunteer, by their own word
     final_epoch: conint(strict=True, ge=0, le=10**9) | None = None  # at which this peer ends, if not with the schedule
     # whose gradients it has seen in the last average, see name_worker
     partners: (
@@ -113,6 +115,12 @@ class LocalMetrics(BaseModel):
 
     def dict(self, **options) -> dict:
         return super().dict(**{**options, "exclude_none": True})
+
+    @root_validator(skip_on_failure=True)
+    def bound_username(cls, values: dict) -> dict:
+        if values["username"] is not None and not is_name(values["username"]):
+            raise ValueError("a username is shown to others: printable, and no spaces around it")
+        return values
 
     @root_validator(skip_on_failure=True)
     def bound_evaluation(cls, values: dict) -> dict:
@@ -453,6 +461,7 @@ def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
         "validation_loss": evaluation.loss,
         "validation_perplexity": perplexity(evaluation.loss),
         "validation_accuracy": evaluation.accuracy,
+        **({"validation_unigram_entropy": evaluation.unigram_entropy} if evaluation.unigram_entropy else {}),
     }
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from support.console import UserError, suggest
 
 MAX_SHARED = 1000  # characters of them
+MAX_NAME = 32  # characters of a volunteer's name
 # What others may paste into a shell: flags that take one value each, or none; and no absolute paths.
 SHARED_FLAGS = re.compile(r"(--[a-z0-9_]+( [A-Za-z0-9_.,:+][A-Za-z0-9_.,:/+-]*)?( (?=-)|$))*", re.ASCII)
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -58,6 +59,17 @@ def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
     """:raises UserError: the first of these flags is given, and the second, which takes this value, is not"""
     if getattr(args, name) not in (None, False) and not getattr(args, needed):
         raise UserError(f"--{name} needs --{needed}{value}: add it")
+
+
+def is_name(text: str) -> bool:
+    """Whether somebody may be called that where others see it: nothing that bends the line, or hides another name."""
+    return 0 < len(text) <= MAX_NAME and text.isprintable() and text == text.strip()
+
+
+def check_name(args: Any, name: str) -> None:
+    """:raises UserError: this flag is given, and is no name"""
+    if (text := getattr(args, name)) and not is_name(text):
+        raise UserError(f"--{name} {text[:80]!r} is not a name: give at most {MAX_NAME} printable characters")
 
 
 def describe_shared(groups: Sequence[Any]) -> str:
