@@ -66,7 +66,10 @@ class Browser:
         wait_until(lambda: self.run("document.readyState") == "complete", 60, f"{address} is loaded")
 
     def wait_for(self, script: str, seconds: float = 60):
-        return wait_until(lambda: self.run(script), seconds, f"in the page: {script}")
+        try:
+            return wait_until(lambda: self.run(script), seconds, f"in the page: {script}")
+        except AssertionError as e:
+            raise AssertionError(f"{e}\n{self.complaints}\n{self.run('document.body.innerText')}") from None
 
     def click(self, selector: str) -> None:
         """A mouse's click, as only that lets a page copy."""
