@@ -155,7 +155,7 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
     options = ["--identity_path", tmp_path / "monitor.id", "--report_to", "none"]
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *options, "--status_port", port)
     port = int(monitor.wait_for(r"status page on port (\d+)").group(1))
-    settings = {**SETTINGS, "--max_eval_samples": 32, **tiny_data}
+    settings = {**SETTINGS, "--max_eval_samples": 32, "--status_port": 0, **tiny_data}
     trainer = start_trainer(start, tmp_path, "one", prefix, peers, settings, {"--username": HOSTILE})
     pictures = Path(os.environ.get("KEEP_PICTURES", tmp_path))
     with browser.open_browser(tmp_path / "profile") as tab:
@@ -181,6 +181,12 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         tab.wait_for("document.querySelectorAll('#contributors tr').length === 2", 60)
         tab.click("[data-copies=peers]")
         assert tab.read_clipboard() == peers
+
+        # a trainer's own page
+        own_port = int(trainer.wait_for(r"status page on port (\d+)").group(1))
+        seen = json.loads(ask(own_port)[2])
+        assert HOSTILE in [contributor["username"] for contributor in seen["contributors"]] and seen["join"]
+        assert len(json.loads(ask(own_port, "/history.json")[2])["training"]) > 3
 
         # figures under the pointer, on each axis
         for number in (1, 2, 3):
