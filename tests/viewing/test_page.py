@@ -145,7 +145,9 @@ def test_names_are_signed_text(tmp_path):
     assert "--username 'a\\tb' is not a name" in refuse(run_trainer, *command, "a\tb")
 
 
-SETTINGS = {"--target_batch_size": 64, "--total_steps": 5000, "--do_eval": True, "--eval_steps": 4}
+# two are a full group, which averages at once
+SETTINGS = {"--target_batch_size": 256, "--target_group_size": 2, "--total_steps": 5000, "--do_eval": True}
+SETTINGS |= {"--eval_steps": 4, "--max_eval_samples": 32}
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
@@ -155,7 +157,7 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
     options = ["--identity_path", tmp_path / "monitor.id", "--report_to", "none"]
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *options, "--status_port", port)
     port = int(monitor.wait_for(r"status page on port (\d+)").group(1))
-    settings = {**SETTINGS, "--max_eval_samples": 32, "--status_port": 0, **tiny_data}
+    settings = {**SETTINGS, "--status_port": 0, **tiny_data}
     trainer = start_trainer(start, tmp_path, "one", prefix, peers, settings, {"--username": HOSTILE})
     pictures = Path(os.environ.get("KEEP_PICTURES", tmp_path))
     with browser.open_browser(tmp_path / "profile") as tab:
@@ -177,7 +179,7 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         own = {"--output_dir": tmp_path / "two", "--bandwidth": 1000, "--dataloader_num_workers": 0, **tiny_data}
         own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3, "--request_timeout": 1.5}
         other = start("two", *words, *LOOPBACK, *flags(own))
-        wait_until(lambda: any(e["averaged_with"] == 2 for e in history(tmp_path, "two").values()), 120, "an average")
+        wait_until(lambda: any(e["averaged_with"] == 2 for e in history(tmp_path, "two").values()), 240, "an average")
         tab.wait_for("document.querySelectorAll('#contributors tr').length === 2", 60)
         tab.click("[data-copies=peers]")
         assert tab.read_clipboard() == peers
