@@ -53,9 +53,9 @@ TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 # Of chapters that nobody trains on: a word in each, of one piece of the vocabulary, is masked.
 SENTENCES = (
-    "I do not know what to [say].",
-    "She had been a great [deal] too happy.",
-    "He was not able [to] speak for some time.",
+    "Catherine [was] disappointed and vexed.",
+    "He must have been dreadfully cruel [to] her!",
+    "The weather added what it could [of] gloom.",
 )
 
 STALL_LIMIT = 180.0  # seconds without a new epoch before the demo gives up
