@@ -4,8 +4,8 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import socket
+import subprocess
 import threading
 import time
 import urllib.error
@@ -174,8 +174,9 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         tab.wait_for("status.join.includes('--target_batch_size')", 60)
         tab.click("[data-copies=join]")
         tab.wait_for("document.querySelector('[data-copies=join]').textContent === 'Copied'", 10)
-        copied = tab.read_clipboard()
-        _, *words = shlex.split(copied)
+        # what a shell makes of it
+        command = f'python() {{ printf "%s\\n" "$@"; }}\n{tab.read_clipboard()}'
+        words = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True).stdout.splitlines()
         own = {"--output_dir": tmp_path / "two", "--bandwidth": 1000, "--dataloader_num_workers": 0, **tiny_data}
         own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3, "--request_timeout": 1.5}
         other = start("two", *words, *LOOPBACK, *flags(own))
