@@ -77,7 +77,7 @@ class SwarmArguments:
         None, "File with this peer's private key, made if missing: keeps its id, and so its address, across restarts."
     )
     status_port: int | None = flag(
-        None, "Serve addresses, epoch, loss and peers as JSON on this TCP port (0: any); others may join by its page."
+        None, "Serve the run's page, and JSON for programs, on this TCP port (0: any); others may join by its address."
     )
 
     def __post_init__(self):

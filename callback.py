@@ -38,26 +38,31 @@ from swarm.membership import MEMBERS
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
-from swarm.status import StatusServer
 from swarm.vouching import Statement, vouch
 from utils import (
     MAX_WORKERS,
     Evaluation,
     LocalMetrics,
     RunContract,
+    Workers,
+    aggregate_metrics,
     compute_seconds,
     describe_evaluation,
+    fetch_records,
     format_evaluation,
     name_worker,
     perplexity,
 )
 from viewing.dashboards import Dashboard, start_trainer_dashboard
+from viewing.history import Contributions, History, describe_swarm
+from viewing.page import StatusServer
 from viewing.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
 
 logger = logging.getLogger("trainer")
 
 BAR_PERIOD, LOG_PERIOD = 0.5, 20.0  # seconds between two lines of progress on a terminal, and in a log file
 LONG_WAIT = 0.1  # of an epoch, for data
+LOOK_PERIOD, LOOK_TIMEOUT = 10.0, 2.0  # seconds between two looks at the swarm for the run's page, and of one
 
 
 class CollaborativeCallback:
@@ -112,6 +117,9 @@ class CollaborativeCallback:
         self.longest_step, self.last_step_end = 0.0, time.monotonic()
         self.saved_epoch = 0
         self.history = Path(self.args.output_dir) / "history.jsonl"
+        #: for the page: this trainer's epochs, and what a look at the swarm has shown, not more often than pages ask
+        self.curve, self.contributions, self.workers = History(), Contributions({}), Workers()
+        self.swarm_metrics, self.next_look = None, 0.0
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
         self.next_line_time = time.monotonic() + (LOG_PERIOD if self.bar.disable else 0.0)
@@ -145,6 +153,8 @@ class CollaborativeCallback:
             # what came after the checkpoint was lost, and comes again
             lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
         write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
+        for line in lines:
+            self.curve.add({**line, "alive_peers": line["num_peers"]})
 
     def on_train_begin(self, saved_state: Path | None) -> None:
         """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
@@ -161,7 +171,7 @@ class CollaborativeCallback:
             logger.info(f"others may join through --initial_peers {maddr}")
         warn_of_local_addresses(self.dht, self.swarm)
         if self.page:
-            self.page.serve(self.dht, self.read_progress)
+            self.page.serve(self.dht, self.read_progress, self.curve)
         if self.args.do_eval and self.measure():
             self.start_loss = self.evaluation.loss
             logger.info(f"unigram entropy {self.corpus['unigram_entropy']:.3f} nats")
@@ -288,6 +298,7 @@ class CollaborativeCallback:
             **validation,
         }
         append_line(self.history, json.dumps(metrics | own))
+        self.curve.add({**metrics, **own, "alive_peers": metrics["num_peers"]})
         self.dashboard.report(metrics | own)
         is_first = self.args.logging_first_step and self.counters["epochs"] == 1
         if self.bar.disable and (epoch % self.args.logging_steps == 0 or is_first):
@@ -355,6 +366,7 @@ class CollaborativeCallback:
         try:
             with self.optimizer.tracker.step_aside():
                 measured = {"epoch": self.optimizer.local_epoch, **self.compute_evaluation()}
+                measured["unigram_entropy"] = self.corpus["unigram_entropy"]
             self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__})
         except ValidationError as e:
             self.evaluation = None
@@ -419,6 +431,13 @@ class CollaborativeCallback:
         peers = len(self.optimizer.tracker.present) + 1
         progress = {"epoch": self.optimizer.local_epoch, "loss": self.measure_loss(), "peers": peers}
         progress["flags"] = self.contract.flags
+        if time.monotonic() >= self.next_look:
+            self.next_look = time.monotonic() + LOOK_PERIOD
+            records = fetch_records(self.dht, self.prefix, LOOK_TIMEOUT, self.workers)
+            self.contributions.update(records, {}, time.time())
+            self.swarm_metrics = aggregate_metrics([(label, metrics) for label, (metrics, _) in records.items()])
+        progress |= {**describe_swarm(self.swarm_metrics, self.curve), **self.contributions.describe()}
+        progress["checkpoints"] = [self.saved_epoch] * (self.saved_epoch > 0)
         validation = describe_evaluation(self.evaluation) if self.evaluation else {}
         return progress | self.measure_progress() | validation
 

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
 HERE = "--experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0"
-MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2"
+MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2 --status_port 0"
 # A group of two is full, and averages, as soon as both are there. An epoch takes about a second: peers must look for
 # each other more often than every 3 s, the default. AdamW at a high rate: the real run's LAMB wants larger batches and
 # thousands of epochs.
@@ -45,13 +45,22 @@ SHARED = (
 )
 TRAINER = (
     f"run_trainer.py {HERE} {SHARED} --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "
-    "--dataloader_num_workers 0 --do_eval --max_eval_samples 512"
+    "--dataloader_num_workers 0 --do_eval --max_eval_samples 512 --eval_steps 32"
 )
-AUX_PEER = f"run_aux_peer.py {HERE} {SHARED} --refresh_period 2 --assist_in_averaging"
+AUX_PEER = f"run_aux_peer.py {HERE} {SHARED} --refresh_period 2 --status_port 0 --assist_in_averaging"
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
+# Of chapters that nobody trains on: a word in each, of one piece of the vocabulary, is masked.
+SENTENCES = (
+    "Catherine [was] disappointed and vexed.",
+    "He must have been dreadfully cruel [to] her!",
+    "The weather added what it could [of] gloom.",
+)
+
 STALL_LIMIT = 180.0  # seconds without a new epoch before the demo gives up
+# what the first peer says of how to join, and of its page
+JOIN, PAGE = r"--initial_peers .+$", r"status page on port (\d+)"
 STOP_LIMIT = 20.0  # seconds that scripts have to end after Ctrl-C
 SAME_GRADIENT = 1e-3  # relative difference of gradient norms; each peer's own gradient differs by several per cent
 SAME_WEIGHTS = 1e-6
@@ -187,6 +196,45 @@ def tokenize(scripts: Scripts, data: Path) -> str:
     return flags
 
 
+def fill_in(**model: str) -> list[str]:
+    """What a model puts in place of the words in brackets.
+
+    :param model: where it is, by names of flags
+    """
+    import torch
+
+    from arguments import ModelArguments
+    from experiment.model import find_objective, make_model
+    from text.tokenizers import load_tokenizer
+
+    args = ModelArguments(**model)
+    tokenizer = load_tokenizer(args.tokenizer_path, find_objective(args).kind)
+    filler, words = make_model(args, tokenizer).eval(), []
+    for sentence in SENTENCES:
+        batch = tokenizer(sentence.replace("[", "").replace("]", ""), return_tensors="pt")
+        place = batch.char_to_token(sentence.index("["))
+        labels = torch.full_like(batch["input_ids"], -100)
+        labels[0, place], batch["input_ids"][0, place] = batch["input_ids"][0, place].clone(), tokenizer.mask_token_id
+        with torch.no_grad():
+            logits = filler(**batch, labels=labels, sentence_order_label=torch.zeros(1, dtype=torch.long))
+        words.append(tokenizer.decode(logits["prediction_logits"][0].argmax()).strip())
+    return words
+
+
+def show_sentences(config_path: str, data: Path, trained: Path) -> None:
+    """That the model has learned, for people: what it puts in place of some words before and after."""
+    tokenizer_path = str(data / "tokenizer")
+    before = fill_in(config_path=config_path, tokenizer_path=tokenizer_path)
+    after = fill_in(model_name_or_path=str(trained), tokenizer_path=tokenizer_path)
+    print(
+        "\nThree sentences that it has not read, a word masked: what it put there at the first epoch, and at the last:"
+    )
+    for sentence, first, last in zip(SENTENCES, before, after, strict=True):
+        start, word, end = re.split(r"[\[\]]", sentence)
+        is_right = "right" if last == word else f"it is {word!r}"
+        print(f"  {start}____{end}  {first!r}, then {last!r} ({is_right})", flush=True)
+
+
 def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
     """Start the monitor, or the auxiliary peer in its place.
 
@@ -196,11 +244,14 @@ def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) ->
     environment = {"TRACKIO_DIR": str(folder / "trackio")}
     scripts.start("monitor", what, f"{command} --output_dir {shlex.quote(str(folder))}", environment)
     deadline = time.monotonic() + STALL_LIMIT
-    while not (found := re.search(r"--initial_peers .+$", scripts.log("monitor").read_text(), re.MULTILINE)):
+    text = ""
+    while not all(found := [re.search(pattern, text, re.MULTILINE) for pattern in (JOIN, PAGE)]):
         if scripts.has_ended("monitor") or time.monotonic() > deadline:
             raise UserError(f"the first peer gave no address to join, see {scripts.log('monitor')}")
         scripts.pause(0.1)
-    return found.group()
+        text = scripts.log("monitor").read_text()
+    print(f"\nThe run's page, until it ends: http://127.0.0.1:{found[1][1]}")
+    return found[0].group()
 
 
 def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) -> None:
@@ -238,7 +289,7 @@ def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
     return "  ".join([*parts, passed + left])
 
 
-def report(output_dir: Path, epochs: int) -> None:
+def report(output_dir: Path, config_path: str, epochs: int) -> None:
     """Print the outcome, from the files that the trainers have written; a UserError when it is a failure."""
     from safetensors.numpy import load_file
 
@@ -272,6 +323,7 @@ def report(output_dir: Path, epochs: int) -> None:
     print(f"checkpoint: {folders[0] / 'model'}")
     print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}")
     print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
+    show_sentences(config_path, output_dir / "data", folders[0] / "model")
 
     logs = f"{folders[0]}.log and {folders[1]}.log"
     if not averaged:
@@ -292,22 +344,22 @@ def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool,
         if behind_firewalls:
             what = "Start an auxiliary peer, which averages for peers that accept no connection"
             tokenizer = re.search(r"--tokenizer_path .+", data_flags).group()
-            command = f"{AUX_PEER} --config_path {config_path} --total_steps {epochs} {tokenizer}"
+            command = f"{AUX_PEER} --config_path {shlex.quote(config_path)} --total_steps {epochs} {tokenizer}"
             trainer = f"{TRAINER} --client_mode"
         initial_peers = start_first_peer(scripts, what, command, output_dir / "monitor")
         for name in TRAINERS:
             folder = shlex.quote(str(output_dir / name))
             is_first = name == TRAINERS[0]
             what = "Start a peer" if is_first else f"Start another peer: the same command with --output_dir {folder}"
-            command = f"{trainer} --config_path {config_path} --total_steps {epochs} {data_flags} --output_dir {folder}"
-            command += f" {initial_peers}"
+            command = f"{trainer} --config_path {shlex.quote(config_path)} --total_steps {epochs} {data_flags}"
+            command += f" --output_dir {folder} {initial_peers}"
             scripts.start(name, what, command, TRAINER_ENVIRONMENT, is_shown=is_first)
         print("\nThe loss while they train: of masked words plus of the order of sentences (0.69 when guessed)")
         watch(scripts, output_dir / "monitor" / "metrics.jsonl", epochs, start_time)
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
         print(f"took {minutes(time.monotonic() - start_time)}\n")
-        report(output_dir, epochs)
+        report(output_dir, config_path, epochs)
 
 
 def main() -> int:
@@ -325,7 +377,7 @@ def main() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda *_: stop.set())
     try:
-        run(Path(args.output_dir), shlex.quote(args.config_path), args.epochs, args.clients, stop)
+        run(Path(args.output_dir), args.config_path, args.epochs, args.clients, stop)
     except KeyboardInterrupt:
         print("stopped, no process is left", flush=True)
         return 130

@@ -55,11 +55,11 @@ from swarm.contract import join_run
 from swarm.joining import make_dht
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
-from swarm.status import StatusServer
 from text.batches import check_data_arguments, data_seed
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
 from viewing.dashboards import require_wandb
+from viewing.page import StatusServer
 
 logger = logging.getLogger("trainer")
 

@@ -77,6 +77,7 @@ class Evaluation(BaseModel):
     loss: confloat(strict=True, ge=0.0, le=MAX_MEAN_LOSS)  # nats per predicted token
     accuracy: confloat(strict=True, ge=0.0, le=1.0)  # share of these tokens that were predicted
     samples: conint(strict=True, ge=1, le=10**9)  # rows of the split that were used
+    unigram_entropy: confloat(strict=True, ge=0.0, le=MAX_MEAN_LOSS) | None = None  # of the split, see text/stored.py
 
 
 class LocalMetrics(BaseModel):
@@ -460,6 +461,7 @@ def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
         "validation_loss": evaluation.loss,
         "validation_perplexity": perplexity(evaluation.loss),
         "validation_accuracy": evaluation.accuracy,
+        **({"validation_unigram_entropy": evaluation.unigram_entropy} if evaluation.unigram_entropy else {}),
     }
 
 

@@ -1,103 +1,25 @@
-"""The status page: one peer's addresses and progress as JSON over HTTP, and the way to join by HOST:PORT.
+"""Joining by HOST:PORT, of a peer's status page (see viewing/page.py) or of the peer itself.
 
-    python run_training_monitor.py --experiment_prefix my_albert --status_port 8080
-    curl http://localhost:8080/
-
-Read-only, small, and of no use to an attacker: nothing that a visitor sends changes anything, and no more than
-MAX_VISITORS are served at once. Whoever reads a page trusts it as far as an address: the run's contract and
-validators apply to whom it leads to as to any other peer.
+Whoever reads a page trusts it as far as an address: the run's contract and validators apply to whom it leads to as to
+any other peer.
 """
 
 import asyncio
 import contextlib
-import http.server
 import ipaddress
 import json
-import logging
 import os
 import re
 import shlex
-import socket
-import threading
-import time
-from collections.abc import Callable
-
-from hivemind import DHT
 
 from arguments import split_host_port
 from support.console import UserError
-from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public, select_for_others
+from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public
 from swarm.membership import MEMBERS
 from swarm.outside import find_peer
 
-logger = logging.getLogger("status")
-
 MAX_PAGE_BYTES = 64 * 1024
-MAX_VISITORS = 16
 VISIT_TIMEOUT = 5.0  # seconds
-ADDRESS_PERIOD = 10.0  # seconds between two questions to the DHT process: relay addresses come and go
-
-
-class StatusServer(http.server.ThreadingHTTPServer):
-    """Bound at once, so that a port in use is an error at the start; answers only after `serve`."""
-
-    daemon_threads = True
-
-    def __init__(self, port: int, prefix: str):
-        self.prefix, self.visitors = prefix, threading.BoundedSemaphore(MAX_VISITORS)
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        # not bound by HTTPServer, which looks this machine's name up, and may take seconds
-        super().__init__(("", port), StatusHandler, bind_and_activate=False)
-        self.socket.close()
-        try:
-            self.socket = socket.create_server(("", port), family=family, backlog=MAX_VISITORS, dualstack_ipv6=is_dual)
-        except OSError as e:
-            raise UserError(f"--status_port {port}: {os.strerror(e.errno).lower()}, choose another port or 0") from e
-        # helper processes must not hold the port when this one is killed
-        os.register_at_fork(after_in_child=self.socket.close)
-
-    def serve(self, dht: DHT, read_progress: Callable[[], dict]) -> None:
-        """Begin to answer, in a thread: call it when all helper processes are forked.
-
-        :param read_progress: called by that thread; epoch, loss, peers and what else is known, None if unknown; and the
-            flags that all peers of the run share
-        """
-        self.dht, self.read_progress = dht, read_progress
-        self.maddrs, self.next_look, self.look = [], 0.0, threading.Lock()
-        threading.Thread(target=self.serve_forever, name="status page", daemon=True).start()
-        logger.info(f"status page on port {self.socket.getsockname()[1]}")
-
-    def make_page(self) -> dict:
-        with self.look:
-            if time.monotonic() >= self.next_look:
-                self.maddrs = select_for_others(self.dht.get_visible_maddrs(latest=True))
-                self.next_look = time.monotonic() + ADDRESS_PERIOD
-        progress = self.read_progress()
-        flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
-        return {
-            "experiment_prefix": self.prefix,
-            "peer_id": str(self.dht.peer_id),
-            "client_mode": self.dht.client_mode,
-            "multiaddrs": self.maddrs,
-            "join": format_join(self.prefix, self.maddrs, flags) if can_welcome else None,
-            **progress,
-        }
-
-    def process_request(self, request, client_address) -> None:
-        if not self.visitors.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request, client_address) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.visitors.release()
-
-    def handle_error(self, request, client_address) -> None:
-        logger.debug("a visitor of the status page left early", exc_info=True)
 
 
 def format_join(prefix: str, maddrs: list[str], flags: str) -> str:
@@ -107,25 +29,6 @@ def format_join(prefix: str, maddrs: list[str], flags: str) -> str:
     """
     prefix = shlex.quote(prefix) + " --invite FILE" * bool(MEMBERS.prefix)
     return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
-
-
-class StatusHandler(http.server.BaseHTTPRequestHandler):
-    timeout = VISIT_TIMEOUT
-    server_version, sys_version = "status", ""
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] not in ("/", "/status"):
-            self.send_error(404)
-            return
-        page = json.dumps(self.server.make_page(), indent=2).encode() + b"\n"
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page)
-
-    def log_message(self, *_) -> None:
-        """Visitors are not worth a line each."""
 
 
 async def fetch_page(host: str, port: int) -> tuple[bytes, str]:

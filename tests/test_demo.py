@@ -50,7 +50,12 @@ def test_two_peers_learn_more_than_word_frequencies(start_demo, tmp_path):
     assert all(summary["final_loss"] < entropy - 0.1 for summary in summaries)
     assert all(abs(weights[0][name] - weights[1][name]).max() <= 1e-6 for name in weights[0])
 
-    final, contributions, averaged, agreement, checkpoint, curve, dashboard = demo.text.splitlines()[-7:]
+    assert re.search(r"(?m)^The run's page, until it ends: http://127\.0\.0\.1:\d+$", demo.text)
+    *figures, _, heading = demo.text.splitlines()[-12:-3]
+    sentences = demo.text.splitlines()[-3:]
+    assert "at the first epoch, and at the last" in heading
+    assert all(re.fullmatch(r"  .*____.*  '\S*', then '\S*' \((right|it is '\S+')\)", line) for line in sentences)
+    final, contributions, averaged, agreement, checkpoint, curve, dashboard = figures
     loss, _, printed_entropy = re.fullmatch(r"final loss (\S+) \(start (\S+), unigram entropy (\S+)\)", final).groups()
     assert float(loss) == pytest.approx(max(summary["final_loss"] for summary in summaries), abs=1e-3)
     assert float(printed_entropy) == pytest.approx(entropy, abs=1e-3)

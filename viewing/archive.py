@@ -45,6 +45,7 @@ logger = logging.getLogger("archive")
 
 FINAL_WAIT = 10.0  # seconds that the end of this process waits for a checkpoint that is being written
 REPORT_LAG = 10  # epochs by which peers' reports may lie behind their state
+MAX_SHOWN = 10  # checkpoints on the run's page
 REPORT_WAIT = 10.0  # seconds that a state waits for the figures of its own epoch
 #: what all peers of a run agree on, without the places where this machine has it
 PUBLIC_ARGUMENTS = {
@@ -168,6 +169,16 @@ class CheckpointHandler:
             logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
             interval = self.args.keep_one_in * self.args.save_checkpoint_step_interval
             remove_checkpoints(select_outdated(find_checkpoints(self.folder), self.args.save_total_limit, interval))
+
+    def describe(self) -> dict:
+        """What the run's page shows of the archive."""
+        uploaded = self.publisher.uploaded if self.publisher else {}
+        return {
+            "checkpoints": [read_epoch(path) for path in find_checkpoints(self.folder)][-MAX_SHOWN:],
+            "repository": self.args.repo_url,
+            "uploaded_epoch": uploaded.get("epoch"),
+            "uploaded_time": uploaded.get("time"),
+        }
 
     def finish(self) -> None:
         """Let a checkpoint that is being written get ready, and give up an upload in progress."""

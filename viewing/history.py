@@ -1,6 +1,8 @@
 """What is kept of a run, in memory and on disk: its epochs, and who has contributed how much."""
 
+import math
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from support.files import read_json_lines
 from utils import LocalMetrics, SwarmMetrics, name_peer
 
 MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
+MAX_POINTS_SENT = 500  # at once, to a page that draws it
 # Strangers can sign records with fresh keys, and each key is a peer to thank: the table keeps those who gave most.
 MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
+MAX_PEERS_SENT = 50  # whatever they are called, a status with them stays below MAX_PAGE_BYTES of swarm/status.py
 
 
 class History(list):
@@ -48,11 +52,35 @@ class History(list):
     def find_stretch(self, entry: dict) -> int:
         return (entry["epoch"] - self[0]["epoch"]) // self.stride
 
+    def make_points(self, since: int) -> dict:
+        """What the run's page draws, evenly thinned out: the epochs after `since`, and all evaluations.
+
+        :returns: Unix time of the run's begin, which tells one run from another; epochs as POINT; evaluations as epoch
+            and loss
+        """
+        entries = list(self)
+        begin = entries[0]["time"] - entries[0]["epoch_seconds"] if entries else None
+        return {
+            "begin": begin,
+            "training": [[entry[name] for name in POINT] for entry in thin(e for e in entries if e["epoch"] > since)],
+            "validation": [[e["validation_epoch"], e["validation_loss"]] for e in thin(self.validation)],
+        }
+
     def forget_from(self, epoch: int) -> None:
         self.validation[:] = [values for values in self.validation if values["validation_epoch"] < epoch]
         self[:] = [entry for entry in self if entry["epoch"] < epoch]
         if not self:
             self.stride = 1
+
+
+#: of an epoch, what a page is sent
+POINT = ("epoch", "time", "loss", "alive_peers", "samples_per_second")
+
+
+def thin(entries: Iterable[dict]) -> list[dict]:
+    """MAX_POINTS_SENT of them at most, the newest among them."""
+    entries = list(entries)
+    return entries[:: -math.ceil(len(entries) / MAX_POINTS_SENT) or -1][::-1]
 
 
 def load_history(path: Path, prefix: str) -> History:
@@ -78,7 +106,7 @@ class Contribution:
     last_seen: float  # Unix time of its newest report
     reported_samples: int  # total_samples of its newest record
     expiration_time: float  # of its newest record
-    username: str | None = None  # that it gives itself; in a closed run, that of its invitation
+    username: str = ""  # by its own word
 
 
 class Contributions:
@@ -92,9 +120,8 @@ class Contributions:
 
     def __init__(self, saved: dict[str, dict]):
         names = {field.name for field in fields(Contribution)}
-        self.peers = {
-            label: Contribution(**values) for label, values in saved.items() if names == values.keys() | {"username"}
-        }
+        known = {label: {"username": "", **values} for label, values in saved.items()}  # older ones have no names
+        self.peers = {label: Contribution(**values) for label, values in known.items() if names == values.keys()}
 
     def update(
         self,
@@ -127,7 +154,7 @@ class Contributions:
                 last_seen=min(now, expiration_time - TrainerArguments.statistics_expiration),
                 reported_samples=metrics.total_samples,
                 expiration_time=expiration_time,
-                username=metrics.username,
+                username=metrics.username or "",
             )
         for label in self.peers.keys() & reports.keys():
             # its own word, which may be any number
@@ -163,8 +190,27 @@ class Contributions:
             rows.append(dict.fromkeys(rows[0], "") | {"samples/s": 0.0, "epoch": 0, "skipped steps": 0} | rest)
         return rows
 
+    def describe(self) -> dict:
+        """What the run's page shows: the most generous, and how many there are."""
+        ranking, total = self.ranking(), self.total_samples()
+        shown = ("username", "total_samples", "samples_per_second", "last_seen", "client_mode")
+        contributors = [
+            {"peer": label, "share": peer.total_samples / max(1, total)} | {name: getattr(peer, name) for name in shown}
+            for label, peer in ranking[:MAX_PEERS_SENT]
+        ]
+        return {"total_samples": total, "num_contributors": len(ranking), "contributors": contributors}
+
     def to_json(self) -> dict[str, dict]:
         return {label: asdict(peer) for label, peer in self.ranking()}
+
+
+def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
+    """What the run's page shows of the newest epoch, and how many of those that are known all peers have averaged."""
+    names = ("samples_per_second", "epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds")
+    entries = list(history)
+    averaged = sum(entry["averaged_with"] >= entry["alive_peers"] for entry in entries)
+    shown = {name: getattr(metrics, name) for name in names} if metrics else {}
+    return {**shown, "known_epochs": len(entries), "averaged_epochs": averaged}
 
 
 def pick(values: dict, schema: type) -> dict:

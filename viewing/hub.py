@@ -74,7 +74,8 @@ class Publisher:
         stamp, start = read_stamp(folder), time.monotonic()
         url = upload_checkpoint(folder, self.repo_id)
         logger.info(f"Uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
-        self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], "time": time.time()}
+        shown = {"epoch": stamp["epoch"], "time": time.time()}
+        self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], **shown}
         write_file(self.record, json.dumps(self.uploaded))
 
 

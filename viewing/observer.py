@@ -13,9 +13,9 @@ from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.membership import MEMBERS
 from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
-from swarm.status import StatusServer
 from swarm.vouching import Statement, vouch
 from utils import MAX_WORKERS, SwarmMetrics
+from viewing.page import StatusServer
 from viewing.report import RunReport
 
 LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
@@ -67,7 +67,7 @@ class Observer:
         self.report.start_dashboard()
         stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
         if self.page:
-            self.page.serve(self.dht, lambda: self.report.read_progress() | {"flags": self.flags})
+            self.page.serve(self.dht, self.read_progress, self.report.history)
         # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
         self.watching = concurrent.futures.ThreadPoolExecutor(1, "watch metrics").submit(self.watch)
         return stop
@@ -99,6 +99,11 @@ class Observer:
         while not STOP_REQUESTED.wait(self.period):
             self.look()
         self.report.update(self.dht, is_last=True)
+
+    def read_progress(self) -> dict:
+        """Return what the run's page shows; it asks from its own thread."""
+        archive = self.archive.describe() if self.archive else {}
+        return {**self.report.read_progress(), **archive, "flags": self.flags}
 
     @property
     def flags(self) -> str:

@@ -31,7 +31,7 @@ from utils import (
 )
 from viewing.curves import draw_learning_curve
 from viewing.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
-from viewing.history import Contributions, load_history, pick
+from viewing.history import Contributions, describe_swarm, load_history, pick
 from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 
 logger = logging.getLogger("report")
@@ -180,6 +180,7 @@ class RunReport:
         """Return what the status page shows; it asks from its own thread."""
         last = self.last
         progress = {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
+        progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
         return progress | self.progress | self.last_validation()
 
     def last_validation(self) -> dict:

@@ -1,0 +1,199 @@
+"""The run's page over HTTP, on --status_port of any role: page.html for people, JSON for programs.
+
+    python run_training_monitor.py --experiment_prefix my_albert --status_port 8080
+    curl http://localhost:8080/
+
+A browser gets the page, which asks for /status.json, by which others also join (swarm/status.py), and for
+/history.json?since=EPOCH. All that is read-only and bounded: nothing that a visitor sends changes anything, what is
+asked for is made once a second at most, and who comes takes the place of who stays too long.
+"""
+
+import base64
+import contextlib
+import hashlib
+import http.server
+import ipaddress
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+
+from hivemind import DHT
+
+from support.console import UserError
+from swarm.addresses import select_for_others
+from swarm.status import VISIT_TIMEOUT, format_join, make_place
+from viewing.history import History
+
+logger = logging.getLogger("status")
+
+MAX_VISITORS, MAX_OF_ADDRESS = 64, 2  # visits at once
+MAX_VISIT = 10.0  # seconds
+SLOT_TIMEOUT = 0.1  # seconds in which a visit that has lost its place ends
+ADDRESS_PERIOD = 10.0  # seconds between two questions to the DHT process: relay addresses come and go
+ANSWER_PERIOD = 1.0  # seconds for which an answer is good enough for all others who ask
+MAX_ANSWERS = 64
+
+
+class StatusServer(http.server.ThreadingHTTPServer):
+    """Bound at once, so that a port in use is an error at the start; answers only after `serve`."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, prefix: str):
+        self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
+        #: open visits, the eldest first: from which address, and until when
+        self.visits: dict[socket.socket, tuple[str, float]] = {}
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        # not bound by HTTPServer, which looks this machine's name up, and may take seconds
+        super().__init__(("", port), StatusHandler, bind_and_activate=False)
+        self.socket.close()
+        try:
+            self.socket = socket.create_server(("", port), family=family, backlog=MAX_VISITORS, dualstack_ipv6=is_dual)
+        except OSError as e:
+            raise UserError(f"--status_port {port}: {os.strerror(e.errno).lower()}, choose another port or 0") from e
+        # helper processes must not hold the port when this one is killed
+        os.register_at_fork(after_in_child=self.socket.close)
+
+    def serve(self, dht: DHT, read_progress: Callable[[], dict], history: History) -> None:
+        """Begin to answer, in a thread: call it when all helper processes are forked.
+
+        :param read_progress: called by that thread; epoch, loss, peers and what else is known, None if unknown; and the
+            flags that all peers of the run share
+        :param history: of the run, which may grow
+        """
+        self.dht, self.read_progress, self.history = dht, read_progress, history
+        self.maddrs, self.next_look = [], 0.0
+        self.answers, self.next_answers, self.answering = {}, 0.0, threading.Lock()
+        self.html = (Path(__file__).parent / "page.html").read_bytes()
+        self.policy = make_policy(self.html.decode())
+        threading.Thread(target=self.serve_forever, name="status page", daemon=True).start()
+        logger.info(f"status page on port {self.socket.getsockname()[1]}")
+
+    def answer(self, name: str, make: Callable[[], dict]) -> bytes:
+        """As JSON what `make` returns, or has returned a moment ago for this name."""
+        with self.answering:
+            if time.monotonic() >= self.next_answers or len(self.answers) >= MAX_ANSWERS:
+                self.answers, self.next_answers = {}, time.monotonic() + ANSWER_PERIOD
+            if name not in self.answers:
+                indent = 2 if name == "status" else None  # people read it too
+                self.answers[name] = json.dumps(make(), indent=indent).encode() + b"\n"
+            return self.answers[name]
+
+    def make_status(self) -> dict:
+        if time.monotonic() >= self.next_look:
+            self.maddrs = select_for_others(self.dht.get_visible_maddrs(latest=True))
+            self.next_look = time.monotonic() + ADDRESS_PERIOD
+        progress = self.read_progress()
+        flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
+        return {
+            "experiment_prefix": self.prefix,
+            "peer_id": str(self.dht.peer_id),
+            "client_mode": self.dht.client_mode,
+            "multiaddrs": self.maddrs,
+            "join": format_join(self.prefix, self.maddrs, flags) if can_welcome else None,
+            "time": time.time(),
+            **progress,
+        }
+
+    def process_request(self, request, client_address) -> None:
+        """Where there are too many visits, or too many of this address, the eldest of them ends."""
+        address = find_network(client_address[0])
+        of_address = [visit for visit, (other, _) in list(self.visits.items()) if other == address]
+        for visit in of_address[: 1 - MAX_OF_ADDRESS] or list(self.visits)[: 1 - MAX_VISITORS]:
+            self.end(visit)
+        if self.slots.acquire(timeout=SLOT_TIMEOUT):
+            self.visits[request] = address, time.monotonic() + MAX_VISIT
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request, client_address) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.visits.pop(request, None)
+            self.slots.release()
+
+    def service_actions(self) -> None:
+        """Twice a second."""
+        for visit, (_, deadline) in list(self.visits.items()):
+            if time.monotonic() > deadline:
+                self.end(visit)
+
+    def end(self, visit: socket.socket) -> None:
+        self.visits.pop(visit, None)
+        with contextlib.suppress(OSError):  # its own thread has closed it
+            visit.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request, client_address) -> None:
+        logger.debug("a visitor of the status page left early", exc_info=True)
+
+
+class StatusHandler(http.server.BaseHTTPRequestHandler):
+    timeout = VISIT_TIMEOUT
+    server_version, sys_version = "status", ""
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        if path == "/" and "text/html" in self.headers.get("Accept", ""):
+            self.send("text/html; charset=utf-8", self.server.html)
+        elif path in ("/", "/status", "/status.json"):
+            self.send("application/json", self.server.answer("status", self.server.make_status))
+        elif path == "/history.json":
+            since = urllib.parse.parse_qs(query).get("since", ["-1"])[0]
+            if not re.fullmatch(r"-?\d{1,10}", since, re.ASCII):
+                self.send_error(400, "since is the number of an epoch")
+                return
+            points = self.server.answer(since, lambda: self.server.history.make_points(int(since)))
+            self.send("application/json", points)
+        else:
+            self.send_error(404)
+
+    def send(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", self.server.policy)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        """Visitors are not worth a line each."""
+
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Vary": "Accept",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def make_policy(html: str) -> str:
+    """What a browser may do with this page: run the script and use the style that stand in it, and ask its server."""
+
+    def find_hash(tag: str) -> str:
+        text = re.search(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[1]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; script-src {find_hash('script')}; style-src {find_hash('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def find_network(ip: str) -> str:
+    """Whose connections are counted together: those of an IPv4 address, or of 64 bits of an IPv6 one, which a single
+    customer has."""
+    _, address = make_place(ip)
+    return str(address if address.version == 4 else ipaddress.ip_network((int(address) >> 64 << 64, 64)))
