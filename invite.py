@@ -65,7 +65,7 @@ def show_members(args: InviteArguments) -> None:
 
 
 def main(args: InviteArguments) -> None:
-    (invite if args.username else revoke if args.revoke else show_members)(args)
+    (show_members if args.list else revoke if args.revoke else invite)(args)
 
 
 def find_run(args: InviteArguments) -> str:

@@ -27,7 +27,7 @@ from viewing.history import MAX_PEERS_SENT, MAX_POINTS_SENT, Contributions, Hist
 from viewing.page import MAX_OF_ADDRESS, MAX_VISITORS, StatusServer, find_network
 
 # a volunteer's name, as hostile as one may be: without control characters it is a name like any other
-HOSTILE = "--expression.alert_1"  # the most that a name may be, see USERNAME of support/flags.py
+HOSTILE = "expression.alert_1-"  # the most that a name may be, see USERNAME of support/flags.py
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 
 
