@@ -22,6 +22,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from hivemind import DHT
@@ -36,7 +37,8 @@ logger = logging.getLogger("status")
 MAX_VISITORS, MAX_OF_ADDRESS = 64, 2  # visits at once
 MAX_VISIT = 10.0  # seconds
 SLOT_TIMEOUT = 0.1  # seconds in which a visit that has lost its place ends
-ADDRESS_PERIOD = 10.0  # seconds between two questions to the DHT process: relay addresses come and go
+# seconds between two questions to the DHT's process, as relay addresses come and go, and for its answer
+ADDRESS_PERIOD, LOOK_TIMEOUT = 10.0, 2.0
 ANSWER_PERIOD = 1.0  # seconds for which an answer is good enough for all others who ask
 MAX_ANSWERS = 64
 
@@ -89,8 +91,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def make_status(self) -> dict:
         if time.monotonic() >= self.next_look:
-            self.maddrs = select_for_others(self.dht.get_visible_maddrs(latest=True))
-            self.next_look = time.monotonic() + ADDRESS_PERIOD
+            self.look_for_addresses()
         progress = self.read_progress()
         flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
         return {
@@ -102,6 +103,16 @@ class StatusServer(http.server.ThreadingHTTPServer):
             "time": time.time(),
             **progress,
         }
+
+    def look_for_addresses(self) -> None:
+        """What was known stays where the DHT's process does not answer: all visitors wait for this one."""
+        look = self.dht.run_coroutine(partial(DHT._get_visible_maddrs, latest=True), return_future=True)
+        self.next_look = time.monotonic() + ANSWER_PERIOD
+        try:
+            self.maddrs = select_for_others(look.result(LOOK_TIMEOUT))
+            self.next_look = time.monotonic() + ADDRESS_PERIOD
+        except Exception as e:  # whatever went wrong there
+            logger.warning(f"the page cannot tell this peer's addresses anew ({e!r}), will ask again")
 
     def process_request(self, request, client_address) -> None:
         """Where there are too many visits, or too many of this address, the eldest of them ends."""

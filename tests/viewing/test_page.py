@@ -1,5 +1,6 @@
 """The run's page: in a real browser against a live swarm, and what visitors, kind and hostile, get and cost."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -57,7 +58,9 @@ def server():
     records = {f"{i:08x}": (make_metrics(total_samples=i, username="\U00020000" * 32), 1.0) for i in range(500)}
     contributors.update(records, {}, 0.0)
     maddrs = [f"/ip4/203.0.113.{i}/tcp/31337/p2p/{PEER}" for i in range(8)]
-    dht = SimpleNamespace(get_visible_maddrs=lambda latest: maddrs, client_mode=False, peer_id=PEER)
+    found = concurrent.futures.Future()
+    found.set_result(maddrs)
+    dht = SimpleNamespace(run_coroutine=lambda *_, return_future: found, client_mode=False, peer_id=PEER)
     server = StatusServer(0, "run")
     server.serve(dht, lambda: {"epoch": 3000, "flags": "", **contributors.describe()}, make_history(3000))
     yield server
@@ -81,6 +84,15 @@ def test_browsers_get_the_page_and_programs_what_they_always_got(server):
     # nothing that is elsewhere, and no markup made of texts
     assert not re.search(rb'(?:src|href)="(?!data:,|status\.json)|@import|url\(', body)
     assert not re.search(rb"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", body)
+
+
+def test_a_dht_that_does_not_answer_costs_only_new_addresses(server, monkeypatch):
+    """An answer that was lost, for which nobody may wait forever."""
+    port, known = server.socket.getsockname()[1], server.make_status()["multiaddrs"]
+    monkeypatch.setattr(server.dht, "run_coroutine", lambda *_, return_future: concurrent.futures.Future())
+    server.next_look = 0.0
+    assert json.loads(ask(port)[2])["multiaddrs"] == known
+    assert json.loads(ask(port)[2])["multiaddrs"] == known
 
 
 def test_history_is_bounded_and_continues(server):
