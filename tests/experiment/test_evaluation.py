@@ -276,7 +276,7 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
     assert {5} <= seen.keys() <= {0, 2, 4, 5}
     for epoch in seen.keys() - {0}:
         names = [name for name in seen[epoch] if name.startswith("validation_")]
-        assert len(names) == 4
+        assert len(names) == 5
         assert {name: seen[epoch][name] for name in names} == {name: evaluated[epoch][name] for name in names}
     assert re.search(rf"Validation loss {last['validation_loss']:.4f} nats, .* at epoch 5\b", monitor.text)
     assert "100% of 5 epochs" in monitor.text and "100% of 5 epochs" in trainer.text
