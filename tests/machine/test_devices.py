@@ -176,6 +176,7 @@ def test_a_rank_that_ends_alone_ends_the_others_in_order(tmp_path, start, data, 
     assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_dies_leaves_no_process(tmp_path, start, data):
     script, processes, _ = start_two_ranks(tmp_path, start, data)
     script.process.kill()

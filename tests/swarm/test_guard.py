@@ -173,12 +173,11 @@ def test_one_of_three_that_was_led_astray_takes_over_the_state_of_the_others(sta
 KINDS = [*SENT, *ANSWERED, *HOLDS_UP]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "nan")) for kind in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_of_four_cannot_bend_a_round(start, kind):
     """Three honest peers of gradient 1 step by 1 each time, and name the hostile one that joins them."""
-    # what is not finite need not be much to be found
-    numbers = 10**5 if kind == "nan" else 10**6
-    prefix, options = make_prefix(), ("--group_size", 8, "--robust", "--numbers", numbers)
+    prefix, options = make_prefix(), ("--group_size", 8, "--robust", "--numbers", 10**6)
     peers = [start_peer(start, "a", prefix, 1.0, 16, flags=(*options, "--others", 2))]
     peers += [start_peer(start, name, prefix, 1.0, 16, peers[:1], (*options, "--others", 2)) for name in "bc"]
     wait_until(lambda: min(max(epochs(peer), default=0) for peer in peers) >= 2, 60, "two epochs of all")

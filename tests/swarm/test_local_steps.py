@@ -34,7 +34,7 @@ def outer_steps(of: dict[int, dict], *peers: tuple[float, dict[int, dict]]) -> l
     return steps
 
 
-@pytest.mark.parametrize("density", [1, 0.03])
+@pytest.mark.parametrize("density", [pytest.param(1, marks=pytest.mark.slow), 0.03])
 def test_what_all_have_come_moves_the_anchor(start, density):
     prefix, flags = make_prefix(), ("--local_steps", 4, "--target_batch_size", 64, "--others", 1)
     flags += ("--density", density)

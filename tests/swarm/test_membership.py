@@ -194,6 +194,7 @@ def find_key(path: str) -> bytes:
     return RecordValidator(load_invitation(path).key).local_public_key
 
 
+@pytest.mark.slow
 def test_a_pass_that_ends_ends_nobody_elses_part(tmp_path):
     """And nobody is there to renew it."""
     prefix, key = make_prefix(), str(tmp_path / "authority.pem")
