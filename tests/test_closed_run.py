@@ -114,7 +114,7 @@ def test_two_runs_of_one_authority_know_nothing_of_each_other(start, tmp_path, t
     )
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     assert "the pass in --invite is for another run" in wrong.stderr.splitlines()[-1]
-    assert len(re.findall(r"refused 1 call of peer \w+,.*: another run", monitors[1][0].text)) == 1
+    monitors[1][0].wait_for(r"refused 1 call of peer \w+,.*: another run", 60)
     for script in (*trainers, *(monitor for monitor, _ in monitors)):
         script.interrupt()
         script.assert_clean_end(180)
