@@ -74,6 +74,7 @@ def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, ti
     assert second["waited"] > 2.5 and second["used"] < 0.5
 
 
+@pytest.mark.slow
 def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
     """What overflows in one peer costs that peer's step alone; all processes of the swarm have the same weights."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 12, "--target_batch_size", 160]

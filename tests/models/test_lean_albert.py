@@ -518,6 +518,7 @@ def test_memory_of_the_yardstick():
             assert measure_kept(lambda model=model: model(**batch)["loss"], model) == 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_tells_what_a_model_keeps():
     run = run_python("benchmarks/bench_model.py", "--models", "lean", "--batch_size", 1, "--turns", 1, expect=0)
     kept = int(re.search(r"^lean +(\d+)", run.stdout, re.MULTILINE)[1])

@@ -54,6 +54,7 @@ def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
         peer.assert_clean_end()
 
 
+@pytest.mark.slow
 def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
     """On both sides of the size from which gradients go in 8 bits; their average alone holds the weights together, as
     parameters are not averaged. Where nothing is averaged (note 1), the steps have nothing in common."""

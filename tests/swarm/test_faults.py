@@ -46,6 +46,7 @@ def test_a_killed_trainer_costs_the_others_one_round_at_most(start, tmp_path, ti
     assert swarm.difference(names[:2]) < 1e-6
 
 
+@pytest.mark.slow
 def test_who_leaves_in_order_alarms_nobody(start, tmp_path, tiny_data):
     swarm = Swarm(start, tmp_path, tiny_data)
     swarm.start_monitor()
