@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 # Seconds that the quick tests of test_*.py take on two cores, beside three other parts; of files that are not named, 3.
 # fmt: off
 SECONDS = {
-    "devices": 90, "averaging": 85, "archive": 80, "checkpoint": 75, "aux_peer": 75, "states": 65, "page": 60,
+    "devices": 90, "averaging": 85, "archive": 95, "checkpoint": 75, "aux_peer": 75, "states": 80, "page": 60,
     "monitor": 60, "families": 60, "local_steps": 50, "line": 50, "tokenize": 45, "guard": 45, "swarm": 45,
     "finetune": 40, "dashboard": 35, "lean_albert": 35, "networks": 35, "preflight": 35, "evaluation": 30,
     "faults": 5, "membership": 25, "new_experiment": 25, "joining": 20, "arguments": 20, "trainer": 15, "vouching": 10,
