@@ -494,8 +494,8 @@ class CollaborativeOptimizer:
             self.scheduled_grads = self.grad_averager.begin(control)
         return self.scheduled_grads
 
-    def _finish_round(self, control: StepControl) -> None:
-        """Wait for the averaged gradients, which are the optimizer's then.
+    def _finish_round(self, control: StepControl, epoch: int) -> None:
+        """Wait for the averaged gradients of this epoch, which are the optimizer's then.
 
         :raises AveragingFailed: the round has failed, and its gradients go into the next one
         """
@@ -509,7 +509,15 @@ class CollaborativeOptimizer:
             self.grad_averager.put_back()
             self.failed_rounds += 1
             self.averaged_with = 1
-            raise AveragingFailed(f"{type(e).__name__}: {e}") from e
+            if not self.auxiliary:  # nothing of its own is lost
+                samples = self.grad_averager.samples
+                logger.warning(
+                    f"epoch {epoch}: averaging failed ({type(e).__name__}: {e}); the gradients of {samples} samples go "
+                    "into the next round"
+                )
+                if isinstance(e, PeersGone):
+                    self.tracker.leave_out(e.args[0])
+            raise AveragingFailed("a round has failed") from e  # hivemind logs it where the round was in the background
         group_id, *sent, lies = next(iter(group.values()))
         self._count_round(self.grad_averager.finish(*sent))
         self.tracker.ban(lies)
@@ -633,7 +641,7 @@ class CollaborativeOptimizer:
             with self.tracker.pause_updates():
                 self._average_and_step()
         except AveragingFailed as e:
-            self._try_again(e)
+            self._try_again(e.__cause__)
             return
         self._offer_last_step(*before)
         self._epoch_start = get_dht_time()
@@ -653,9 +661,9 @@ class CollaborativeOptimizer:
             self.grad_averager.take_out()
             self._count_round(self.grad_averager.finish())
         elif self.overlap and not self.auxiliary:
-            finish = partial(self._finish_round, control)
+            finish = partial(self._finish_round, control, self.local_epoch)
         else:
-            self._finish_round(control)
+            self._finish_round(control, self.local_epoch)
         next_epoch = max(self.local_epoch + 1, self.tracker.global_epoch)
         is_due = next_epoch % self.average_state_every == 0 and not averager.averaging_in_progress
         if with_parameters := is_due and self._has_others:
@@ -675,20 +683,12 @@ class CollaborativeOptimizer:
         self._must_be_exact = True
         self._offer_states()
 
-    def _try_again(self, failure: AveragingFailed) -> None:
+    def _try_again(self, cause: BaseException) -> None:
         """Find out what the round has failed of."""
-        cause = failure.__cause__
         if self.auxiliary:
-            # nothing of its own is lost; where the trainers are, it looks in the next step
             self._retry_after = time.monotonic()
             self.tracker.fetch_soon(0.0)
             return
-        logger.warning(
-            f"epoch {self.local_epoch}: averaging failed ({failure}); the gradients of {self.grad_averager.samples} "
-            "samples go into the next round"
-        )
-        if isinstance(cause, PeersGone):
-            self.tracker.leave_out(cause.args[0])
         if isinstance(cause, OutOfStep):
             self.load_state_from_peers(*cause.args)
         elif self._has_missed_the_round():

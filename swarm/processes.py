@@ -40,8 +40,9 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
         record.exc_info = record.exc_text = None
         if record.name.startswith(("hivemind.averaging", "asyncio")):
             return False  # CollaborativeOptimizer reports the outcome of a round
-    # each peer without --identity_path has a new one
-    return not STOPPING.value and not str(record.msg).startswith("Generating new identity")
+    # each peer without --identity_path has a new one; the others are a round that has failed in the background
+    known = ("Generating new identity", "Aborted StateAverager.step", "a round has failed")
+    return not STOPPING.value and not str(record.msg).startswith(known)
 
 
 def quiet_hivemind_logs() -> None:

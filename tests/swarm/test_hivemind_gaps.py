@@ -64,7 +64,7 @@ def test_reachability_is_validated_through_the_connection_that_the_peer_has_open
     assert "self.call_ping(sender_peer_id, validate=False)" in source
 
 
-@pytest.mark.slow  # beside other tests, which slow one of the daemon's threads down, the small one wins every other time
+@pytest.mark.slow  # beside other tests, which slow threads of the daemon down, the small one wins every other time
 def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
     """GOMAXPROCS in swarm/__init__.py and force_reachability in swarm/joining.py."""
     run = run_python("-m", "tests.programs.relay_limits")

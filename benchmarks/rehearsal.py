@@ -1,0 +1,712 @@
+"""A dress rehearsal: a swarm of volunteers on home lines with churn and a liar, on the emulated network.
+
+    python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
+    python benchmarks/rehearsal.py --minutes 60 --seed 0
+    python benchmarks/rehearsal.py --short
+    python benchmarks/rehearsal.py --minutes 60 --no_liar --no_events
+
+A monitor and an auxiliary peer on servers, trainers at home (LINES), whose batches are paced (paced_trainer.py): so
+two cores are no bottleneck. They go on from a model of 14 M parameters that one process has trained until it has left
+the plateau (--model, or made at first), with the settings that docs/organizers.md recommends, and a seed decides what
+happens, each kind as often as the others:
+    kill       kill -9 of a trainer, which is started again with the same command 5 s later
+    again      Ctrl-C, and the same command again
+    stop       SIGSTOP of all its processes for 30 s
+    newcomer   who was never there comes; and stays until the next one
+    slow       a line drops to a tenth for two minutes
+    partition  half of the trainers are cut off from all others for 30 s
+    disk       the disk of a trainer is full for a minute
+    monitor    the monitor ends and is started again
+    aux        kill -9 of the auxiliary peer, which comes back after 30 s
+One liar joins after a quarter of the time, and is another one every twelfth (hostile_peer.py has the kinds). In the end
+all honest trainers get Ctrl-C, and one undisturbed process trains on as many samples, in batches of which each step of
+the swarm's epochs would have one.
+
+The table says for each figure what was aimed at; --output_dir has the picture, all logs and figures.json. Seconds of a
+newcomer count from the fork of a process that has imported the libraries.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import hostile_peer
+import netlab
+import processes
+import psutil
+from chaos import LARGE, Trainer, gains, largest_difference, overlap
+from processes import LOOPBACK, Script, make_prefix, wait_until
+from soak import measure_processes
+
+from viewing.curves import make_panels, save_figure
+
+SERVER = dict(rtt_ms=10, down=1000, up=1000)
+FIBRE, CABLE = dict(rtt_ms=10, down=100, up=20), dict(down=50, up=10, loss=0.002)
+#: Mbit/s, and half of the milliseconds between two hosts of the kind; seconds that a batch takes there
+LINES = {
+    "fibre1": (FIBRE, 2.0),
+    "cable1": (dict(CABLE, rtt_ms=20), 3.0),
+    "router": (dict(rtt_ms=20, down=50, up=10, nat="gateway"), 6.0),
+    "dsl": (dict(rtt_ms=25, down=16, up=2), 8.0),
+    "fibre2": (FIBRE, 3.0),
+    "cable2": (dict(CABLE, rtt_ms=28), 4.0),
+    "cable3": (dict(CABLE, rtt_ms=37), 4.0),
+    "firewall": (dict(rtt_ms=20, down=50, up=10, firewall=True), 6.0),
+    "guest": (dict(rtt_ms=20, down=50, up=10), 6.0),
+    "liar": (dict(rtt_ms=20, down=50, up=10), 4.0),
+}
+KINDS = ["kill", "newcomer", "stop", "monitor", "slow", "again", "disk", "partition", "aux"]
+SECONDS = {"kill": 5.0, "stop": 30.0, "slow": 120.0, "partition": 30.0, "disk": 60.0, "aux": 30.0, "newcomer": 0.0}
+LIES = [kind for kind in hostile_peer.KINDS if kind != "contract_first"]
+DISK, DISK_MEGABYTES = "cable1", 2000
+BATCH_SIZE, LOCAL_STEPS = 8, 25
+ALL_PEERS = f"--local_steps {LOCAL_STEPS} --local_steps_from 0 --compression sparse"
+SHARED = "--optim adamw --learning_rate 1e-3 --warmup_steps 0 --total_steps 1000000"
+OWN = f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --dataloader_num_workers 0"
+EVALUATION = "--do_eval --max_eval_samples 512"
+BEGIN = (
+    "--optim adamw --learning_rate 1e-3 --warmup_steps 50 --total_steps 1000000 --target_batch_size 64 --max_steps 400 "
+    "--per_device_train_batch_size 16 --gradient_accumulation_steps 1 --dataloader_num_workers 0"
+)
+# runs in the monitor's place, as a program that follows the run does
+WATCH = """
+import json, sys, time, urllib.request
+while True:
+    seen = {"time": time.time()}
+    for page in ("status", "history"):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:8080/{page}.json", timeout=4) as answer:
+                seen[page] = json.load(answer)
+        except OSError as e:
+            seen[page] = {"error": str(e)}
+    print(json.dumps(seen), flush=True)
+    time.sleep(5)
+"""
+
+
+class Rehearsal:
+    """The swarm, what was done to it, and what was seen meanwhile."""
+
+    def __init__(self, args: argparse.Namespace, net: netlab.Net, model: Path):
+        self.args, self.net, self.model, self.folder = args, net, model, args.output_dir
+        self.random, self.begin = random.Random(args.seed), time.time()
+        self.names = list(LINES)[: args.trainers]
+        self.trainers: list[Trainer] = []
+        self.guests: list[Trainer] = []
+        self.liars: list[Trainer] = []
+        self.servers: dict[str, Script] = {}
+        self.starts: Counter[str] = Counter()
+        self.events: list[dict] = []  # kind, names, from and until
+        self.pending: list[tuple[float, Callable[[], None]]] = []
+        self.memory: list[dict] = []
+        #: name of a newcomer: bytes that it has received when it had its first samples
+        self.received: dict[str, list[int]] = {}
+
+    def say(self, text: str) -> None:
+        print(f"{time.time() - self.begin:7.1f} s  {text}", flush=True)
+
+    # --- who takes part
+
+    def start(self) -> None:
+        for name in ("monitor", "aux"):
+            self.net.host(name, **SERVER)
+        for name in (*self.names, "guest", "liar"):
+            self.net.host(name, **LINES[name][0])
+        self.net.start()
+        disk = self.folder / DISK
+        disk.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MEGABYTES}m", "tmpfs", disk], check=True)
+        self.prefix = ["--experiment_prefix", make_prefix()]
+        self.data = ["--tokenizer_path", self.args.tokenizer_path, "--model_name_or_path", self.model]
+        self.flags = [*ALL_PEERS.split(), *SHARED.split(), "--target_batch_size", self.args.target_batch_size]
+        self.coordinators = []
+        for name in ("monitor", "aux"):
+            self.start_server(name)
+            pattern = r"--initial_peers (/ip4\S+)"
+            self.coordinators.append(self.servers[name].wait_for(pattern, 120).group(1))
+        Script(self.folder / "watch.jsonl", "-c", WATCH, prefix=self.net.prefix("monitor"))
+        for name in self.names:
+            self.trainers.append(self.make_trainer(name, name))
+            self.trainers[-1].start()
+
+    def start_server(self, name: str) -> None:
+        listen = f"/ip4/{self.net.ip(name)}/tcp/31337"
+        command = [*self.prefix, "--host_maddrs", listen, "--identity_path", self.folder / f"{name}.id"]
+        command += ["--output_dir", self.folder / name]
+        if name == "monitor":
+            command = ["run_training_monitor.py", *command, "--report_to", "none", "--status_port", 8080]
+            command += ["--refresh_period", 5]
+        else:
+            command = ["run_aux_peer.py", *command, "--initial_peers", *self.coordinators[:1], *self.data, *self.flags]
+            command += ["--assist_in_averaging", "--store_checkpoints", "--save_checkpoint_step_interval", 5]
+            command += ["--report_to", "none"]
+        log = self.folder / f"{name}.log-{self.starts[name]}"
+        self.starts[name] += 1
+        self.servers[name] = Script(log, *command, prefix=self.net.prefix(name))
+
+    def make_trainer(self, name: str, host: str, lie: str | None = None) -> Trainer:
+        program = ["benchmarks/hostile_peer.py", lie] if lie else ["benchmarks/paced_trainer.py"]
+        command = [*program, LINES[host][1], *self.prefix, "--initial_peers", *self.coordinators, *self.data]
+        command += ["--dataset_path", self.args.dataset_path, *self.flags, *OWN.split(), "--save_steps", 10]
+        command += ["--host_maddrs", f"/ip4/{self.net.ip(host)}/tcp/0"]
+        command += [*EVALUATION.split(), "--eval_steps", 5] if name == self.names[0] else []
+        folder = self.folder / name
+        if name == DISK:
+            folder /= "files"  # of the small disk
+        trainer = Trainer(name, folder, command, self.net.prefix(host))
+        trainer.pace = LINES[host][1]
+        return trainer
+
+    def list_honest(self) -> list[Trainer]:
+        return self.trainers + self.guests
+
+    def list_scripts(self) -> dict[str, Script]:
+        running = {trainer.name: trainer.script for trainer in self.list_honest() if not trainer.runs[-1]["ended"]}
+        return self.servers | running
+
+    # --- what happens
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        self.pending.append((time.time() + seconds, action))
+
+    def work(self) -> None:
+        """Do what is due, and look after all."""
+        for due, action in list(self.pending):
+            if time.time() >= due:
+                self.pending.remove((due, action))
+                action()
+        for trainer in self.list_honest():
+            trainer.look()
+            if trainer.has_died():
+                raise SystemExit(f"{trainer.name} has ended by itself, see {trainer.script.log}")
+        for guest in self.guests:
+            received = self.received.setdefault(guest.name, [self.net.bytes("guest")[1]])
+            if len(received) == 1 and "first samples computed" in guest.script.text:
+                received.append(self.net.bytes("guest")[1])
+
+    def let_pass(self, seconds: float) -> None:
+        end, next_look = time.time() + seconds, 0.0
+        while time.time() < end:
+            self.work()
+            if time.time() >= next_look:
+                next_look = time.time() + 20
+                scripts = self.list_scripts().items()
+                self.memory.append(dict(time=time.time(), roles={n: measure_processes(s) for n, s in scripts}))
+            time.sleep(0.2)
+
+    def is_able(self, trainer: Trainer) -> bool:
+        """Whether it trains, and nothing happens to it now."""
+        busy = {name for event in self.events if event["until"] is None for name in event["names"]}
+        return bool(trainer.runs[-1]["ready"]) and trainer.name not in busy
+
+    def strike(self, kind: str) -> None:
+        able = [trainer for trainer in self.trainers if self.is_able(trainer)]
+        if kind == "disk":
+            able = [trainer for trainer in able if trainer.name == DISK]
+        if not able:
+            self.later(5, partial(self.strike, kind))
+            return
+        victims = self.random.sample(able, min(len(able), len(self.trainers) // 2 if kind == "partition" else 1))
+        if kind in ("newcomer", "monitor", "aux"):
+            victims = []
+        event = dict(kind=kind, names=[victim.name for victim in victims], since=time.time(), until=None)
+        self.events.append(event)
+        self.say(f"{kind} {' '.join(event['names'])}")
+        undo = getattr(self, f"do_{kind}")(event, *victims)
+
+        def finish() -> None:
+            if undo and undo() is False:
+                self.later(0.5, finish)
+                return
+            event["until"] = time.time()
+
+        self.later(SECONDS.get(kind, 0.5) * min(1.0, self.args.every / 30), finish)
+
+    def do_kill(self, _, victim: Trainer) -> Callable:
+        victim.script.kill()
+        victim.note_end()
+        return victim.start
+
+    def do_again(self, _, victim: Trainer) -> Callable:
+        victim.script.interrupt()
+        victim.runs[-1]["ended"] = time.time()  # nobody waits for who says good-bye
+
+        def start() -> bool:
+            if victim.script.process.poll() is None:
+                return False
+            victim.runs[-1]["code"] = victim.script.process.returncode
+            victim.note_end()
+            victim.start()
+            return True
+
+        return start
+
+    def do_stop(self, _, victim: Trainer) -> Callable:
+        victim.frozen.append([time.time(), None])
+        victim.script.freeze()
+
+        def thaw() -> None:
+            victim.frozen[-1][1] = time.time()
+            victim.script.thaw()
+
+        return thaw
+
+    def do_newcomer(self, event: dict) -> Callable | None:
+        guest = self.make_trainer(f"guest{len(self.guests)}", "guest")
+        event["names"] = [guest.name]
+        if not self.guests:
+            self.guests.append(guest)
+            guest.start()
+            return None
+        last = self.guests[-1]
+        last.script.interrupt()
+        last.runs[-1]["ended"] = time.time()
+
+        def start() -> bool:
+            if last.script.process.poll() is None:
+                return False
+            last.runs[-1]["code"] = last.script.process.returncode
+            last.note_end()
+            self.guests.append(guest)
+            guest.start()
+            return True
+
+        return start
+
+    def do_slow(self, _, victim: Trainer) -> Callable:
+        line = LINES[victim.name][0]
+        self.net.set(victim.name, up=line["up"] / 10, down=line["down"] / 10)
+        return lambda: self.net.set(victim.name, up=line["up"], down=line["down"])
+
+    def do_partition(self, _, *victims: Trainer) -> Callable:
+        self.net.partition([victim.name for victim in victims])
+        return self.net.heal
+
+    def do_disk(self, _, victim: Trainer) -> Callable:
+        file = victim.folder.parent / "full"
+        with contextlib.suppress(OSError), open(file, "wb") as disk:
+            while True:
+                disk.write(bytes(2**20))
+        return file.unlink
+
+    def do_monitor(self, event: dict) -> Callable:
+        event["names"] = ["monitor"]
+        monitor = self.servers["monitor"]
+        monitor.interrupt()
+
+        def start() -> bool:
+            if monitor.process.poll() is None:
+                return False
+            self.start_server("monitor")
+            return True
+
+        return start
+
+    def do_aux(self, event: dict) -> Callable:
+        event["names"] = ["aux"]
+        self.servers["aux"].kill()
+        return lambda: self.start_server("aux")
+
+    def lie(self, kind: str) -> None:
+        if self.liars:
+            self.liars[-1].script.kill()
+            self.liars[-1].note_end()
+        self.say(f"the liar's kind is {kind}")
+        self.liars.append(self.make_trainer(f"liar{len(self.liars)}", "liar", kind))
+        self.liars[-1].kind = kind
+        self.liars[-1].start()
+
+    def plan(self) -> None:
+        """By the seed, when what will happen."""
+        minute = self.args.every
+        bag: list[str] = []
+        for number in range(int(self.args.minutes * 60 / minute) - 2 if self.args.events else 0):
+            bag = bag or (list(reversed(KINDS)) if self.args.is_short else self.random.sample(KINDS, len(KINDS)))
+            self.later((number + 1) * minute, partial(self.strike, bag.pop()))
+        lies = self.args.lie or self.random.sample(LIES, len(LIES))
+        for number, kind in enumerate(lies[: self.args.lies]):
+            due = self.args.minutes * 60 * (1 + 3 * number / self.args.lies) / 4
+            self.later(due, partial(self.lie, kind))
+
+    def end(self) -> list[int]:
+        """Ctrl-C for all at once, shortly after an epoch; returns the exit codes."""
+        present = [trainer for trainer in self.list_honest() if not trainer.runs[-1]["ended"]]
+
+        def is_joint() -> bool:
+            self.work()
+            epochs = [(trainer.read_history() or [dict(epoch=0, time=0.0)])[-1] for trainer in present]
+            newest = max(line["time"] for line in epochs)
+            return len({line["epoch"] for line in epochs}) == 1 and 4 < time.time() - newest < 10
+
+        with contextlib.suppress(AssertionError):
+            wait_until(is_joint, 240, "an epoch that all have reached")
+        self.ended = time.time()
+        for trainer in present:
+            trainer.script.process.send_signal(2)
+        codes = [trainer.script.wait(180) for trainer in present]
+        self.folders = [trainer.folder for trainer in present]
+        for server in reversed(self.servers.values()):
+            server.interrupt()
+            server.wait(120)
+        return codes
+
+    def kill(self) -> None:
+        """Whatever happens, nothing is left behind."""
+        for trainer in (*self.list_honest(), *self.liars):
+            if trainer.runs:
+                trainer.script.kill()
+        for script in self.servers.values():
+            script.kill()
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def is_during(span: tuple[float, float], intervals: list[tuple[float, float]]) -> bool:
+    return any(overlap(list(span), list(interval)) > 0 for interval in intervals)
+
+
+def list_spans(rehearsal: Rehearsal, trainer: Trainer) -> list[tuple[float, float]]:
+    """Begin and end of each epoch of a trainer, and of what it still waited for, while it was there and connected."""
+    away = [(frozen[0], frozen[1] or rehearsal.ended) for frozen in trainer.frozen]
+    away += [
+        (event["since"], event["until"] or rehearsal.ended)
+        for event in rehearsal.events
+        if event["kind"] == "partition"  # whoever is in a half that is small waits for samples
+    ]
+    spans = []
+    for run, lines in trainer.histories():
+        if run["ready"]:
+            times = [run["ready"], *(line["time"] for line in lines), run["ended"] or rehearsal.ended]
+            spans += itertools.pairwise(times)
+    return [span for span in spans if not is_during(span, away)]
+
+
+def list_warnings(trainers: list[Trainer]) -> tuple[dict[str, int], dict[str, int]]:
+    """The kinds of lines above info: how many there are of all trainers; how many at most within ten minutes of one."""
+    counts, most = Counter(), Counter()
+    for trainer in trainers:
+        times = defaultdict(list)
+        for path in sorted(trainer.folder.glob("log-*")):
+            for clock, text in re.findall(
+                r"^(\d\d:\d\d:\d\d) \S+ (?:warning|error|critical): (.*)", path.read_text(), re.M
+            ):
+                kind = re.sub(r"\b(?=\w*\d)[\w.,%]+|Qm\w+|12D\w+", "#", text)
+                times[kind[:140]].append(datetime.strptime(clock, "%H:%M:%S").timestamp())
+        for kind, moments in times.items():
+            counts[kind] += len(moments)
+            most[kind] = max(most[kind], *(sum(0 <= other - moment < 600 for other in moments) for moment in moments))
+    return dict(counts), dict(most)
+
+
+def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
+    """What the page showed that differs by more than 10 % from what the trainers have written, by figure; and how often
+    it was looked at. The newest epoch may be a moment old, and a peer that dies or comes is known an epoch later."""
+    everybody = rehearsal.list_honest() + rehearsal.liars
+    truth = defaultdict(list)
+    for trainer in everybody:
+        for _, lines in trainer.histories():
+            for line in lines:
+                truth[line["epoch"]].append(line)
+    seen = [json.loads(text) for text in (rehearsal.folder / "watch.jsonl").read_text().splitlines()]
+    answers = [(it["time"], it["status"]) for it in seen if it["status"].get("epoch") is not None]
+    usual = statistics.median(line["epoch_seconds"] for lines in truth.values() for line in lines)
+    changes = [
+        moment for trainer in everybody for run, _ in trainer.histories() for moment in (run["ready"], run["ended"])
+    ]
+    changes += [moment for trainer in everybody for frozen in trainer.frozen for moment in frozen]
+    wrong = dict(epoch=[], loss=[], peers=[], samples_per_second=[])
+    for moment, status in answers:
+        lines, epoch = truth.get(status["epoch"], []), status["epoch"]
+        reached = [e for e, ls in truth.items() if min(line["time"] for line in ls) < moment - 10]
+        if reached and max(reached) > epoch:
+            wrong["epoch"].append((moment, epoch, max(reached)))
+        steps = sum(line["mini_steps"] for line in lines)
+        # some have not written theirs yet, or report to the page by and by
+        if not steps or moment < max(line["time"] for line in lines) + 15:
+            continue
+        is_calm = not any(change and moment - 2 * usual < change < moment for change in changes)
+        loss = sum(line["loss"] * line["mini_steps"] for line in lines if line["loss"]) / steps
+        if abs(status["loss"] / loss - 1) > 0.1:
+            wrong["loss"].append((moment, status["loss"], loss))
+        rate = sum(line["samples_per_second"] for line in lines)
+        if is_calm and abs(status["peers"] / len(lines) - 1) > 0.1:
+            wrong["peers"].append((moment, status["peers"], len(lines)))
+        if is_calm and abs(status["samples_per_second"] / rate - 1) > 0.1:
+            wrong["samples_per_second"].append((moment, status["samples_per_second"], rate))
+    return wrong | dict(looks=len(answers), failed=len(seen) - len(answers))
+
+
+def measure_growth(rehearsal: Rehearsal) -> dict[str, float]:
+    """For each role the growth of its processes together, of those that have lived for half of the time and more."""
+    growth = {}
+    since = rehearsal.begin + rehearsal.args.minutes * 60 / 6
+    readings = defaultdict(list)
+    starts = defaultdict(lambda: [0.0])
+    for trainer in rehearsal.list_honest():
+        starts[trainer.name] = [run["started"] for run in trainer.runs]
+    for event in rehearsal.events:
+        if event["kind"] in ("monitor", "aux") and event["until"]:
+            starts[event["kind"]].append(event["until"])
+    for sample in rehearsal.memory:
+        for role, measured in sample["roles"].items():
+            number = sum(start <= sample["time"] for start in starts[role])
+            readings[role, number].append((sample["time"], sum(mb for mb, _ in measured.values())))
+    for (role, _), values in readings.items():
+        steady = [mb for moment, mb in values if moment > max(since, values[0][0] + 120)]
+        if len(steady) >= 15:  # five minutes
+            few = max(3, len(steady) // 10)
+            change = statistics.fmean(steady[-few:]) / statistics.fmean(steady[:few]) - 1
+            growth[role] = max(growth.get(role, -1.0), change)
+    return growth
+
+
+def open_archive(folder: Path) -> str:
+    """What a pipeline makes of the newest checkpoint."""
+    import transformers
+
+    newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    fill = transformers.pipeline("fill-mask", model=str(newest), tokenizer=str(newest))
+    word = fill(f"it was a {fill.tokenizer.mask_token} day")[0]["token_str"]
+    return f"{newest.name}: it was a {word} day"
+
+
+def train_alone(args: argparse.Namespace, model: Path, samples: int) -> Path:
+    """One process on as many samples; returns its folder."""
+    folder = args.output_dir / "alone"
+    folder.mkdir()
+    command = ["run_trainer.py", "--experiment_prefix", make_prefix(), *LOOPBACK, "--dataset_path", args.dataset_path]
+    command += ["--tokenizer_path", args.tokenizer_path, "--model_name_or_path", model, *SHARED.split()]
+    command += ["--target_batch_size", args.target_batch_size]
+    command += [
+        "--per_device_train_batch_size",
+        args.target_batch_size,
+        "--gradient_accumulation_steps",
+        1,
+        *EVALUATION.split(),
+    ]
+    command += ["--dataloader_num_workers", 0, "--eval_steps", 100, "--save_steps", 10**6]
+    script = Script(folder / "log", *command, "--max_steps", samples // args.target_batch_size, "--output_dir", folder)
+    try:
+        script.wait(7200)
+    finally:
+        script.kill()
+    return folder
+
+
+def make_model(args: argparse.Namespace) -> Path:
+    """The model that all go on from: of 14 M parameters, 400 steps of 64 samples."""
+    folder = args.output_dir / "begin"
+    folder.mkdir()
+    config = json.loads(Path("configs/demo.json").read_text()) | LARGE
+    (folder / "config.json").write_text(json.dumps(config))
+    command = ["run_trainer.py", "--experiment_prefix", make_prefix(), *LOOPBACK, "--dataset_path", args.dataset_path]
+    command += ["--tokenizer_path", args.tokenizer_path, "--config_path", folder / "config.json", *BEGIN.split()]
+    print("first one process trains the model that all go on from, for some 15 minutes", flush=True)
+    script = Script(folder / "log", *command, "--output_dir", folder)
+    try:
+        script.wait(7200)
+    finally:
+        script.kill()
+    return folder / "model"
+
+
+def report(rehearsal: Rehearsal, codes: list[int], model: Path) -> dict:
+    """Compute the figures, and print the table."""
+    args, honest = rehearsal.args, rehearsal.list_honest()
+    epochs = [gain for trainer in honest for gain in gains(trainer)]
+    liars = [gain for trainer in rehearsal.liars for gain in gains(trainer)]
+    reached, lost = (sum(gain[name] for gain in epochs) for name in ("reached", "lost"))
+    killed = sum(
+        int((run["ended"] - max([line["time"] for line in lines], default=run["ended"])) / trainer.pace) * BATCH_SIZE
+        for trainer in honest
+        for run, lines in trainer.histories()
+        if run["ended"] and run["ready"]
+    )
+    lines = [line for trainer in honest for _, run in trainer.histories() for line in run[2:]]
+    away = sum(line["waiting_seconds"] + line["averaging_seconds"] for line in lines)
+    computing = 1 - away / sum(line["epoch_seconds"] for line in lines)
+    usual = statistics.median(line["epoch_seconds"] for line in lines)
+    spans = [(end - begin, trainer.name, begin) for trainer in honest for begin, end in list_spans(rehearsal, trainer)]
+    longest = sorted(spans, reverse=True)[:5]
+    newcomers = []
+    for guest in rehearsal.guests:
+        received = rehearsal.received[guest.name]
+        if len(received) == 2:
+            text = (guest.folder / "log-0").read_text()
+            seconds = float(re.search(r"first samples computed ([\d.]+) s", text)[1])
+            bound = (received[1] - received[0]) * 8e-6 / LINES["guest"][0]["down"] * 1.3 + 10
+            newcomers.append((guest.name, seconds, bound))
+    growth = measure_growth(rehearsal)
+    wrong = check_monitor(rehearsal)
+    counts, most = list_warnings(honest)
+    helpless = {kind: number for kind, number in most.items() if "--" not in kind and "disk" not in kind}
+    difference = largest_difference(rehearsal.folders)
+    archive = open_archive(rehearsal.folder / "aux")
+    print("now one process trains alone", flush=True)
+    alone = train_alone(args, model, reached)
+    losses = [
+        json.loads((folder / "summary.json").read_text())["final_loss"] for folder in (rehearsal.folders[0], alone)
+    ]
+    worst = max(newcomers, key=lambda it: it[1] / it[2], default=None)
+    limit = 1.05 if args.lies else 1.03 if args.events else 1.02
+    rows = [
+        (
+            "validation loss against one process",
+            f"{losses[0]:.3f} / {losses[1]:.3f} = {losses[0] / losses[1]:.3f}",
+            limit,
+        ),
+        ("samples in the model", f"{reached:,}, and {sum(gain['reached'] for gain in liars):,} of liars", ""),
+        (
+            "honest samples that reached a step",
+            f"{reached / (reached + lost):.2%} ({killed:,} more ended with a process)",
+            ">= 98 %",
+        ),
+        ("share of time honest trainers compute", f"{computing:.1%}", ">= 95 %"),
+        (
+            "longest time without an epoch, in usual ones",
+            f"{longest[0][0] / usual:.1f} of {usual:.0f} s: "
+            + ", ".join(f"{name} at {(begin - rehearsal.begin) / 60:.1f} min {s:.0f} s" for s, name, begin in longest),
+            "<= 2",
+        ),
+        (
+            "newcomer to first samples (allowed)",
+            f"{worst[1]:.1f} s ({worst[2]:.1f}) of {len(newcomers)}" if worst else "none",
+            "<= 1",
+        ),
+        (
+            "memory, the most that a role has grown",
+            ", ".join(f"{role} {g:+.1%}" for role, g in sorted(growth.items(), key=lambda it: -it[1])[:4]),
+            "<= +5 %",
+        ),
+        (
+            "page wrong by more than 10 %, looks",
+            f"{ {name: len(it) for name, it in wrong.items() if isinstance(it, list)} } of {wrong['looks']}",
+            "never",
+        ),
+        ("lines that nobody can cure, most in ten minutes", f"{max(helpless.values(), default=0)}", "<= 1"),
+        ("exit codes, largest difference of weights", f"{sorted(set(codes))}, {difference:.1e}", "0"),
+        ("archive", archive, "opens"),
+    ]
+    print("\n| figure | reached | aim |\n|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |")
+    print("\nlines above info, of all honest trainers, and the most of one within ten minutes:")
+    for kind, count in sorted(counts.items(), key=lambda it: -most[it[0]]):
+        print(f"{count:5} {most[kind]:4}  {kind}")
+    draw(rehearsal, alone, args.output_dir / "rehearsal.png")
+    return dict(
+        rows=rows,
+        events=rehearsal.events,
+        wrong=wrong,
+        growth=growth,
+        newcomers=newcomers,
+        warnings=counts,
+        most=most,
+        longest=longest,
+        lies=[(liar.kind, liar.runs[0]["started"]) for liar in rehearsal.liars],
+    )
+
+
+def draw(rehearsal: Rehearsal, alone: Path, path: Path) -> None:
+    """The loss by samples, and who was there when."""
+    figure, axes = make_panels(2, 1, figsize=(11, 9))
+    first = [line for _, lines in rehearsal.trainers[0].histories() for line in lines]
+    curve = {line["validation_epoch"]: line["validation_loss"] for line in first if line.get("validation_loss")}
+    step_samples = rehearsal.args.target_batch_size
+    axes[0].plot([epoch * LOCAL_STEPS * step_samples for epoch in curve], list(curve.values()), label="swarm")
+    lines = [json.loads(text) for text in (alone / "history.jsonl").read_text().splitlines()]
+    single = {line["validation_epoch"]: line["validation_loss"] for line in lines if line.get("validation_loss")}
+    axes[0].plot([epoch * step_samples for epoch in single], list(single.values()), label="one process")
+    axes[0].set(xlabel="samples", ylabel="validation loss")
+    axes[0].legend()
+    names = [trainer.name for trainer in rehearsal.trainers] + ["guest", "monitor", "aux"]
+    for trainer in rehearsal.list_honest():
+        row = names.index("guest" if trainer.name.startswith("guest") else trainer.name)
+        moments = [(line["time"] - rehearsal.begin) / 60 for _, lines in trainer.histories() for line in lines]
+        axes[1].plot(moments, [row] * len(moments), "|", color="C0", markersize=9)
+    colours = {kind: f"C{number + 1}" for number, kind in enumerate(KINDS)}
+    for event in rehearsal.events:
+        for name in event["names"]:
+            row = names.index("guest" if name.startswith("guest") else name)
+            begin, end = (
+                (moment - rehearsal.begin) / 60 for moment in (event["since"], event["until"] or rehearsal.ended)
+            )
+            axes[1].plot([begin, max(end, begin + 0.15)], [row + 0.25] * 2, color=colours[event["kind"]], linewidth=5)
+    for liar, following in itertools.zip_longest(rehearsal.liars, rehearsal.liars[1:]):
+        begin = (liar.runs[0]["started"] - rehearsal.begin) / 60
+        end = ((following.runs[0]["started"] if following else rehearsal.ended) - rehearsal.begin) / 60
+        axes[1].axvspan(begin, end, color="k", alpha=0.04)
+        axes[1].text(begin, len(names) - 0.4, liar.kind, fontsize=7, rotation=30)
+    handles = [axes[1].plot([], [], color=colour, linewidth=5, label=kind)[0] for kind, colour in colours.items()]
+    axes[1].legend(handles=handles, ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    axes[1].set(yticks=range(len(names)), yticklabels=names, xlabel="minutes; a mark is an epoch")
+    save_figure(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
+    parser.add_argument("--tokenizer_path", default="data/tokenizer")
+    parser.add_argument("--model", type=Path, help="folder of the model that all go on from")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--trainers", type=int, default=8, choices=range(2, 9))
+    parser.add_argument("--seed", type=int, default=0, help="of what happens")
+    parser.add_argument("--target_batch_size", type=int, default=40, help="a 25th of an epoch, of about a minute")
+    parser.add_argument("--every", type=float, default=60, help="seconds from one event to the next")
+    parser.add_argument("--lie", nargs="+", choices=LIES, metavar="KIND", help="kinds of lies, instead of the seed's")
+    parser.add_argument("--no_liar", dest="lies", action="store_const", const=0, default=9)
+    parser.add_argument("--no_events", dest="events", action="store_false")
+    parser.add_argument("--short", dest="is_short", action="store_true", help="6 minutes, 4 trainers, 2 kinds of lies")
+    parser.add_argument("--output_dir", type=Path, default="outputs/rehearsal", help="a new folder")
+    args = parser.parse_args()
+    if args.is_short:
+        args.minutes, args.trainers, args.every, args.lies = 6, 4, 30, min(args.lies, 2)
+        args.target_batch_size = 9
+    if args.lie:
+        args.lies = min(args.lies, len(args.lie))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    if why := netlab.unavailable():
+        sys.exit(f"no network can be emulated: {why}")
+    args.output_dir = args.output_dir.absolute()
+    shutil.rmtree(args.output_dir, ignore_errors=True)
+    args.output_dir.mkdir(parents=True)
+    processes.IS_FORKING = True  # or each start spends ten seconds of a core on imports
+    model = args.model or make_model(args)
+    try:
+        with netlab.Net() as net:
+            rehearsal = Rehearsal(args, net, model.absolute())
+            try:
+                rehearsal.start()
+                rehearsal.plan()
+                psutil.cpu_percent()
+                rehearsal.let_pass(args.minutes * 60)
+                rehearsal.say(f"the processors were busy for {psutil.cpu_percent():.0f} % of the time")
+                codes = rehearsal.end()
+            finally:
+                rehearsal.kill()
+        figures = report(rehearsal, codes, model.absolute())
+        (args.output_dir / "figures.json").write_text(json.dumps(figures, indent=2, default=str))
+    finally:
+        subprocess.run(["umount", "-l", args.output_dir / DISK], capture_output=True)
+
+
+if __name__ == "__main__":
+    main()
