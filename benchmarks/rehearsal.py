@@ -5,10 +5,10 @@
     python benchmarks/rehearsal.py --short
     python benchmarks/rehearsal.py --minutes 60 --no_liar --no_events
 
-A monitor and an auxiliary peer on servers, trainers at home (LINES), whose batches are paced (paced_trainer.py): so
-two cores are no bottleneck. They go on from a model of 14 M parameters that one process has trained until it has left
-the plateau (--model, or made at first), with the settings that docs/organizers.md recommends, and a seed decides what
-happens, each kind as often as the others:
+A monitor and an auxiliary peer on servers, trainers at home (LINES), whose batches are paced (paced_trainer.py): two
+cores are no bottleneck then. They go on from a model of 14 M parameters that one process has trained until it has left
+the plateau (--model, or made first, in a quarter of an hour), with the settings that docs/organizers.md recommends. A
+seed decides what happens, each kind as often as the others:
     kill       kill -9 of a trainer, which is started again with the same command 5 s later
     again      Ctrl-C, and the same command again
     stop       SIGSTOP of all its processes for 30 s
@@ -82,7 +82,7 @@ SHARED = "--optim adamw --learning_rate 1e-3 --warmup_steps 0 --total_steps 1000
 OWN = f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --dataloader_num_workers 0"
 EVALUATION = "--do_eval --max_eval_samples 512"
 BEGIN = (
-    "--optim adamw --learning_rate 1e-3 --warmup_steps 50 --total_steps 1000000 --target_batch_size 64 --max_steps 400 "
+    "--optim adamw --learning_rate 1e-3 --warmup_steps 50 --total_steps 1000000 --target_batch_size 64 "
     "--per_device_train_batch_size 16 --gradient_accumulation_steps 1 --dataloader_num_workers 0"
 )
 # runs in the monitor's place, as a program that follows the run does
@@ -115,6 +115,7 @@ class Rehearsal:
         self.starts: Counter[str] = Counter()
         self.events: list[dict] = []  # kind, names, from and until
         self.pending: list[tuple[float, Callable[[], None]]] = []
+        self.deaths: list[str] = []
         self.memory: list[dict] = []
         #: name of a newcomer: bytes that it has received when it had its first samples
         self.received: dict[str, list[int]] = {}
@@ -195,7 +196,11 @@ class Rehearsal:
         for trainer in self.list_honest():
             trainer.look()
             if trainer.has_died():
-                raise SystemExit(f"{trainer.name} has ended by itself, see {trainer.script.log}")
+                self.deaths.append(f"{trainer.name} with {trainer.script.process.returncode}")
+                self.say(f"{self.deaths[-1]}: it has ended by itself, see {trainer.script.log}, and is started again")
+                trainer.script.kill()
+                trainer.note_end()
+                trainer.start()
         for guest in self.guests:
             received = self.received.setdefault(guest.name, [self.net.bytes("guest")[1]])
             if len(received) == 1 and "first samples computed" in guest.script.text:
@@ -482,6 +487,8 @@ def open_archive(folder: Path) -> str:
     """What a pipeline makes of the newest checkpoint."""
     import transformers
 
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     fill = transformers.pipeline("fill-mask", model=str(newest), tokenizer=str(newest))
     word = fill(f"it was a {fill.tokenizer.mask_token} day")[0]["token_str"]
@@ -519,8 +526,9 @@ def make_model(args: argparse.Namespace) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     command = ["run_trainer.py", "--experiment_prefix", make_prefix(), *LOOPBACK, "--dataset_path", args.dataset_path]
     command += ["--tokenizer_path", args.tokenizer_path, "--config_path", folder / "config.json", *BEGIN.split()]
-    print("first one process trains the model that all go on from, for some 15 minutes", flush=True)
-    script = Script(folder / "log", *command, "--output_dir", folder)
+    steps = 20 if args.is_short else 400
+    print(f"first one process makes {steps} steps with the model that all go on from", flush=True)
+    script = Script(folder / "log", *command, "--max_steps", steps, "--output_dir", folder)
     try:
         script.wait(7200)
     finally:
@@ -528,101 +536,96 @@ def make_model(args: argparse.Namespace) -> Path:
     return folder / "model"
 
 
-def report(rehearsal: Rehearsal, codes: list[int], model: Path) -> dict:
-    """Compute the figures, and print the table."""
-    args, honest = rehearsal.args, rehearsal.list_honest()
+def measure_newcomers(rehearsal: Rehearsal) -> list[dict]:
+    """Of each: seconds to its first samples, and what its download over its line allows."""
+    newcomers = []
+    for guest in rehearsal.guests:
+        if len(received := rehearsal.received[guest.name]) == 2:
+            seconds = re.search(r"first samples computed ([\d.]+) s", (guest.folder / "log-0").read_text())[1]
+            allowed = (received[1] - received[0]) * 8e-6 / LINES["guest"][0]["down"] * 1.3 + 10
+            newcomers.append(dict(name=guest.name, seconds=float(seconds), allowed=allowed))
+    return newcomers
+
+
+def measure(rehearsal: Rehearsal, codes: list[int], model: Path) -> dict:
+    """All figures; one process trains alone for that."""
+    honest = rehearsal.list_honest()
     epochs = [gain for trainer in honest for gain in gains(trainer)]
-    liars = [gain for trainer in rehearsal.liars for gain in gains(trainer)]
     reached, lost = (sum(gain[name] for gain in epochs) for name in ("reached", "lost"))
-    killed = sum(
-        int((run["ended"] - max([line["time"] for line in lines], default=run["ended"])) / trainer.pace) * BATCH_SIZE
+    # by the clock, as nobody counts them
+    died = sum(
+        int((run["ended"] - max([line["time"] for line in lines], default=run["ready"])) / trainer.pace) * BATCH_SIZE
         for trainer in honest
         for run, lines in trainer.histories()
         if run["ended"] and run["ready"]
     )
     lines = [line for trainer in honest for _, run in trainer.histories() for line in run[2:]]
     away = sum(line["waiting_seconds"] + line["averaging_seconds"] for line in lines)
-    computing = 1 - away / sum(line["epoch_seconds"] for line in lines)
-    usual = statistics.median(line["epoch_seconds"] for line in lines)
-    spans = [(end - begin, trainer.name, begin) for trainer in honest for begin, end in list_spans(rehearsal, trainer)]
-    longest = sorted(spans, reverse=True)[:5]
-    newcomers = []
-    for guest in rehearsal.guests:
-        received = rehearsal.received[guest.name]
-        if len(received) == 2:
-            text = (guest.folder / "log-0").read_text()
-            seconds = float(re.search(r"first samples computed ([\d.]+) s", text)[1])
-            bound = (received[1] - received[0]) * 8e-6 / LINES["guest"][0]["down"] * 1.3 + 10
-            newcomers.append((guest.name, seconds, bound))
-    growth = measure_growth(rehearsal)
-    wrong = check_monitor(rehearsal)
+    spans = [
+        dict(trainer=trainer.name, minute=(begin - rehearsal.begin) / 60, seconds=end - begin)
+        for trainer in honest
+        for begin, end in list_spans(rehearsal, trainer)
+    ]
     counts, most = list_warnings(honest)
-    helpless = {kind: number for kind, number in most.items() if "--" not in kind and "disk" not in kind}
-    difference = largest_difference(rehearsal.folders)
-    archive = open_archive(rehearsal.folder / "aux")
     print("now one process trains alone", flush=True)
-    alone = train_alone(args, model, reached)
-    losses = [
-        json.loads((folder / "summary.json").read_text())["final_loss"] for folder in (rehearsal.folders[0], alone)
-    ]
-    worst = max(newcomers, key=lambda it: it[1] / it[2], default=None)
-    limit = 1.05 if args.lies else 1.03 if args.events else 1.02
-    rows = [
-        (
-            "validation loss against one process",
-            f"{losses[0]:.3f} / {losses[1]:.3f} = {losses[0] / losses[1]:.3f}",
-            limit,
-        ),
-        ("samples in the model", f"{reached:,}, and {sum(gain['reached'] for gain in liars):,} of liars", ""),
-        (
-            "honest samples that reached a step",
-            f"{reached / (reached + lost):.2%} ({killed:,} more ended with a process)",
-            ">= 98 %",
-        ),
-        ("share of time honest trainers compute", f"{computing:.1%}", ">= 95 %"),
-        (
-            "longest time without an epoch, in usual ones",
-            f"{longest[0][0] / usual:.1f} of {usual:.0f} s: "
-            + ", ".join(f"{name} at {(begin - rehearsal.begin) / 60:.1f} min {s:.0f} s" for s, name, begin in longest),
-            "<= 2",
-        ),
-        (
-            "newcomer to first samples (allowed)",
-            f"{worst[1]:.1f} s ({worst[2]:.1f}) of {len(newcomers)}" if worst else "none",
-            "<= 1",
-        ),
-        (
-            "memory, the most that a role has grown",
-            ", ".join(f"{role} {g:+.1%}" for role, g in sorted(growth.items(), key=lambda it: -it[1])[:4]),
-            "<= +5 %",
-        ),
-        (
-            "page wrong by more than 10 %, looks",
-            f"{ {name: len(it) for name, it in wrong.items() if isinstance(it, list)} } of {wrong['looks']}",
-            "never",
-        ),
-        ("lines that nobody can cure, most in ten minutes", f"{max(helpless.values(), default=0)}", "<= 1"),
-        ("exit codes, largest difference of weights", f"{sorted(set(codes))}, {difference:.1e}", "0"),
-        ("archive", archive, "opens"),
-    ]
-    print("\n| figure | reached | aim |\n|---|---|---|")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
-    print("\nlines above info, of all honest trainers, and the most of one within ten minutes:")
-    for kind, count in sorted(counts.items(), key=lambda it: -most[it[0]]):
-        print(f"{count:5} {most[kind]:4}  {kind}")
-    draw(rehearsal, alone, args.output_dir / "rehearsal.png")
+    alone = train_alone(rehearsal.args, model, reached)
+    draw(rehearsal, alone, rehearsal.folder / "rehearsal.png")
+    folders = {"swarm": rehearsal.folders[0], "alone": alone}
     return dict(
-        rows=rows,
+        losses={name: json.loads((it / "summary.json").read_text())["final_loss"] for name, it in folders.items()},
+        reached=reached,
+        of_liars=sum(gain["reached"] for liar in rehearsal.liars for gain in gains(liar)),
+        goodput=reached / max(1, reached + lost),
+        died=died,
+        computing=1 - away / sum(line["epoch_seconds"] for line in lines),
+        usual=statistics.median(line["epoch_seconds"] for line in lines),
+        longest=sorted(spans, key=lambda span: -span["seconds"])[:10],
+        newcomers=measure_newcomers(rehearsal),
+        growth=measure_growth(rehearsal),
+        page=check_monitor(rehearsal),
+        lines=sorted(([kind, count, most[kind]] for kind, count in counts.items()), key=lambda it: -it[2]),
+        codes=codes,
+        difference=largest_difference(rehearsal.folders),
+        archive=open_archive(rehearsal.folder / "aux"),
+        deaths=rehearsal.deaths,
         events=rehearsal.events,
-        wrong=wrong,
-        growth=growth,
-        newcomers=newcomers,
-        warnings=counts,
-        most=most,
-        longest=longest,
-        lies=[(liar.kind, liar.runs[0]["started"]) for liar in rehearsal.liars],
+        lies=[
+            dict(kind=liar.kind, minute=(liar.runs[0]["started"] - rehearsal.begin) / 60) for liar in rehearsal.liars
+        ],
     )
+
+
+def print_table(args: argparse.Namespace, f: dict) -> None:
+    """:param f: the figures"""
+    swarm, alone = f["losses"].values()
+    newcomer = max(f["newcomers"], key=lambda it: it["seconds"] / it["allowed"], default=None)
+    helpless = [most for kind, _, most in f["lines"] if "--" not in kind and "disk" not in kind]
+    longest = [f"{it['trainer']} from minute {it['minute']:.1f} {it['seconds']:.0f} s" for it in f["longest"][:5]]
+    growth = sorted(f["growth"].items(), key=lambda it: -it[1])[:4]
+    page = ", ".join(f"{name} {len(it)}" for name, it in f["page"].items() if isinstance(it, list))
+    print("\n| figure | reached | aim |\n|---|---|---|")
+    limit = 1.05 if args.lies else 1.03 if args.events else 1.02
+    print(f"| validation loss against one process | {swarm:.3f} / {alone:.3f} = {swarm / alone:.3f} | <= {limit} |")
+    print(f"| samples in the model, of liars | {f['reached']:,}, {f['of_liars']:,} | |")
+    print(f"| honest samples that reached a step; ended with a process | {f['goodput']:.2%}; {f['died']:,} | >= 98 % |")
+    print(f"| share of time honest trainers compute | {f['computing']:.1%} | >= 95 % |")
+    print(
+        f"| longest time without an epoch, in usual ones of {f['usual']:.0f} s | "
+        f"{f['longest'][0]['seconds'] / f['usual']:.1f}: {', '.join(longest)} | <= 2 |"
+    )
+    if newcomer:
+        print(
+            f"| seconds to the first samples of the slowest of {len(f['newcomers'])} newcomers | "
+            f"{newcomer['seconds']:.1f} | <= {newcomer['allowed']:.1f} |"
+        )
+    print(f"| memory, most growth | {', '.join(f'{role} {share:+.1%}' for role, share in growth)} | <= +5 % |")
+    print(f"| page wrong by more than 10 % | {page}, of {f['page']['looks']} looks | never |")
+    print(f"| lines that nobody can cure, most in ten minutes | {max(helpless, default=0)} | <= 1 |")
+    print(f"| exit codes; largest difference of weights | {sorted(set(f['codes']))}; {f['difference']:.1e} | [0]; 0 |")
+    print(f"| archive | {f['archive']} | opens |\n| ended by themselves | {', '.join(f['deaths']) or 'none'} | none |")
+    print("\nlines above info of all honest trainers, and the most of one within ten minutes:")
+    for kind, count, most in f["lines"]:
+        print(f"{count:5} {most:4}  {kind}")
 
 
 def draw(rehearsal: Rehearsal, alone: Path, path: Path) -> None:
@@ -656,7 +659,7 @@ def draw(rehearsal: Rehearsal, alone: Path, path: Path) -> None:
         axes[1].axvspan(begin, end, color="k", alpha=0.04)
         axes[1].text(begin, len(names) - 0.4, liar.kind, fontsize=7, rotation=30)
     handles = [axes[1].plot([], [], color=colour, linewidth=5, label=kind)[0] for kind, colour in colours.items()]
-    axes[1].legend(handles=handles, ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    axes[1].legend(handles=handles, ncols=5, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.13))
     axes[1].set(yticks=range(len(names)), yticklabels=names, xlabel="minutes; a mark is an epoch")
     save_figure(figure, path)
 
@@ -702,8 +705,9 @@ def main() -> None:
                 codes = rehearsal.end()
             finally:
                 rehearsal.kill()
-        figures = report(rehearsal, codes, model.absolute())
+        figures = measure(rehearsal, codes, model.absolute())
         (args.output_dir / "figures.json").write_text(json.dumps(figures, indent=2, default=str))
+        print_table(args, figures)
     finally:
         subprocess.run(["umount", "-l", args.output_dir / DISK], capture_output=True)
 

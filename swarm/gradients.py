@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
+from hivemind.compression import CompressionBase
 
 from swarm.guard import SKETCH_SIZE, find_odd, sketch
 from swarm.matchmaking import read_gathered, sign_standing
@@ -59,6 +60,11 @@ class GradientAverager(VerifiedAverager):
         averaged = tuple(torch.zeros(param.shape, dtype=param.dtype).share_memory_() for param in self.parameters)
         self.residual = torch.zeros(sum(tensor.numel() for tensor in averaged)).share_memory_()
         super().__init__(averaged_tensors=averaged, **kwargs)
+
+    @property
+    def codec(self) -> CompressionBase:
+        """How it is sent."""
+        return self.allreduce_kwargs["compression"]
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate where the gradients are, so that it needs no transfer."""

@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from hivemind.compression import CompressionBase
 
 from swarm.gradients import GradientAverager
 from swarm.sparse import SparseCompression
@@ -167,10 +168,12 @@ class LocalStepsAverager(GradientAverager):
     def is_local(self, value: bool) -> None:
         self._is_local.value = self.local.outer.is_outer = value
 
+    @property
+    def codec(self) -> CompressionBase:
+        return self.sparse if self.is_local and self.sparse else super().codec
+
     async def _run_allreduce_inplace_(self, *args, **kwargs) -> None:
-        if self.is_local and self.sparse:
-            kwargs["compression"] = self.sparse
-        await super()._run_allreduce_inplace_(*args, **kwargs)
+        await super()._run_allreduce_inplace_(*args, **kwargs | {"compression": self.codec})
 
     def list_common(self) -> Sequence[torch.Tensor]:
         return self.local.anchor

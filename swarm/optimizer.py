@@ -173,7 +173,7 @@ class CollaborativeOptimizer:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
         if LINE.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
-            bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.allreduce_kwargs["compression"])
+            bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)
             LINE.expect_round(2 * bits / (LINE.mbits * 1e6))
             logger.info(f"a round of {bits / 8e6:.3g} MB: {LINE.describe_times()}")
 
