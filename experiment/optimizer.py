@@ -20,7 +20,7 @@ from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.contract import describe_averaging
 from swarm.optimizer import CollaborativeOptimizer
-from swarm.sparse import SparseCompression
+from swarm.sparse import SparseCompression, spare_zeros
 from swarm.states import initialize_optimizer_state_, list_params
 
 
@@ -113,6 +113,7 @@ def make_optimizer(
     :param client_mode: accept no incoming connection
     :param auxiliary: a role that computes no gradients (the monitor)
     """
+    is_sparse, load_state = averaging.compression == "sparse", LOAD_STATE_COMPRESSIONS[averaging.load_state_compression]
     return CollaborativeOptimizer(
         dht,
         swarm.experiment_prefix,
@@ -121,9 +122,9 @@ def make_optimizer(
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
         gradients=COMPRESSIONS[averaging.compression],
-        local_steps=SparseCompression(averaging.density, bits=2) if averaging.compression == "sparse" else None,
+        local_steps=SparseCompression(averaging.density, bits=2) if is_sparse else None,
         state_averaging=COMPRESSIONS[averaging.state_compression],
-        load_state=LOAD_STATE_COMPRESSIONS[averaging.load_state_compression],
+        load_state=spare_zeros(load_state) if is_sparse else load_state,
         client_mode=client_mode,
         auxiliary=auxiliary,
     )

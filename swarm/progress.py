@@ -125,7 +125,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         if gone := self.unexplained & self.silent.keys() & self.others.keys():
             others = format_count(len(self.present), "other peer")
-            logger.warning(f"no answer from peer {name_peers(gone)}: continuing with {others}")
+            logger.info(f"no answer from peer {name_peers(gone)}: continuing with {others}")
         self.unexplained.clear()
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
         # strangers do not lift the epoch of all, nor does one peer alone, as whoever claims one has a state for it to

@@ -28,6 +28,7 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 PACKET_BYTES = 2048  # more than the links' MTU of 1500
@@ -199,8 +200,10 @@ class Net:
             # daemons and grandchildren too
             pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
             for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), 9)
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                    # torch's manager of shared memory frees what dead processes had there, and ends
+                    if "torch_shm_manag" not in Path(f"/proc/{pid}/comm").read_text():
+                        os.kill(int(pid), 9)
             subprocess.run(["ip", "netns", "del", namespace])
         for process in self.processes:
             process.wait()

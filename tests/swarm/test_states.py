@@ -12,6 +12,7 @@ from processes import make_prefix
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
 from swarm.downloads import BLOCK, MAX_BLOCKS, Snapshot, allocate_together, differ, digest, list_blocks, read_request
+from swarm.sparse import SparseCompression, spare_zeros
 
 NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
 MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds
@@ -209,6 +210,22 @@ def test_the_gradients_of_a_missed_step_in_8_bits():
     taken = round_trip(LOAD_STATE_COMPRESSIONS["8bit"], gradient, TensorRole.GRADIENT)
     assert (taken - gradient).norm() < 0.02 * gradient.norm()
     assert torch.nn.functional.cosine_similarity(taken[0], gradient[0], dim=0) > 0.999
+
+
+def test_a_missed_step_of_sparse_updates_takes_a_third_of_the_bytes():
+    torch.manual_seed(0)
+    update, codec = SparseCompression(0.03, bits=2), LOAD_STATE_COMPRESSIONS["8bit"]
+    sent = [update.extract(update.compress(torch.randn(500, 1000) ** 3)) for _ in range(8)]
+    average = update.extract(update.answer(sum(sent) / 8))
+    info = CompressionInfo.from_tensor(average, key=0, role=TensorRole.GRADIENT)
+    sizes = [codec.compress(average, info).ByteSize() for codec in (spare_zeros(codec), codec)]
+    assert sizes[0] < 0.36 * sizes[1]
+    taken = round_trip(spare_zeros(codec), average, TensorRole.GRADIENT)
+    assert ((taken - average).norm() / average.norm()).item() < 0.02
+    assert torch.equal(taken == 0, average == 0) and not differ(digest(average), digest(taken))
+    # a state's parameters and moments go as before, and so does all where nothing is compressed
+    assert spare_zeros(codec).role_compressions[TensorRole.OPTIMIZER] is codec.role_compressions[TensorRole.OPTIMIZER]
+    assert spare_zeros(LOAD_STATE_COMPRESSIONS["none"]) is LOAD_STATE_COMPRESSIONS["none"]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8])
