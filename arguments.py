@@ -243,7 +243,7 @@ class AveragingArguments:
         aliases=["--delay_grad_averaging", "--delay_optimizer_step"],
     )
     min_refresh_period: float = flag(0.5, "Minimum seconds between two checks of the swarm's progress.")
-    max_refresh_period: float = flag(30, "Maximum seconds between two checks of the swarm's progress.")
+    max_refresh_period: float = flag(5, "Maximum seconds between two checks of the swarm's progress.")
     default_refresh_period: float = flag(3, "Seconds between two checks of the swarm's progress before there is any.")
     expected_drift_peers: float = flag(3, "Peers expected to join within one epoch.")
     expected_drift_rate: float = flag(0.2, "Share of the swarm expected to join or leave within one epoch.")
