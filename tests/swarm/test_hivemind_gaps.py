@@ -17,7 +17,9 @@ from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.utils import MSGPackSerializer, TimedStorage, get_dht_time
 from processes import run_python
 
+from arguments import AveragingArguments
 from support.console import UserError
+from swarm.line import Line
 
 
 def test_an_averager_ignores_ctrl_c():
@@ -119,6 +121,13 @@ def test_steps_and_parameter_rounds_share_a_thread():
     assert "ThreadPoolExecutor(max_workers=2 if self.delta_rule_averaging else 1)" in inspect.getsource(
         TrainingStateAverager
     )
+
+
+def test_nobody_knows_less_of_an_epoch_than_others_wait_for():
+    """Note 75; max_refresh_period of AveragingArguments."""
+    asked = inspect.getsource(ProgressTracker._parse_swarm_progress_data)
+    assert "estimated_time_to_next_epoch * num_peers / expected_max_peers" in asked
+    assert AveragingArguments().max_refresh_period <= Line().matchmaking_time
 
 
 def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
