@@ -50,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import hostile_peer
 import netlab
+import numpy as np
 import processes
 import psutil
 from chaos import LARGE, Trainer, gains, largest_difference, overlap
@@ -77,7 +78,7 @@ KINDS = ["kill", "newcomer", "stop", "monitor", "slow", "again", "disk", "partit
 SECONDS = {"kill": 5.0, "stop": 30.0, "slow": 120.0, "partition": 30.0, "disk": 60.0, "aux": 30.0, "newcomer": 0.0}
 LIES = [kind for kind in hostile_peer.KINDS if kind != "contract_first"]
 DISK, DISK_MEGABYTES = "cable1", 1200
-SECONDS_PER_BATCH, LOCAL_STEPS = 3.0, 25
+SECONDS_PER_BATCH, LOCAL_STEPS = 4.0, 40
 ALL_PEERS = f"--local_steps {LOCAL_STEPS} --local_steps_from 0 --compression sparse"
 SHARED = "--optim adamw --learning_rate 1e-3 --warmup_steps 0 --total_steps 1000000"
 OWN = "--gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_steps 10"
@@ -354,7 +355,7 @@ class Rehearsal:
             return len({line["epoch"] for line in epochs}) == 1 and 4 < time.time() - newest < 10
 
         with contextlib.suppress(AssertionError):
-            wait_until(is_joint, 240, "an epoch that all have reached")
+            wait_until(is_joint, 400, "an epoch that all have reached")
         self.ended = time.time()
         for trainer in present:
             trainer.script.process.send_signal(2)
@@ -399,9 +400,8 @@ def list_warnings(trainers: list[Trainer]) -> tuple[dict[str, int], dict[str, in
     for trainer in trainers:
         times = defaultdict(list)
         for path in sorted(trainer.folder.glob("log-*")):
-            for clock, text in re.findall(
-                r"^(\d\d:\d\d:\d\d) \S+ (?:warning|error|critical): (.*)", path.read_text(), re.M
-            ):
+            pattern = r"^(\d\d:\d\d:\d\d) \S+ (?:warning|error|critical): (.*)"
+            for clock, text in re.findall(pattern, path.read_text(), re.M):
                 kind = re.sub(r"\b(?=\w*\d)[\w.,%]+|Qm\w+|12D\w+", "#", text)
                 times[kind[:140]].append(datetime.strptime(clock, "%H:%M:%S").timestamp())
         for kind, moments in times.items():
@@ -487,15 +487,9 @@ def train_alone(args: argparse.Namespace, model: Path, samples: int) -> Path:
     folder.mkdir()
     command = ["run_trainer.py", "--experiment_prefix", make_prefix(), *LOOPBACK, "--dataset_path", args.dataset_path]
     command += ["--tokenizer_path", args.tokenizer_path, "--model_name_or_path", model, *SHARED.split()]
-    command += ["--target_batch_size", args.target_batch_size]
-    command += [
-        "--per_device_train_batch_size",
-        args.target_batch_size,
-        "--gradient_accumulation_steps",
-        1,
-        *EVALUATION.split(),
-    ]
-    command += ["--dataloader_num_workers", 0, "--eval_steps", 100, "--save_steps", 10**6]
+    command += ["--target_batch_size", args.target_batch_size, *EVALUATION.split(), "--eval_steps", 100]
+    command += ["--per_device_train_batch_size", args.target_batch_size, "--gradient_accumulation_steps", 1]
+    command += ["--dataloader_num_workers", 0, "--save_steps", 10**6]
     script = Script(folder / "log", *command, "--max_steps", samples // args.target_batch_size, "--output_dir", folder)
     try:
         script.wait(7200)
@@ -513,7 +507,7 @@ def make_model(args: argparse.Namespace) -> Path:
     command = ["run_trainer.py", "--experiment_prefix", make_prefix(), *LOOPBACK, "--dataset_path", args.dataset_path]
     command += ["--tokenizer_path", args.tokenizer_path, "--config_path", folder / "config.json", *BEGIN.split()]
     steps = 20 if args.is_short else 400
-    print(f"first one process makes {steps} steps with the model that all go on from", flush=True)
+    print(f"first one process makes {steps} steps", flush=True)
     script = Script(folder / "log", *command, "--max_steps", steps, "--output_dir", folder)
     try:
         script.wait(7200)
@@ -523,18 +517,26 @@ def make_model(args: argparse.Namespace) -> Path:
 
 
 def measure_newcomers(rehearsal: Rehearsal) -> list[dict]:
-    """Of each: seconds to its first samples, and what its download over its line allows."""
+    """Of each: seconds to its first samples without their batch, and what its download over its line allows."""
     newcomers = []
     for guest in rehearsal.guests:
         if len(received := rehearsal.received[guest.name]) == 2:
             seconds = re.search(r"first samples computed ([\d.]+) s", (guest.folder / "log-0").read_text())[1]
             allowed = (received[1] - received[0]) * 8e-6 / LINES["guest"][0]["down"] * 1.3 + 10
-            newcomers.append(dict(name=guest.name, seconds=float(seconds), allowed=allowed))
+            newcomers.append(dict(name=guest.name, seconds=float(seconds) - SECONDS_PER_BATCH, allowed=allowed))
     return newcomers
 
 
-def measure(rehearsal: Rehearsal, codes: list[int], model: Path) -> dict:
-    """All figures; one process trains alone for that."""
+def read_losses(folder: Path, samples_per_epoch: int) -> dict[int, float]:
+    """The validation loss by samples of the whole swarm."""
+    lines = [json.loads(text) for path in folder.glob("history*.jsonl") for text in path.read_text().splitlines()]
+    losses = {line["validation_epoch"]: line["validation_loss"] for line in lines if line.get("validation_loss")}
+    losses[max(line["epoch"] for line in lines)] = json.loads((folder / "summary.json").read_text())["final_loss"]
+    return {epoch * samples_per_epoch: loss for epoch, loss in sorted(losses.items())}
+
+
+def measure(rehearsal: Rehearsal, codes: list[int]) -> dict:
+    """All figures of the swarm."""
     honest = rehearsal.list_honest()
     epochs = [gain for trainer in honest for gain in gains(trainer)]
     reached, lost = (sum(gain[name] for gain in epochs) for name in ("reached", "lost"))
@@ -554,12 +556,8 @@ def measure(rehearsal: Rehearsal, codes: list[int], model: Path) -> dict:
         for begin, end in list_spans(rehearsal, trainer)
     ]
     counts, most = list_warnings(honest)
-    print("now one process trains alone", flush=True)
-    alone = train_alone(rehearsal.args, model, reached)
-    draw(rehearsal, alone, rehearsal.folder / "rehearsal.png")
-    folders = {"swarm": rehearsal.folders[0], "alone": alone}
     return dict(
-        losses={name: json.loads((it / "summary.json").read_text())["final_loss"] for name, it in folders.items()},
+        losses=dict(swarm=json.loads((rehearsal.folders[0] / "summary.json").read_text())["final_loss"]),
         reached=reached,
         of_liars=sum(gain["reached"] for liar in rehearsal.liars for gain in gains(liar)),
         goodput=reached / max(1, reached + lost),
@@ -614,12 +612,9 @@ def print_table(args: argparse.Namespace, f: dict) -> None:
 def draw(rehearsal: Rehearsal, alone: Path, path: Path) -> None:
     """The loss by samples, and who was there when."""
     figure, axes = make_panels(2, 1, figsize=(11, 9))
-    first = [line for _, lines in rehearsal.trainers[0].histories() for line in lines]
-    single = [json.loads(text) for text in (alone / "history.jsonl").read_text().splitlines()]
-    for label, lines, steps in (("swarm", first, LOCAL_STEPS), ("one process", single, 1)):
-        curve = {line["validation_epoch"]: line["validation_loss"] for line in lines if line.get("validation_loss")}
-        samples = [epoch * steps * rehearsal.args.target_batch_size for epoch in curve]
-        axes[0].plot(samples, list(curve.values()), label=label)
+    for label, folder, steps in (("swarm", rehearsal.folders[0], LOCAL_STEPS), ("one process", alone, 1)):
+        losses = read_losses(folder, steps * rehearsal.args.target_batch_size)
+        axes[0].plot(list(losses), list(losses.values()), label=label)
     axes[0].set(xlabel="samples", ylabel="validation loss")
     axes[0].legend()
     names = [trainer.name for trainer in rehearsal.trainers] + ["guest", "monitor", "aux"]
@@ -650,10 +645,11 @@ def main() -> None:
     parser.add_argument("--dataset_path", default="data/albert_tokenized_wikitext")
     parser.add_argument("--tokenizer_path", default="data/tokenizer")
     parser.add_argument("--model", type=Path, help="folder of the model that all go on from")
+    parser.add_argument("--alone", type=Path, help="folder of an earlier one's process alone, with as many samples")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--trainers", type=int, default=8, choices=range(2, 9))
     parser.add_argument("--seed", type=int, default=0, help="of what happens")
-    parser.add_argument("--target_batch_size", type=int, default=40, help="a 25th of an epoch, of about a minute")
+    parser.add_argument("--target_batch_size", type=int, default=40, help="a 40th of an epoch, of two to three minutes")
     parser.add_argument("--every", type=float, default=60, help="seconds from one event to the next")
     parser.add_argument("--lie", nargs="+", choices=LIES, metavar="KIND", help="kinds of lies, instead of the seed's")
     parser.add_argument("--no_liar", dest="lies", action="store_const", const=0, default=9)
@@ -662,8 +658,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default="outputs/rehearsal", help="a new folder")
     args = parser.parse_args()
     if args.is_short:
-        args.minutes, args.trainers, args.every, args.lies = 6, 4, 30, min(args.lies, 2)
-        args.target_batch_size = 9
+        args.minutes, args.trainers, args.every, args.target_batch_size, args.lies = 6, 4, 30, 6, min(args.lies, 2)
     if args.lie:
         args.lies = min(args.lies, len(args.lie))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
@@ -688,8 +683,14 @@ def main() -> None:
                 codes = rehearsal.end()
             finally:
                 rehearsal.kill()
-        figures = measure(rehearsal, codes, model.absolute())
-        (args.output_dir / "figures.json").write_text(json.dumps(figures, indent=2, default=str))
+        figures, file = measure(rehearsal, codes), args.output_dir / "figures.json"
+        file.write_text(json.dumps(figures, indent=2, default=str))
+        print("now one process trains alone", flush=True)
+        alone = args.alone or train_alone(args, model.absolute(), figures["reached"])
+        losses = read_losses(alone, args.target_batch_size)
+        figures["losses"]["alone"] = float(np.interp(figures["reached"], list(losses), list(losses.values())))
+        draw(rehearsal, alone, args.output_dir / "rehearsal.png")
+        file.write_text(json.dumps(figures, indent=2, default=str))
         print_table(args, figures)
     finally:
         subprocess.run(["umount", "-l", args.output_dir / DISK], capture_output=True)
