@@ -36,7 +36,6 @@ RETRY_AFTER = 1.0  # between a failed round and the next: who is there has repor
 LEAST_DOWNLOAD_TIMEOUT, SHUTDOWN_TIMEOUT = 600.0, 5.0
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody sent it the first time
 
-MAJORITY_TIMES = 2  # times matchmaking_time that a group waits for most of the others
 # A peer one epoch behind is waited for, for half of a round's time: at 20 Mbit/s it makes the step of the others while
 # they accumulate the next one, and would come too late forever. After a wait in vain not again in so many epochs.
 PATIENT_EVERY = 5
@@ -579,10 +578,10 @@ class CollaborativeOptimizer:
                 at_least = 1
             elif self._waited_since is None:
                 at_least = 1 + len(others)
-            else:  # most of them: two halves of a swarm would continue with different states. In the end, anybody, but
-                # not while they may be busy with a round that this peer has left
-                is_early = waited < LINE.round_seconds + MAJORITY_TIMES * self.matchmaking_time
-                at_least = 1 + (1 + len(others)) // 2 if is_early else 2
+            else:  # most of them: two halves of a swarm would continue with different states, which costs one of them
+                # a download of all. They may be busy with a round that this peer has left. Strangers have no say
+                known = self.tracker.trusted.intersection(others) or others
+                at_least = 1 + (1 + len(known)) // 2
             self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
             self._expect_for_parameters()  # that of the last epoch may still be looking for a group (note 72)
             if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
