@@ -379,19 +379,16 @@ class Rehearsal:
 
 
 def list_spans(rehearsal: Rehearsal, trainer: Trainer) -> list[tuple[float, float]]:
-    """Begin and end of each epoch of a trainer, and of what it still waited for, while it was there and connected."""
+    """Begin of each epoch of a trainer, and of what it still waited for; seconds of it in which all were connected."""
     away = [(frozen[0], frozen[1] or rehearsal.ended) for frozen in trainer.frozen]
-    away += [
-        (event["since"], event["until"] or rehearsal.ended)
-        for event in rehearsal.events
-        if event["kind"] == "partition"  # whoever is in a half that is small waits for samples
-    ]
+    cuts = [event for event in rehearsal.events if event["kind"] == "partition"]
+    away += [(event["since"], event["until"] or rehearsal.ended) for event in cuts]
     spans = []
     for run, lines in trainer.histories():
         if run["ready"]:
             times = [run["ready"], *(line["time"] for line in lines), run["ended"] or rehearsal.ended]
             spans += itertools.pairwise(times)
-    return [span for span in spans if not any(overlap(list(span), list(interval)) > 0 for interval in away)]
+    return [(begin, end - begin - sum(overlap([begin, end], list(it)) for it in away)) for begin, end in spans]
 
 
 def list_warnings(trainers: list[Trainer]) -> tuple[dict[str, int], dict[str, int]]:
@@ -551,9 +548,9 @@ def measure(rehearsal: Rehearsal, codes: list[int]) -> dict:
     lines = [line for trainer in honest for _, run in trainer.histories() for line in run[2:]]
     away = sum(line["waiting_seconds"] + line["averaging_seconds"] for line in lines)
     spans = [
-        dict(trainer=trainer.name, minute=(begin - rehearsal.begin) / 60, seconds=end - begin)
+        dict(trainer=trainer.name, minute=(begin - rehearsal.begin) / 60, seconds=seconds)
         for trainer in honest
-        for begin, end in list_spans(rehearsal, trainer)
+        for begin, seconds in list_spans(rehearsal, trainer)
     ]
     counts, most = list_warnings(honest)
     return dict(
