@@ -172,6 +172,31 @@ def test_a_survivor_loses_no_gradients(start):
     survivor.assert_clean_end()
 
 
+def test_fewer_than_half_of_the_swarm_take_no_step(start):
+    """Three of five say that they are there, and come to no round, as if they were busy with one of their own: a step
+    of the two others would be another one than theirs."""
+    prefix = make_prefix()
+    five = ("--group_size", 5, "--others", 4)
+    a = start_peer(start, "a", prefix, gradient=1.0, batch_size=16, flags=five)
+    busy = ("--group_size", 5, "--others", 99, "--others_at", 1)
+    several = [
+        start_peer(start, f"busy{number}", prefix, gradient=1.0, batch_size=16, others=[a], flags=busy)
+        for number in range(3)
+    ]
+    b = start_peer(start, "b", prefix, gradient=3.0, batch_size=16, others=[a], flags=five)
+    for peer in (a, b):
+        wait_until(lambda peer=peer: peer.text.count("averaging failed") >= 2, 90, "two rounds in vain")
+        assert max(epochs(peer)) == 1
+    for peer in several:
+        peer.interrupt()
+        peer.assert_clean_end()
+    joint = wait_until(lambda: joint_epochs(a, b), 60, "epochs of the two")
+    assert epochs(a)[joint[0]]["parameter"] == epochs(b)[joint[0]]["parameter"]
+    for peer in (a, b):
+        peer.interrupt()
+        peer.assert_clean_end()
+
+
 @pytest.mark.slow
 def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
     """It sends its state to nobody, so that the others could never catch up with it."""
