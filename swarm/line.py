@@ -52,6 +52,9 @@ SHORTEST_ANSWER = 0.1  # seconds; shorter ones are taken for that
 PATIENCE = 6  # times the longest recent answer, until one that has not come is not expected any more
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 1.5, 15.0  # seconds
 LONGEST_REQUEST = 10.0  # seconds: while a peer waits for an answer, others wait for its own
+# Of an epoch, and in seconds: where epochs are long, so are the steps that some are still busy with when it ends, and a
+# peer that is not waited for is worth more than the others' time.
+MATCHMAKING_SHARE, LONGEST_MATCHMAKING = 0.08, 15.0
 
 
 class Line:
@@ -74,6 +77,8 @@ class Line:
         self._answer = shared(c_double, 0.3)
         #: the longest recent round, or what one should take, in seconds
         self._round_seconds = shared(c_double, 1.0)
+        #: the last epoch, in seconds
+        self._epoch_seconds = shared(c_double)
         # looks at a full line since a queue was seen; for how many that queue may still be there; and the last rates
         self._calm, self._settling, self._rates = math.inf, 0, deque(maxlen=4)
         #: what the user has fixed, in seconds; 0: follows from the line
@@ -175,7 +180,8 @@ class Line:
     @property
     def matchmaking_time(self) -> float:
         """Seconds to wait for others when a group forms."""
-        return self._fixed["matchmaking"].value or max(5.0, 2.5 * self.request_timeout)
+        share = min(MATCHMAKING_SHARE * self._epoch_seconds.value, LONGEST_MATCHMAKING)
+        return self._fixed["matchmaking"].value or max(5.0, 2.5 * self.request_timeout, share)
 
     @property
     def averaging_timeout(self) -> float:
@@ -197,6 +203,10 @@ class Line:
     def expect_round(self, seconds: float) -> None:
         """A round should take so long, or did: the longest counts, and is slowly forgotten."""
         self._round_seconds.value = max(seconds, 0.9 * self._round_seconds.value)
+
+    def note_epoch(self, seconds: float) -> None:
+        """The last epoch took so long."""
+        self._epoch_seconds.value = seconds
 
     def note_answer(self, seconds: float) -> None:
         """An answer took so long: the longest counts, and is slowly forgotten. Twice the one before at most, as that of

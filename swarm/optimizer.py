@@ -418,6 +418,8 @@ class CollaborativeOptimizer:
         self._offer_states()
         if not self.auxiliary:
             self.tracker.announce()
+        if self._averages_in_step():
+            self.tracker.ask_who_works()
         self._note_late_download()
         return True
 
@@ -578,8 +580,7 @@ class CollaborativeOptimizer:
                 at_least = 1
             elif self._waited_since is None:
                 at_least = 1 + len(others)
-            else:  # most of them: two halves of a swarm would continue with different states, which costs one of them
-                # a download of all. They may be busy with a round that this peer has left. Strangers have no say
+            else:  # most of those who work: else two halves go on with different states, and one has to download all
                 known = self.tracker.trusted.intersection(others) or others
                 at_least = 1 + (1 + len(known)) // 2
             self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)

@@ -15,6 +15,8 @@ from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, 
 
 from support.console import format_count
 from swarm.dht import find_answering_peers, name_peers
+from swarm.line import LINE
+from swarm.vouching import Statement, ask_to_vouch, choose_asked
 from utils import find_peer_id, select_believable
 
 logger = logging.getLogger("swarm")
@@ -54,6 +56,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.last_fetch = -float("inf")
         #: pings in flight
         self.questions: list[MPFuture] = []
+        self._epoch_began = time.monotonic()
         #: the epoch in which peers that are behind have been waited for long enough
         self.impatient_epoch = -1
         super().__init__(*args, **kwargs)
@@ -168,6 +171,17 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     def present(self) -> dict[bytes, LocalTrainingProgress]:
         """Newest records of the other peers that are not silent, by peer id."""
         return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
+
+    def ask_who_works(self) -> None:
+        """Ask those whom this peer was told to trust once more, without waiting. Whoever came early has heard of few
+        workers, and counts so little of what others say that it comes late to each round, and meets no more of them."""
+        if peers := choose_asked(map(str, self.dht.initial_peers or ())):
+            future = self.dht.run_coroutine(partial(ask_to_vouch, peers=peers), return_future=True)
+            future.add_done_callback(lambda done: done.cancelled() or done.exception() or self._hear(done.result()))
+
+    def _hear(self, answers: dict[PeerID, Statement]) -> None:
+        workers = {worker for it in answers.values() if it.prefix == self.prefix for worker in it.workers}
+        self.vouched = workers or self.vouched
 
     @property
     def trusted(self) -> set[bytes]:
@@ -313,6 +327,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         has_new_epoch = local_epoch != self.local_progress.epoch
         super().report_local_progress(local_epoch, *args, **kwargs)
         now = time.monotonic()
+        if has_new_epoch:
+            LINE.note_epoch(now - self._epoch_began)
+            self._epoch_began = now
         if has_new_epoch or now - self._last_report >= self.min_refresh_period:
             self._last_report = now
         else:
