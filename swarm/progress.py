@@ -176,8 +176,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         """Ask those whom this peer was told to trust once more, without waiting. Whoever came early has heard of few
         workers, and counts so little of what others say that it comes late to each round, and meets no more of them."""
         if peers := choose_asked(map(str, self.dht.initial_peers or ())):
-            future = self.dht.run_coroutine(partial(ask_to_vouch, peers=peers), return_future=True)
-            future.add_done_callback(lambda done: done.cancelled() or done.exception() or self._hear(done.result()))
+            self._asked = self.dht.run_coroutine(partial(ask_to_vouch, peers=peers), return_future=True)
+            self._asked.add_done_callback(
+                lambda done: done.cancelled() or done.exception() or self._hear(done.result())
+            )
 
     def _hear(self, answers: dict[PeerID, Statement]) -> None:
         workers = {worker for it in answers.values() if it.prefix == self.prefix for worker in it.workers}

@@ -170,3 +170,24 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
         finally:
             for tracker in trackers:
                 tracker.shutdown()
+
+
+def test_who_came_early_hears_later_who_has_worked():
+    """It counts little of what strangers say: all others would be that to it, as nobody had worked when it came."""
+    prefix = make_prefix()
+    with run_peer(prefix) as (monitor, _), run_peer(prefix, monitor) as (early, _):
+        tracker = ProgressTracker(early, prefix, target_batch_size=10**6, private_key=RSAPrivateKey(), start=True)
+        try:
+            tell(monitor, early, Statement(prefix=prefix, workers=[b"a", b"b"]))
+            assert not tracker.trusted
+            tracker.ask_who_works()
+            wait_until(lambda: tracker.trusted == {b"a", b"b"}, 20, "the workers")
+            tell(monitor, early, Statement(prefix="other", workers=[b"c"]))
+            tracker.ask_who_works()
+            wait_until(tracker._asked.done, 20, "an answer about another run")
+            tell(monitor, early, Statement(prefix=prefix, workers=[b"d"]))
+            assert tracker.trusted == {b"a", b"b"}
+            tracker.ask_who_works()
+            wait_until(lambda: tracker.trusted == {b"d"}, 20, "the newest")
+        finally:
+            tracker.shutdown()
