@@ -55,6 +55,8 @@ LONGEST_REQUEST = 10.0  # seconds: while a peer waits for an answer, others wait
 # Of an epoch, and in seconds: where epochs are long, so are the steps that some are still busy with when it ends, and a
 # peer that is not waited for is worth more than the others' time.
 MATCHMAKING_SHARE, LONGEST_MATCHMAKING = 0.08, 15.0
+# Of an epoch, and in seconds: who is cut off with a smaller half, mostly for some seconds, would step to another state.
+GRACE_SHARE, LONGEST_GRACE = 0.25, 60.0
 
 
 class Line:
@@ -203,6 +205,11 @@ class Line:
     def expect_round(self, seconds: float) -> None:
         """A round should take so long, or did: the longest counts, and is slowly forgotten."""
         self._round_seconds.value = max(seconds, 0.9 * self._round_seconds.value)
+
+    @property
+    def grace(self) -> float:
+        """Seconds for which most of a swarm may be gone until the others go on without them."""
+        return min(GRACE_SHARE * self._epoch_seconds.value, LONGEST_GRACE)
 
     def note_epoch(self, seconds: float) -> None:
         """The last epoch took so long."""

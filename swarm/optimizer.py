@@ -628,8 +628,8 @@ class CollaborativeOptimizer:
             if self._may_download() and not self.auxiliary:
                 self.load_state_from_peers()
             return
-        if self.tracker.last_fetch < self._retry_after:
-            return
+        if self.tracker.last_fetch < self._retry_after or self.tracker.has_lost(self.last_group):
+            return  # the next steps go on meanwhile
         if not self.tracker.peers_at_epoch and not self.auxiliary:
             # newcomers have to download the state of who goes ahead alone: one more look first
             with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -171,6 +172,13 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     def present(self) -> dict[bytes, LocalTrainingProgress]:
         """Newest records of the other peers that are not silent, by peer id."""
         return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
+
+    def has_lost(self, group: Iterable[bytes]) -> bool:
+        """Whether most of these peers have fallen silent, and not for long: the network may be cut in two."""
+        group, now = list(group), get_dht_time()
+        gone = [self.silent.get(peer_id, math.inf) for peer_id in group if peer_id in self.others]
+        gone = [since for since in gone if since <= now]  # neither there nor banned
+        return 2 * len(gone) > len(group) and now < max(gone) + LINE.grace
 
     def ask_who_works(self) -> None:
         """Ask those whom this peer was told to trust once more, without waiting. Whoever came early has heard of few

@@ -17,9 +17,10 @@ from hivemind.utils import get_dht_time
 from processes import ROOT, Script, make_prefix, wait_until
 from swarms import Swarm, epochs
 
-from swarm.line import PAYLOAD_SHARE, Line
+from swarm.line import LINE, PAYLOAD_SHARE, Line
 from swarm.matchmaking import PromptMatchmaking
 from swarm.plan import plan_round
+from swarm.progress import ProgressTracker
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75
@@ -390,3 +391,34 @@ def test_a_plan_spares_the_others_a_slow_line():
     assert plan_round(bits, (1, 1, 1, 1), (node, node, aux, aux), (20, 20, 1000, 1000)).shares == (1, 1, 1, 1)
     assert plan_round(bits, (1, 1, 1), (node,) * 3, (20, 20, 1000)).shares == (1, 1, 1)
     assert plan_round(bits, (0, 1), (client, aux), (2, None)).fractions == (0, 1)
+
+
+def test_most_of_a_group_that_has_just_fallen_silent_may_be_cut_off():
+    tracker, group, now = ProgressTracker.__new__(ProgressTracker), [b"a", b"b", b"c"], get_dht_time()
+    tracker.others, tracker.silent, before = dict.fromkeys(group), {}, LINE._epoch_seconds.value
+    try:
+        LINE.note_epoch(40)
+        assert LINE.grace == 10
+        for silent, is_cut_off in (
+            ({}, False),
+            ({b"a": now - 1}, False),  # most are there
+            ({b"a": now - 1, b"b": now - 2}, True),
+            ({b"a": now - 11, b"b": now - 12}, False),  # for too long
+            ({b"a": now + 60, b"b": now + 60}, False),  # banned
+            ({b"a": now - 1, b"z": now - 1}, False),
+        ):
+            tracker.silent = silent
+            assert tracker.has_lost(group) == is_cut_off
+        tracker.silent = {b"a": now - 1, b"b": now - 2}
+        del tracker.others[b"a"]  # it has left in order
+        assert not tracker.has_lost(group) and not tracker.has_lost([])
+    finally:
+        LINE.note_epoch(before)
+
+
+def test_long_epochs_leave_more_time_for_others():
+    line = Line()
+    line.note_answer(0.1)
+    for epoch, matchmaking, grace in ((2, 8.1, 0.5), (120, 9.6, 30), (1000, 15, 60)):
+        line.note_epoch(epoch)
+        assert (line.matchmaking_time, line.grace) == pytest.approx((matchmaking, grace))
