@@ -188,7 +188,7 @@ class AveragingArguments:
     matchmaking_time: float | None = flag(
         None,
         "Seconds to wait for others when a group forms; an epoch should take several times as long. Default: derived "
-        "from the response times measured here, 5 to 8 s on a good line; at least 8 % of an epoch, but not above 15 s.",
+        "from the response times measured here, 5 to 8 s on a good line; at least 8 %% of an epoch, at most 15 s.",
         aliases=["--averaging_expiration"],
     )
     request_timeout: float | None = flag(
