@@ -42,7 +42,9 @@ def is_worth_a_line(record: logging.LogRecord) -> bool:
             return False  # CollaborativeOptimizer reports the outcome of a round
     # each peer without --identity_path has a new one; the others are a round that has failed in the background
     known = ("Generating new identity", "Aborted StateAverager.step", "a round has failed")
-    return not STOPPING.value and not str(record.msg).startswith(known)
+    text = str(record.msg)
+    is_reported = text.startswith(known) or "Matchmaking._request_join_potential_leaders()" in text  # by the optimizer
+    return not STOPPING.value and not is_reported
 
 
 def quiet_hivemind_logs() -> None:

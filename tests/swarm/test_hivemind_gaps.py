@@ -2,6 +2,7 @@
 good news: hivemind has fixed one of them, and the workaround that the test names can go."""
 
 import inspect
+import logging
 
 import hivemind
 import pytest
@@ -20,6 +21,7 @@ from processes import run_python
 from arguments import AveragingArguments
 from support.console import UserError
 from swarm.line import Line
+from swarm.processes import is_worth_a_line
 
 
 def test_an_averager_ignores_ctrl_c():
@@ -221,3 +223,17 @@ def test_a_key_has_several_spellings_and_records_under_ids_no_signature():
     subkey = MSGPackSerializer.dumps(b"x" * 34)
     record = hivemind.dht.validation.DHTRecord(key, subkey, MSGPackSerializer.dumps(False), get_dht_time() + 10**6)
     assert RSASignatureValidator().validate(record)
+
+
+def test_what_hivemind_says_of_a_failed_group_is_dropped(monkeypatch):
+    """Note 37; is_worth_a_line in swarm/processes.py."""
+    monkeypatch.delenv("HIVEMIND_LOGLEVEL", raising=False)
+
+    def is_shown(name: str, text: str) -> bool:
+        return is_worth_a_line(logging.LogRecord(name, logging.ERROR, __file__, 1, text, (), None))
+
+    task = "Exception in <Task finished name='Task-58' coro=<{}() done, defined at x.py:149> exception=PeersLied()>:"
+    assert not is_shown("hivemind.utils.asyncio", task.format("Matchmaking._request_join_potential_leaders"))
+    assert is_shown("hivemind.utils.asyncio", task.format("DHTNode._refresh"))
+    assert not is_shown("hivemind.averaging.averager", "Averaging failed")
+    assert is_shown("hivemind.dht.node", "no answer") and is_shown("swarm", "Aborted StateAverager.step")
