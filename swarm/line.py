@@ -52,8 +52,8 @@ SHORTEST_ANSWER = 0.1  # seconds; shorter ones are taken for that
 PATIENCE = 6  # times the longest recent answer, until one that has not come is not expected any more
 SHORTEST_PATIENCE, LONGEST_PATIENCE = 1.5, 15.0  # seconds
 LONGEST_REQUEST = 10.0  # seconds: while a peer waits for an answer, others wait for its own
-# Of an epoch, and in seconds: where epochs are long, so are the steps that some are still busy with when it ends, and a
-# peer that is not waited for is worth more than the others' time.
+# Of an epoch, and in seconds: some are still busy with a step when it ends. Where it was long, to leave them out costs
+# more than to wait.
 MATCHMAKING_SHARE, LONGEST_MATCHMAKING = 0.08, 15.0
 # Of an epoch, and in seconds: who is cut off with a smaller half, mostly for some seconds, would step to another state.
 GRACE_SHARE, LONGEST_GRACE = 0.25, 60.0
@@ -195,6 +195,11 @@ class Line:
         """Seconds without a piece of data after which a peer is left out, although it answers pings."""
         return self._fixed["chunk"].value or max(10.0, 4 * self.patience, self._round_seconds.value / 2)
 
+    @property
+    def grace(self) -> float:
+        """Seconds for which most of a swarm may be gone until the others go on without them."""
+        return min(GRACE_SHARE * self._epoch_seconds.value, LONGEST_GRACE)
+
     def describe_times(self) -> str:
         return (
             f"it may take {self.averaging_timeout:.0f} s (--averaging_timeout), its group {self.matchmaking_time:.1f} "
@@ -205,11 +210,6 @@ class Line:
     def expect_round(self, seconds: float) -> None:
         """A round should take so long, or did: the longest counts, and is slowly forgotten."""
         self._round_seconds.value = max(seconds, 0.9 * self._round_seconds.value)
-
-    @property
-    def grace(self) -> float:
-        """Seconds for which most of a swarm may be gone until the others go on without them."""
-        return min(GRACE_SHARE * self._epoch_seconds.value, LONGEST_GRACE)
 
     def note_epoch(self, seconds: float) -> None:
         """The last epoch took so long."""

@@ -58,6 +58,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         #: pings in flight
         self.questions: list[MPFuture] = []
         self._epoch_began = time.monotonic()
+        #: the last question who has worked: MPFuture forgets the callbacks of one that nobody holds
+        self._asked: MPFuture | None = None
         #: the epoch in which peers that are behind have been waited for long enough
         self.impatient_epoch = -1
         super().__init__(*args, **kwargs)
@@ -173,11 +175,11 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         """Newest records of the other peers that are not silent, by peer id."""
         return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
 
-    def has_lost(self, group: Iterable[bytes]) -> bool:
+    def has_lost(self, group: frozenset[bytes]) -> bool:
         """Whether most of these peers have fallen silent, and not for long: the network may be cut in two."""
-        group, now = list(group), get_dht_time()
-        gone = [self.silent.get(peer_id, math.inf) for peer_id in group if peer_id in self.others]
-        gone = [since for since in gone if since <= now]  # neither there nor banned
+        now = get_dht_time()
+        silences = (self.silent.get(peer_id, math.inf) for peer_id in group & self.others.keys())
+        gone = [since for since in silences if since <= now]  # neither there nor banned, which is until later
         return 2 * len(gone) > len(group) and now < max(gone) + LINE.grace
 
     def ask_who_works(self) -> None:

@@ -394,7 +394,7 @@ def test_a_plan_spares_the_others_a_slow_line():
 
 
 def test_most_of_a_group_that_has_just_fallen_silent_may_be_cut_off():
-    tracker, group, now = ProgressTracker.__new__(ProgressTracker), [b"a", b"b", b"c"], get_dht_time()
+    tracker, group, now = ProgressTracker.__new__(ProgressTracker), frozenset([b"a", b"b", b"c"]), get_dht_time()
     tracker.others, tracker.silent, before = dict.fromkeys(group), {}, LINE._epoch_seconds.value
     try:
         LINE.note_epoch(40)
@@ -411,7 +411,7 @@ def test_most_of_a_group_that_has_just_fallen_silent_may_be_cut_off():
             assert tracker.has_lost(group) == is_cut_off
         tracker.silent = {b"a": now - 1, b"b": now - 2}
         del tracker.others[b"a"]  # it has left in order
-        assert not tracker.has_lost(group) and not tracker.has_lost([])
+        assert not tracker.has_lost(group) and not tracker.has_lost(frozenset())
     finally:
         LINE.note_epoch(before)
 
