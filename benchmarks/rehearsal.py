@@ -63,22 +63,22 @@ SERVER = dict(rtt_ms=10, down=1000, up=1000)
 FIBRE, CABLE = dict(rtt_ms=10, down=100, up=20), dict(down=50, up=10, loss=0.002)
 #: Mbit/s, and half of the milliseconds between two hosts of the kind; samples of a batch there
 LINES = {
-    "fibre1": (FIBRE, 12),
-    "cable1": (dict(CABLE, rtt_ms=20), 8),
-    "router": (dict(rtt_ms=20, down=50, up=10, nat="gateway"), 4),
-    "dsl": (dict(rtt_ms=25, down=16, up=2), 3),
-    "fibre2": (FIBRE, 8),
-    "cable2": (dict(CABLE, rtt_ms=28), 6),
-    "cable3": (dict(CABLE, rtt_ms=37), 6),
-    "firewall": (dict(rtt_ms=20, down=50, up=10, firewall=True), 4),
-    "guest": (dict(rtt_ms=20, down=50, up=10), 4),
-    "liar": (dict(rtt_ms=20, down=50, up=10), 6),
+    "fibre1": (FIBRE, 8),
+    "cable1": (dict(CABLE, rtt_ms=20), 6),
+    "router": (dict(rtt_ms=20, down=50, up=10, nat="gateway"), 3),
+    "dsl": (dict(rtt_ms=25, down=16, up=2), 2),
+    "fibre2": (FIBRE, 6),
+    "cable2": (dict(CABLE, rtt_ms=28), 4),
+    "cable3": (dict(CABLE, rtt_ms=37), 4),
+    "firewall": (dict(rtt_ms=20, down=50, up=10, firewall=True), 3),
+    "guest": (dict(rtt_ms=20, down=50, up=10), 3),
+    "liar": (dict(rtt_ms=20, down=50, up=10), 4),
 }
 KINDS = ["kill", "newcomer", "stop", "monitor", "slow", "again", "disk", "partition", "aux"]
 SECONDS = {"kill": 5.0, "stop": 30.0, "slow": 120.0, "partition": 30.0, "disk": 60.0, "aux": 30.0, "newcomer": 0.0}
 LIES = [kind for kind in hostile_peer.KINDS if kind != "contract_first"]
 DISK, DISK_MEGABYTES = "cable1", 1200
-SECONDS_PER_BATCH, LOCAL_STEPS = 4.0, 40
+SECONDS_PER_BATCH, LOCAL_STEPS = 4.0, 50
 ALL_PEERS = f"--local_steps {LOCAL_STEPS} --local_steps_from 0 --compression sparse"
 SHARED = "--optim adamw --learning_rate 1e-3 --warmup_steps 0 --total_steps 1000000"
 OWN = "--gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_steps 10"
@@ -646,7 +646,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--trainers", type=int, default=8, choices=range(2, 9))
     parser.add_argument("--seed", type=int, default=0, help="of what happens")
-    parser.add_argument("--target_batch_size", type=int, default=40, help="a 40th of an epoch, of two to three minutes")
+    parser.add_argument("--target_batch_size", type=int, default=40, help="a 50th of an epoch, of three minutes")
     parser.add_argument("--every", type=float, default=60, help="seconds from one event to the next")
     parser.add_argument("--lie", nargs="+", choices=LIES, metavar="KIND", help="kinds of lies, instead of the seed's")
     parser.add_argument("--no_liar", dest="lies", action="store_const", const=0, default=9)
@@ -655,7 +655,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default="outputs/rehearsal", help="a new folder")
     args = parser.parse_args()
     if args.is_short:
-        args.minutes, args.trainers, args.every, args.target_batch_size, args.lies = 6, 4, 30, 6, min(args.lies, 2)
+        args.minutes, args.trainers, args.every, args.target_batch_size, args.lies = 6, 4, 30, 4, min(args.lies, 2)
     if args.lie:
         args.lies = min(args.lies, len(args.lie))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
@@ -682,6 +682,7 @@ def main() -> None:
                 rehearsal.kill()
         figures, file = measure(rehearsal, codes), args.output_dir / "figures.json"
         file.write_text(json.dumps(figures, indent=2, default=str))
+        (args.output_dir / "memory.json").write_text(json.dumps(rehearsal.memory))
         print("now one process trains alone", flush=True)
         alone = args.alone or train_alone(args, model.absolute(), figures["reached"])
         losses = read_losses(alone, args.target_batch_size)

@@ -158,8 +158,9 @@ class PromptMatchmaking(Matchmaking):
 
     def is_complete(self) -> bool:
         """Whether nobody else is worth a wait."""
-        is_enough = 1 < self.at_least <= len(self.list_here() & self.wanted)
-        return bool(self.expected) and (is_enough or self.expected <= self.list_here())
+        here = self.list_here()
+        is_enough = self.at_least <= len(here & self.wanted) if self.at_least > 1 else self.expected <= here
+        return bool(self.expected) and is_enough
 
     def list_here(self) -> set[bytes]:
         return {peer_id.to_bytes() for peer_id in (self.peer_id, *self.current_followers)}

@@ -453,7 +453,8 @@ class CollaborativeOptimizer:
         self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
         others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
-        self.grad_averager.set_expected_peers(others, 1 + len(others) * self._averages_in_step(), self.tracker.silent)
+        at_least = max(self.tracker.quorum, 1 + len(others)) if self._averages_in_step() else 1
+        self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
         self._expect_for_parameters()
         # not when alone: a round that is cancelled late still goes on, with a newcomer and gradients of an old epoch
         is_soon = self.tracker.estimated_next_update_time - get_dht_time() <= self.matchmaking_time
@@ -578,11 +579,8 @@ class CollaborativeOptimizer:
             others = self.tracker.peers_at_epoch
             if not self._averages_in_step():
                 at_least = 1
-            elif self._waited_since is None:
-                at_least = 1 + len(others)
-            else:  # most of those who work: else two halves go on with different states, and one has to download all
-                known = self.tracker.trusted.intersection(others) or others
-                at_least = 1 + (1 + len(known)) // 2
+            else:  # most will do, when the others have been waited for
+                at_least = max(self.tracker.quorum, 1 + len(others) * (self._waited_since is None))
             self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
             self._expect_for_parameters()  # that of the last epoch may still be looking for a group (note 72)
             if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
@@ -602,8 +600,8 @@ class CollaborativeOptimizer:
                 self.tracker.impatient_epoch = self.local_epoch
                 if patience and len(self.tracker.peers_at_epoch) < before:  # in vain
                     self._patient_from = self.local_epoch + PATIENT_EVERY
-            if not self.tracker.peers_at_epoch:
-                raise AllreduceException("nobody else is there")
+            if not self.tracker.peers_at_epoch or self.tracker.is_cut_off:
+                raise AllreduceException("too few others are there")
 
     def _averages_in_step(self) -> bool:
         """Whether all peers go from epoch to epoch together.
@@ -628,7 +626,7 @@ class CollaborativeOptimizer:
             if self._may_download() and not self.auxiliary:
                 self.load_state_from_peers()
             return
-        if self.tracker.last_fetch < self._retry_after or self.tracker.has_lost(self.last_group):
+        if self.tracker.last_fetch < self._retry_after or self.tracker.is_cut_off:
             return  # the next steps go on meanwhile
         if not self.tracker.peers_at_epoch and not self.auxiliary:
             # newcomers have to download the state of who goes ahead alone: one more look first

@@ -175,12 +175,19 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         """Newest records of the other peers that are not silent, by peer id."""
         return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
 
-    def has_lost(self, group: frozenset[bytes]) -> bool:
-        """Whether most of these peers have fallen silent, and not for long: the network may be cut in two."""
-        now = get_dht_time()
-        silences = (self.silent.get(peer_id, math.inf) for peer_id in group & self.others.keys())
-        gone = [since for since in silences if since <= now]  # neither there nor banned, which is until later
-        return 2 * len(gone) > len(group) and now < max(gone) + LINE.grace
+    @property
+    def quorum(self) -> int:
+        """How many peers a round takes, this one among them: most of those at this epoch who are known to have worked.
+        Who has fallen silent counts on for a while: the network may be cut in two, and a step of the smaller half would
+        be another one than that of the larger."""
+        now, known = get_dht_time(), self.trusted
+        members = {
+            peer_id
+            for peer_id, record in list(self.others.items())
+            # neither silent for long, nor banned, which is until later
+            if record.epoch >= self._least_epoch and now - LINE.grace < self.silent.get(peer_id, now) <= now
+        }
+        return 1 + (1 + len(members & known or members)) // 2
 
     def ask_who_works(self) -> None:
         """Ask those whom this peer was told to trust once more, without waiting. Whoever came early has heard of few
@@ -211,9 +218,17 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     @property
     def peers_at_epoch(self) -> list[bytes]:
         """Ids of the other peers that are there and at this peer's epoch, or about to be."""
+        return [peer_id for peer_id, record in self.present.items() if record.epoch >= self._least_epoch]
+
+    @property
+    def _least_epoch(self) -> int:
         # who is one epoch behind makes the others' step just now; worth waiting for, once
-        epoch = self.local_progress.epoch - (not self.is_impatient)
-        return [peer_id for peer_id, record in self.present.items() if record.epoch >= epoch]
+        return self.local_progress.epoch - (not self.is_impatient)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether too few are there for a round."""
+        return 1 + len(self.peers_at_epoch) < self.quorum
 
     @contextlib.contextmanager
     def step_aside(self) -> Iterator[None]:

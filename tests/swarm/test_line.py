@@ -393,25 +393,33 @@ def test_a_plan_spares_the_others_a_slow_line():
     assert plan_round(bits, (0, 1), (client, aux), (2, None)).fractions == (0, 1)
 
 
-def test_most_of_a_group_that_has_just_fallen_silent_may_be_cut_off():
-    tracker, group, now = ProgressTracker.__new__(ProgressTracker), frozenset([b"a", b"b", b"c"]), get_dht_time()
-    tracker.others, tracker.silent, before = dict.fromkeys(group), {}, LINE._epoch_seconds.value
+def test_who_has_just_fallen_silent_counts_for_a_quorum():
+    tracker, now = ProgressTracker.__new__(ProgressTracker), get_dht_time()
+    names, before = [b"a", b"b", b"c", b"d"], LINE._epoch_seconds.value
+    tracker.local_progress, tracker.impatient_epoch = SimpleNamespace(epoch=5), -1
+    tracker.others = {name: SimpleNamespace(epoch=5) for name in names} | {b"behind": SimpleNamespace(epoch=3)}
+    tracker.partners, tracker.vouched = set(names[:2]) | {b"behind"}, set(names[2:])
     try:
         LINE.note_epoch(40)
         assert LINE.grace == 10
-        for silent, is_cut_off in (
-            ({}, False),
-            ({b"a": now - 1}, False),  # most are there
-            ({b"a": now - 1, b"b": now - 2}, True),
-            ({b"a": now - 11, b"b": now - 12}, False),  # for too long
-            ({b"a": now + 60, b"b": now + 60}, False),  # banned
-            ({b"a": now - 1, b"z": now - 1}, False),
+        for silent, quorum, is_cut_off in (
+            ((), 3, False),
+            ((-1, -1), 3, False),  # most are there
+            ((-1, -2, -3), 3, True),
+            ((-1, -2, -11), 3, True),  # two of four
+            ((-1, -11, -12), 2, False),  # for too long
+            ((-1, 60, 60), 2, False),  # banned
+            ((-11, -11, -11, -11), 1, False),
         ):
-            tracker.silent = silent
-            assert tracker.has_lost(group) == is_cut_off
-        tracker.silent = {b"a": now - 1, b"b": now - 2}
+            tracker.silent = {name: now + seconds for name, seconds in zip(names, silent, strict=False)}
+            assert (tracker.quorum, tracker.is_cut_off) == (quorum, is_cut_off), silent
+        tracker.silent = dict.fromkeys(names[:3], now - 1)
+        tracker.others |= {b"strange%d" % number: SimpleNamespace(epoch=5) for number in range(9)}
+        assert tracker.quorum == 3  # whoever has not worked yet does not count
+        tracker.partners, tracker.vouched = set(), set()
+        assert tracker.quorum == 8  # where all are new, each does
         del tracker.others[b"a"]  # it has left in order
-        assert not tracker.has_lost(group) and not tracker.has_lost(frozenset())
+        assert tracker.quorum == 7
     finally:
         LINE.note_epoch(before)
 
