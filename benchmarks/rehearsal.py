@@ -392,15 +392,14 @@ def list_spans(rehearsal: Rehearsal, trainer: Trainer) -> list[tuple[float, floa
 
 
 def list_warnings(trainers: list[Trainer]) -> tuple[dict[str, int], dict[str, int]]:
-    """The kinds of lines above info: how many there are of all trainers; how many at most within ten minutes of one."""
+    """The kinds of lines above info: how many there are of all trainers; how many at most in ten minutes of a life."""
     counts, most = Counter(), Counter()
-    for trainer in trainers:
+    for path in (path for trainer in trainers for path in trainer.folder.glob("log-*")):
         times = defaultdict(list)
-        for path in sorted(trainer.folder.glob("log-*")):
-            pattern = r"^(\d\d:\d\d:\d\d) \S+ (?:warning|error|critical): (.*)"
-            for clock, text in re.findall(pattern, path.read_text(), re.M):
-                kind = re.sub(r"\b(?=\w*\d)[\w.,%]+|Qm\w+|12D\w+", "#", text)
-                times[kind[:140]].append(datetime.strptime(clock, "%H:%M:%S").timestamp())
+        pattern = r"^(\d\d:\d\d:\d\d) \S+ (?:warning|error|critical): (.*)"
+        for clock, text in re.findall(pattern, path.read_text(), re.M):
+            kind = re.sub(r"\b(?=\w*\d)[\w.,%]+|Qm\w+|12D\w+", "#", text)
+            times[kind[:140]].append(datetime.strptime(clock, "%H:%M:%S").timestamp())
         for kind, moments in times.items():
             counts[kind] += len(moments)
             most[kind] = max(most[kind], *(sum(0 <= other - moment < 600 for other in moments) for moment in moments))

@@ -63,6 +63,7 @@ class CollaborativeOptimizer:
     #: rounds of this peer that succeeded, and that failed
     rounds = 0
     failed_rounds = 0
+    _failures = 0  # in a row
     #: samples of this peer in the last step, and in all steps together
     epoch_samples = 0
     total_samples = 0
@@ -509,14 +510,13 @@ class CollaborativeOptimizer:
             if not control.done():
                 control.cancel()
             self.grad_averager.put_back()
-            self.failed_rounds += 1
+            self.failed_rounds, self._failures = self.failed_rounds + 1, self._failures + 1
             self.averaged_with = 1
             if not self.auxiliary:  # nothing of its own is lost
                 samples = self.grad_averager.samples
-                logger.warning(
-                    f"epoch {epoch}: averaging failed ({type(e).__name__}: {e}); the gradients of {samples} samples go "
-                    "into the next round"
-                )
+                text = f"epoch {epoch}: averaging failed ({type(e).__name__}: {e}); the gradients of {samples} samples "
+                advice = ". Is this machine or its line too busy? --preflight tells" * (self._failures % 3 == 0)
+                logger.log(logging.WARNING if advice else logging.INFO, f"{text}go into the next round{advice}")
                 if isinstance(e, PeersGone):
                     self.tracker.leave_out(e.args[0])
             raise AveragingFailed("a round has failed") from e  # hivemind logs it where the round was in the background
@@ -647,7 +647,7 @@ class CollaborativeOptimizer:
     def _count_round(self, samples: int) -> None:
         self.epoch_samples = samples
         self.total_samples += samples
-        self.rounds += 1
+        self.rounds, self._failures = self.rounds + 1, 0
 
     def _average_and_step(self) -> None:
         """:raises AveragingFailed: the round has failed, and nothing has changed"""

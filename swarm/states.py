@@ -584,7 +584,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     def _note_failure(self, failures: dict[PeerID, int], peer: PeerID, error: Exception) -> None:
         failures[peer] += 1
         reason = str(error) if isinstance(error, UnusableState) else f"{type(error).__name__}: {error}".splitlines()[0]
-        logger.warning(f"the state of peer {peer} cannot be used ({reason}), asking another one")
+        logger.info(f"the state of peer {peer} cannot be used ({reason}), asking another one")
 
     async def _ask_for_descriptions(
         self,

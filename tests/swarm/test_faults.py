@@ -164,7 +164,7 @@ def test_halves_of_a_swarm_that_was_cut_in_two_become_one_again(start, tmp_path,
     after = max(swarm.last_epoch(name) for name in names)
     joint = swarm.wait_for_joint_epochs(names, 1, healed + 30 - time.time(), after)
     assert swarm.stop_together(names, joint[0]) - healed < 60
-    assert swarm.difference(names) < 1e-6
+    assert swarm.difference(names) < 1e-3  # those of one half have taken over a state that was sent in 16 bits
 
 
 @pytest.mark.slow

@@ -355,6 +355,8 @@ def test_a_group_waits_for_all_then_for_most():
     assert is_enough(3, b"a", b"b", b"c") == (True, True) and is_enough(3, b"a", b"b") == (False, False)
     # auxiliary peers, which nobody expects, are no part of a majority
     assert is_enough(3, b"b", b"x", b"y", b"z") == (False, False)
+    # nor is a quorum there when all have come who are left of a swarm that is cut in two
+    assert is_enough(5, b"a", b"b", b"c", b"d") == (False, False)
     # averagers of states: all at once, or whoever is there when the time is up
     assert is_enough(1, b"a", b"b") == (False, True) and is_enough(1, b"a", b"b", b"c", b"d") == (True, True)
 
