@@ -11,7 +11,6 @@ from collections.abc import Iterable
 import hivemind
 import numpy
 import torch
-from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
@@ -20,7 +19,7 @@ from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
 from swarm.membership import MEMBERS, keep_members
 from swarm.processes import STOPPING, become_helper, hold_ctrl_c
-from swarm.storage import DHTProtocol
+from swarm.storage import DHTNode, DHTProtocol
 from swarm.vouching import Statement
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
@@ -105,7 +104,7 @@ class DHT(hivemind.DHT):
 
     def run(self) -> None:
         become_helper()
-        hivemind.dht.node.DHTProtocol = DHTProtocol  # in this helper alone; there is no other way in
+        hivemind.dht.node.DHTProtocol, hivemind.dht.dht.DHTNode = DHTProtocol, DHTNode  # there is no other way in
         try:
             super().run()
         except EOFError:

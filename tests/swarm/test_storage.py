@@ -1,8 +1,10 @@
 """What a stranger does to our nodes of the DHT: stores what is not its own, or too much, and answers with lies."""
 
+import asyncio
 import functools
 import math
 
+import hivemind.dht.node
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
@@ -13,7 +15,7 @@ from processes import LOOPBACK, make_prefix
 from records import attack, sign, start_dht_as
 
 from swarm.dht import DHT
-from swarm.storage import PEER_BYTES, PEER_RECORDS
+from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode
 from utils import find_peer_id, make_validators
 
 dumps = MSGPackSerializer.dumps
@@ -108,3 +110,38 @@ def test_a_peer_is_given_little_room(peers):
         attack(stranger, victim, KEY, subkey, sign(key, KEY, subkey, dumps(1), soon + i), soon + i)
     _, _, entries = victim.run_coroutine(look_at_storage)
     assert entries < 400, entries
+
+
+@pytest.mark.parametrize("kind, to_store, to_get", [(hivemind.dht.node.DHTNode, 9, 9), (DHTNode, 0, 5)])
+def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(kind, to_store, to_get):
+    """Note 76: by hivemind's nodes, both are sent all that others hold of a key."""
+
+    async def count_copies() -> tuple[int, int, dict]:
+        nodes, copies = [], 0
+        options = dict(host_maddrs=[LOOPBACK[1]], cache_nearest=0)
+        try:
+            for _ in range(10):
+                maddrs = [str(maddr) for maddr in await nodes[0].get_visible_maddrs()] if nodes else []
+                nodes.append(await kind.create(initial_peers=maddrs, **options))
+            for number, node in enumerate(nodes):  # so that all know all, and each holds some
+                await asyncio.gather(*(node.protocol.call_ping(other.peer_id) for other in nodes if other is not node))
+                node.protocol.storage.store(DHTID.generate(KEY), dumps("a record"), get_dht_time() + 60, subkey=number)
+            reporter = nodes[-1]
+            call_find = reporter.protocol.call_find
+
+            async def count(*args):
+                nonlocal copies
+                found = await call_find(*args)
+                copies += sum(item is not None for item, _ in found.values())
+                return found
+
+            reporter.protocol.call_find = count
+            assert await reporter.store(KEY, "new", get_dht_time() + 60, subkey="reporter")
+            to_store, copies = copies, 0
+            found = await reporter.get(KEY, latest=True)
+            return to_store, copies, found.value
+        finally:
+            await asyncio.gather(*(node.shutdown() for node in nodes))
+
+    stored, got, found = asyncio.run(asyncio.wait_for(count_copies(), 30))
+    assert (stored, got) == (to_store, to_get) and found["reporter"].value == "new"
