@@ -62,6 +62,7 @@ FETCH_TIMEOUT = 30.0
 MAX_WORKERS = 64  # that one peer names
 WORKER_NAME = 12  # characters of a peer's id, its last ones
 MAX_MEAN_LOSS = 1000.0  # nats; a model that guesses has ln(vocabulary), about 10
+MAX_ODD_LOSS = 0.25  # of the median: by how much the mean loss of an honest peer's few batches may differ from it
 
 # Of 2048 bits and the usual exponent, as hivemind makes them: others take long to verify. hivemind's
 # BytesWithPublicKey lets one owner add text of any length around its key, and so fill many subkeys.
@@ -413,12 +414,21 @@ def select_believable(records: list[tuple[str, LocalMetrics]], last_epoch: int |
     return max(parts, key=rank) if parts else []
 
 
+def average_loss(records: list[LocalMetrics]) -> float:
+    """Of the batches of all peers, of which one may lie: of three and more, whose mean is far from the median's does
+    not count, and nobody for more than twice as many batches as the median."""
+    losses = [(metrics.loss / metrics.mini_steps, metrics.mini_steps) for metrics in records if metrics.mini_steps]
+    if len(losses) > 2:
+        middle, most = (statistics.median_low(column) for column in zip(*losses, strict=True))
+        losses = [(loss, min(count, 2 * most)) for loss, count in losses if abs(loss - middle) <= MAX_ODD_LOSS * middle]
+    return math.fsum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+
+
 def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> SwarmMetrics | None:
     """The swarm's newest epoch from all peers' records; None when no peer has reported a batch.
 
     The newest epoch is the largest among the believable records (see select_believable). Only peers at that epoch or
-    the one before count, since peers report one after the other: older records are of peers that left. The loss is
-    weighted by mini_steps.
+    the one before count, since peers report one after the other: older records are of peers that left.
 
     :param last_epoch: the epoch of the aggregation before, if any
     """
@@ -427,15 +437,14 @@ def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int |
         return None
     newest_epoch = max(metrics.epoch for metrics in believable)
     current = [metrics for metrics in believable if metrics.epoch >= newest_epoch - 1]
-    mini_steps = sum(metrics.mini_steps for metrics in current)
-    if mini_steps == 0:
+    if not any(metrics.mini_steps for metrics in current):
         return None
     summed = ("bytes_sent", "bytes_received", "skipped_steps")
     median = ("epoch_seconds", "waiting_seconds", "averaging_seconds", "grad_norm", "learning_rate")
     medians = {name: statistics.median(getattr(metrics, name) for metrics in current) for name in median}
     return SwarmMetrics(
         epoch=newest_epoch,
-        loss=math.fsum(metrics.loss for metrics in current) / mini_steps,
+        loss=average_loss(current),
         alive_peers=len(current),
         samples=sum(metrics.samples_accumulated for metrics in current),
         samples_per_second=math.fsum(metrics.samples_per_second for metrics in current),

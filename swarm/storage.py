@@ -72,11 +72,13 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
 
     async def call_find(self, peer, keys):
         """hivemind believes the peer how long a dictionary lives and how much it holds: one that never expires ended
-        this search and all later ones at once, and one of a strange size made them hang."""
+        this search and all later ones at once, and one of a strange size made them hang. All that peers store here is
+        in dictionaries."""
         found = await super().call_find(peer, keys)
         for key, (item, nearest) in (found or {}).items():
             records, revoked = DictionaryDHTValue(), MEMBERS.revoked
-            for subkey, record in item.value.data.items() if item else ():
+            held = item.value.data if item and isinstance(item.value, DictionaryDHTValue) else {}
+            for subkey, record in held.items():
                 if not revoked or find_owner(subkey) not in revoked:
                     records.store(subkey, record.value, record.expiration_time)
             found[key] = ValueWithExpiration(records, records.latest_expiration_time) if records else None, nearest

@@ -75,6 +75,11 @@ async def lie(_dht, node, key, subkey, record, **attributes):
     node.protocol.storage.data[DHTID.generate(key)] = ValueWithExpiration(lies, lies.latest_expiration_time)
 
 
+async def lie_plainly(_dht, node, place, expires):
+    """Runs in the stranger's process: a value that is no dictionary, to who asks for what lies there."""
+    node.protocol.storage.data[place] = ValueWithExpiration(dumps("plain"), expires)
+
+
 def test_readers_believe_no_strange_dictionary(peers):
     """One that never expires ended this search and all later ones, one of a strange size made them hang."""
     victim, reader, stranger, key, public_key = peers
@@ -86,6 +91,12 @@ def test_readers_believe_no_strange_dictionary(peers):
         for _ in range(2):
             found = reader.get(KEY, latest=True, return_future=True).result(timeout=20)
             assert found.value[victim.peer_id.to_bytes()].value == 5 and found.expiration_time <= soon
+    key_id = DHTID.generate(KEY)
+    for place in (key_id, DHTID(key_id ^ 1)):  # where readers ask, and those who store
+        stranger.run_coroutine(functools.partial(lie_plainly, place=place, expires=soon))
+    assert reader.store(KEY, 6, soon, subkey=reader.peer_id.to_bytes(), return_future=True).result(timeout=20)
+    found = reader.get(KEY, latest=True, return_future=True).result(timeout=20).value
+    assert found[victim.peer_id.to_bytes()].value == 5 and found[reader.peer_id.to_bytes()].value == 6
 
 
 async def look_at_storage(_dht, node) -> tuple[int, int, int]:
