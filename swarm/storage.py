@@ -1,6 +1,7 @@
 """What a DHT node keeps and believes: of each peer its own records, and few of them (notes 73 and 74); and how little
 of it travels (note 76)."""
 
+import asyncio
 import heapq
 import itertools
 import logging
@@ -14,6 +15,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import TimedStorage, ValueWithExpiration, get_dht_time
 
+from swarm.line import LINE
 from swarm.membership import MEMBERS, SHOW
 from utils import MAX_RECORD_LIFETIME, find_owner
 
@@ -101,9 +103,15 @@ class DHTNode(hivemind.dht.node.DHTNode):
         found = await super().find_nearest_nodes([beside(key) for key in queries], *args, **options)
         return {beside(key): nodes for key, nodes in found.items()}
 
-    async def get_many_by_id(self, *args, beam_size: int | None = None, **options) -> dict:
-        """From as many nodes as store a record."""
-        return await super().get_many_by_id(*args, beam_size=beam_size or self.num_replicas, **options)
+    async def get_many_by_id(self, key_ids: Collection[DHTID], *args, **options) -> dict:
+        """What as many nodes as store a record have answered within the line's patience. hivemind's search waits for
+        each of them, and forever where one of its workers has failed (note 77)."""
+        options = {"beam_size": self.num_replicas} | options | {"return_futures": True}
+        futures = await super().get_many_by_id(key_ids, *args, **options)
+        _, late = await asyncio.wait(futures.values(), timeout=LINE.patience)
+        for search in [search for key in key_ids for search in self.pending_get_requests[key] if search.future in late]:
+            search.finish_search()
+        return {key: future.result() if future.done() else None for key, future in futures.items()}
 
 
 def forget_overwritten(storage: TimedStorage) -> None:

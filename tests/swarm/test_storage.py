@@ -15,6 +15,7 @@ from processes import LOOPBACK, make_prefix
 from records import attack, sign, start_dht_as
 
 from swarm.dht import DHT
+from swarm.line import LINE
 from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode
 from utils import find_peer_id, make_validators
 
@@ -156,3 +157,29 @@ def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(k
 
     stored, got, found = asyncio.run(asyncio.wait_for(count_copies(), 30))
     assert (stored, got) == (to_store, to_get) and found["reporter"].value == "new"
+
+
+@pytest.mark.parametrize("kind, has_ended", [(hivemind.dht.node.DHTNode, False), (DHTNode, True)])
+def test_a_search_that_fails_ends(kind, has_ended):
+    """Note 77: hivemind's never does, and who waits for the others' progress never hears of it."""
+
+    async def search() -> bool:
+        options, soon = dict(host_maddrs=[LOOPBACK[1]]), get_dht_time() + 60
+        first = await kind.create(**options)
+        second = await kind.create(initial_peers=[str(maddr) for maddr in await first.get_visible_maddrs()], **options)
+        try:
+            assert await second.store(KEY, "new", soon, subkey="second")
+
+            async def fail(*_):
+                raise OSError("of whatever kind")
+
+            second.protocol.call_find = fail
+            try:
+                found = await asyncio.wait_for(second.get(KEY, latest=True), 2 * LINE.patience)
+            except asyncio.TimeoutError:
+                return False
+            return found.value["second"].value == "new"
+        finally:
+            await asyncio.gather(first.shutdown(), second.shutdown())
+
+    assert asyncio.run(asyncio.wait_for(search(), 60)) == has_ended
