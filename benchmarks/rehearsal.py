@@ -80,7 +80,7 @@ LIES = [kind for kind in hostile_peer.KINDS if kind != "contract_first"]
 DISK, DISK_MEGABYTES = "cable1", 1200
 SECONDS_PER_BATCH, LOCAL_STEPS = 4.0, 50
 ALL_PEERS = f"--local_steps {LOCAL_STEPS} --local_steps_from 0 --compression sparse"
-SHARED = "--optim adamw --learning_rate 1e-3 --warmup_steps 0 --total_steps 1000000"
+SHARED = "--optim adamw --learning_rate 3e-4 --warmup_steps 0 --total_steps 1000000"
 OWN = "--gradient_accumulation_steps 1 --dataloader_num_workers 0 --save_steps 10"
 EVALUATION = "--do_eval --max_eval_samples 512"
 BEGIN = (
