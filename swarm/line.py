@@ -212,7 +212,7 @@ class Line:
         self._round_seconds.value = max(seconds, 0.9 * self._round_seconds.value)
 
     def note_epoch(self, seconds: float) -> None:
-        """The last epoch took so long."""
+        """An epoch takes so long."""
         self._epoch_seconds.value = seconds
 
     def note_answer(self, seconds: float) -> None:

@@ -57,7 +57,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.last_fetch = -float("inf")
         #: pings in flight
         self.questions: list[MPFuture] = []
-        self._epoch_began = time.monotonic()
+        #: the last epoch's end, and how long it took, in seconds
+        self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
         #: the last question who has worked: MPFuture forgets the callbacks of one that nobody holds
         self._asked: MPFuture | None = None
         #: the epoch in which peers that are behind have been waited for long enough
@@ -147,6 +148,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         # nor do they end it early: all of them together count for as much at most as those who have worked
         present, trusted = self.present, self.trusted
         workers = [self.local_progress, *(present[peer_id] for peer_id in present.keys() & trusted)]
+        speed = sum(record.samples_per_second for record in workers)
+        # who has just come has had none; nor do speeds that somebody claims make it shorter than it was
+        LINE.note_epoch(max(self._epoch_seconds, self.target_batch_size / speed if speed else 0.0))
         strangers = [newest[peer_id] for peer_id in present.keys() - trusted]
         for name in ("samples_accumulated", "samples_per_second") if len(workers) > 1 else ():
             limit = sum(getattr(record, name) for record in workers)
@@ -355,8 +359,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         super().report_local_progress(local_epoch, *args, **kwargs)
         now = time.monotonic()
         if has_new_epoch:
-            LINE.note_epoch(now - self._epoch_began)
-            self._epoch_began = now
+            self._epoch_began, self._epoch_seconds = now, now - self._epoch_began
         if has_new_epoch or now - self._last_report >= self.min_refresh_period:
             self._last_report = now
         else:

@@ -15,6 +15,7 @@ from support.console import UserError
 from swarm.adoption import adopt, find_settings
 from swarm.contract import compare_with_run, confirm_contract, join_run, publish_contract
 from swarm.dht import DHT
+from swarm.line import GRACE_SHARE, LINE, LONGEST_GRACE
 from swarm.progress import ProgressTracker
 from swarm.vouching import Statement, answer_vouching, ask_initial_peers, ask_to_vouch, set_statement, vouch
 from utils import RunContract, make_validators
@@ -167,6 +168,13 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
             liar = dhts[2].peer_id.to_bytes()
             wait_until(lambda: one.others[liar].samples_accumulated == 10_000, 20, "the claim")
             wait_until(lambda: counts(range(78, 81)), 20, "40 of those who have worked, and as many of both strangers")
+            for tracker in trackers[2:]:  # all of this process have one line
+                tracker.shutdown()
+            partner.shutdown()
+            with one.pause_updates():
+                one.fetch_now(10)
+                # who has just come knows how long an epoch takes, by what those do who have worked
+                assert LINE.grace == LONGEST_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
         finally:
             for tracker in trackers:
                 tracker.shutdown()
