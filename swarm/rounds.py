@@ -47,7 +47,6 @@ logger = logging.getLogger("swarm")
 FIRST_LOOK = 2.0  # seconds without data until a peer is asked whether it is there
 LOOK_PERIOD = 0.5  # seconds between two looks at a running round
 PREFETCH = 4  # parts compressed ahead, and received: while one waits for a sender, the next ones are on their way
-SLOW = "keeps a round waiting"
 MAX_STRIKES = 3  # failed rounds of a peer in a row, after which others do without it for a while
 
 
@@ -258,8 +257,6 @@ class PromptRunner(AllReduceRunner):
                 self.left = self.left or peer_id
                 if isinstance(e, Lie):
                     self.lies[peer_id] = str(e)
-                elif isinstance(e, TimeoutError):  # who waits for a sender itself gives up twice as early
-                    self.lies[peer_id] = SLOW
             # its streams to the others break with this round, which tells them
             self.finalize(exception=AllreduceException(f"peer {peer_id} has left the round ({e!r})"))
             raise
@@ -543,7 +540,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             # who waits for a sender itself is the first to say so
             laggards = runner.list_laggards(are_reducers=looks < -10) if looks < 0 else []
             if 0 < 2 * len(laggards) < runner.group_size:  # else it is this peer's own line that is slow
-                runner.lies |= dict.fromkeys(laggards, SLOW)
+                runner.lies |= dict.fromkeys(laggards, "keeps a round waiting")
                 runner.finalize(exception=PeersLied(runner.lies))
                 return []
             quiet_since = time.monotonic() - quiet_for

@@ -88,8 +88,8 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
 
 
 class DHTNode(hivemind.dht.node.DHTNode):
-    """hivemind's, with a fraction of its traffic: there, each report and each look of a peer has up to 20 others send it
-    all records of a key, which of ten trainers was 1 Mbit/s for each of them."""
+    """hivemind's, with a fraction of its traffic: there, up to 20 others send all records of a key for each report and
+    each look of a peer, which of ten trainers was 1 Mbit/s for each of them."""
 
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
         """Who stores something asks who is near its key. Under the key beside it nobody holds anything that they would

@@ -185,7 +185,8 @@ def test_aggregation():
 
 @pytest.mark.parametrize("loss, mini_steps", [(0.0, 10**6), (1e9, 10**6), (0.0, 1), (5.5 * 10**6, 10**6)])
 def test_one_of_four_does_not_bend_the_loss(loss, mini_steps):
-    honest = [(name, make_metrics(10, loss=mean * 5, mini_steps=5)) for name, mean in zip("abc", (6.0, 6.2, 6.1))]
+    losses = {"a": 6.0, "b": 6.2, "c": 6.1}
+    honest = [(name, make_metrics(10, loss=5 * mean, mini_steps=5)) for name, mean in losses.items()]
     assert aggregate_metrics(honest).loss == pytest.approx(6.1)
     lie = ("liar", make_metrics(10, loss=loss, mini_steps=mini_steps))
     assert aggregate_metrics([*honest, lie]).loss == pytest.approx(6.1, rel=0.05)

@@ -176,7 +176,7 @@ def test_a_search_that_fails_ends(kind, has_ended):
             second.protocol.call_find = fail
             try:
                 found = await asyncio.wait_for(second.get(KEY, latest=True), 2 * LINE.patience)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return False
             return found.value["second"].value == "new"
         finally:
