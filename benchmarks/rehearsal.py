@@ -645,7 +645,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--trainers", type=int, default=8, choices=range(2, 9))
     parser.add_argument("--seed", type=int, default=0, help="of what happens")
-    parser.add_argument("--target_batch_size", type=int, default=40, help="a 50th of an epoch, of three minutes")
+    parser.add_argument("--target_batch_size", type=int, default=40, help="a 50th of an epoch, of four to five minutes")
     parser.add_argument("--every", type=float, default=60, help="seconds from one event to the next")
     parser.add_argument("--lie", nargs="+", choices=LIES, metavar="KIND", help="kinds of lies, instead of the seed's")
     parser.add_argument("--no_liar", dest="lies", action="store_const", const=0, default=9)

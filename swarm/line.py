@@ -231,7 +231,7 @@ class Line:
         calm_sent, calm_at, most = sent, looked, 0.0  # when there was no queue, and the most that was sent since
         while True:
             await asyncio.sleep(LOOK_PERIOD)
-            node.protocol.wait_timeout = max(3.0, self.patience)  # one that is gone holds up a search
+            node.protocol.wait_timeout = max(3.0, 2 * self.patience)
             now, has_traffic = time.monotonic(), self._sent.value > sent
             peers = choose_peers(node)
             if not peers or not has_traffic and now < looked + IDLE_PERIOD:

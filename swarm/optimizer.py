@@ -454,8 +454,7 @@ class CollaborativeOptimizer:
         self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
         others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
-        at_least = max(self.tracker.quorum, 1 + len(others)) if self._averages_in_step() else 1
-        self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
+        self.grad_averager.set_expected_peers(others, self._count_needed(others), self.tracker.silent)
         self._expect_for_parameters()
         # not when alone: a round that is cancelled late still goes on, with a newcomer and gradients of an old epoch
         is_soon = self.tracker.estimated_next_update_time - get_dht_time() <= self.matchmaking_time
@@ -577,10 +576,7 @@ class CollaborativeOptimizer:
                 # where there are more, they may be busy with long steps: most of the swarm will do
                 self.tracker.leave_out_idle(asked, len(self.tracker.peers_at_epoch) // 2 * self._averages_in_step())
             others = self.tracker.peers_at_epoch
-            if not self._averages_in_step():
-                at_least = 1
-            else:  # most will do, when the others have been waited for
-                at_least = max(self.tracker.quorum, 1 + len(others) * (self._waited_since is None))
+            at_least = self._count_needed(others if self._waited_since is None else ())
             self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
             self._expect_for_parameters()  # that of the last epoch may still be looking for a group (note 72)
             if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
@@ -602,6 +598,10 @@ class CollaborativeOptimizer:
                     self._patient_from = self.local_epoch + PATIENT_EVERY
             if not self.tracker.peers_at_epoch or self.tracker.is_cut_off:
                 raise AllreduceException("too few others are there")
+
+    def _count_needed(self, others: Sequence[bytes]) -> int:
+        """Peers that a round takes: these others, as long as they are waited for, and most of the swarm in any case."""
+        return max(self.tracker.quorum, 1 + len(others)) if self._averages_in_step() else 1
 
     def _averages_in_step(self) -> bool:
         """Whether all peers go from epoch to epoch together.

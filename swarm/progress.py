@@ -188,7 +188,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             peer_id
             for peer_id, record in list(self.others.items())
             # neither silent for long, nor banned, which is until later
-            if record.epoch >= self._least_epoch and now - LINE.grace < self.silent.get(peer_id, now) <= now
+            if record.epoch >= self._least_epoch and now - LINE.grace <= self.silent.get(peer_id, now) <= now
         }
         return 1 + (1 + len(members & known or members)) // 2
 

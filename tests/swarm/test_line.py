@@ -415,6 +415,10 @@ def test_who_has_just_fallen_silent_counts_for_a_quorum():
         ):
             tracker.silent = {name: now + seconds for name, seconds in zip(names, silent, strict=False)}
             assert (tracker.quorum, tracker.is_cut_off) == (quorum, is_cut_off), silent
+        LINE.note_epoch(0)  # nobody knows yet how long one takes
+        tracker.silent = dict.fromkeys(names[:2], now - 1)
+        assert tracker.quorum == 2
+        LINE.note_epoch(40)
         tracker.silent = dict.fromkeys(names[:3], now - 1)
         tracker.others |= {b"strange%d" % number: SimpleNamespace(epoch=5) for number in range(9)}
         assert tracker.quorum == 3  # whoever has not worked yet does not count

@@ -149,9 +149,9 @@ def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(k
 
             reporter.protocol.call_find = count
             assert await reporter.store(KEY, "new", get_dht_time() + 60, subkey="reporter")
-            to_store, copies = copies, 0
+            stored, copies = copies, 0
             found = await reporter.get(KEY, latest=True)
-            return to_store, copies, found.value
+            return stored, copies, found.value
         finally:
             await asyncio.gather(*(node.shutdown() for node in nodes))
 
