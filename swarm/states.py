@@ -432,7 +432,9 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         # an auxiliary peer has nothing to average, and must not wait here for a round of the others
         averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
         with self._lock_step, torch.no_grad(), averaged:
-            load_optimizer_state(self.optimizer, metadata["optimizer_metadata"], tensors[len(targets) :])
+            # torch would keep these very tensors, and with each the memory of the whole download
+            moments = [tensor.clone() for tensor in tensors[len(targets) :]]
+            load_optimizer_state(self.optimizer, metadata["optimizer_metadata"], moments)
             for group, own in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(own)
             for target, tensor in zip(targets, tensors, strict=False):

@@ -80,6 +80,7 @@ with clean_end():
         averager.take_over(metadata, tensors)
         pairs = list(zip(list_tensors(averager), expected, strict=True))
         facts = dict(epoch=averager.local_epoch, history_digest=averager.history_digest, donors=metadata["donors"])
+        facts["kept"] = sum(tensor.untyped_storage().nbytes() for tensor in list_tensors(averager))
         facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
         print(json.dumps(facts | {"bytes": averager.received[0], "numbers": averager.received[1]}), flush=True)
     shut_down(dht)

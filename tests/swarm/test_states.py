@@ -52,6 +52,7 @@ def test_a_state_comes_from_all_donors_at_once(start, codec, bytes_each):
     facts = read_facts(take(start, prefix, donors, codec=codec))
     assert (facts["epoch"], facts["history_digest"], facts["numbers"]) == (3, "common", NUMBERS)
     assert len(facts["donors"]) == 3
+    assert facts["kept"] == 4 * (NUMBERS - 4)  # and not the memory of the download with it
     # nothing came twice
     assert facts["bytes"] == pytest.approx(bytes_each * NUMBERS, rel=0.03)
     # each had its share, as the lines are alike
