@@ -8,6 +8,7 @@ import time
 
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
@@ -51,6 +52,21 @@ def is_signed(standing: object, peer_id: PeerID) -> bool:
         return False
 
 
+class PromptKeyManager(GroupKeyManager):
+    """Tells beside the round that no group is looked for any more.
+
+    hivemind begins the round only when the DHT has stored that, which dead nodes delay by many seconds, while the rest
+    of the group waits (note 78).
+    """
+
+    async def declare_averager(self, *args, looking_for_group: bool = True, **kwargs) -> bool:
+        declared = super().declare_averager(*args, looking_for_group=looking_for_group, **kwargs)
+        if looking_for_group:
+            return await declared
+        self.declaring = asyncio.create_task(declared)  # kept, or the garbage collector might end it
+        return True
+
+
 class PromptMatchmaking(Matchmaking):
     """Starts a group as soon as the epoch has ended here and every peer that is known to be there has come.
 
@@ -65,6 +81,8 @@ class PromptMatchmaking(Matchmaking):
     silent: frozenset[bytes] = frozenset()
     #: how many of these and this peer have to come, once a group is looked for in earnest
     at_least = 1
+    #: the last peer that was asked to lead; until it accepts or refuses, nobody can join this one
+    asked: PeerID | None = None
 
     # where all answers are slow, hivemind's fixed time would pass everybody over
     request_timeout = from_line("request_timeout")
@@ -74,14 +92,16 @@ class PromptMatchmaking(Matchmaking):
         if silent != self.silent:
             self.potential_leaders.past_attempts.clear()  # those who could not be asked, or led to somebody else
         self.expected, self.at_least, self.silent = peer_ids, at_least, silent
-        if self.current_leader is not None and self.current_leader.to_bytes() in silent:
+        if self.asked is not None and self.asked.to_bytes() in silent:
             self.joining.cancel()
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        """hivemind's, which waits for a leader that is frozen or cut off until matchmaking_time has passed."""
+        """hivemind's, which waits for a leader that is frozen or cut off until matchmaking_time has passed, and as long
+        as the network likes for a connection to it."""
         if leader.to_bytes() in self.silent:
             return None
         self.joining = joining = asyncio.create_task(super()._request_join_group(leader))
+        self.asked = leader
         try:
             return await asyncio.shield(joining)
         except asyncio.CancelledError:

@@ -37,7 +37,7 @@ from swarm.guard import (
     find_own_shares,
 )
 from swarm.line import LINE, from_line
-from swarm.matchmaking import PromptMatchmaking, read_gathered
+from swarm.matchmaking import PromptKeyManager, PromptMatchmaking, read_gathered
 from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
 from swarm.processes import become_helper, hold_ctrl_c
 from swarm.sparse import SparseCompression
@@ -367,8 +367,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     async def _set_expected_peers(self, expected: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
         """Runs in the averager's process."""
-        # hivemind makes its matchmaking from a fixed class (hivemind/averaging/averager.py)
+        # hivemind makes them from fixed classes (hivemind/averaging/averager.py, matchmaking.py)
         self._matchmaking.__class__ = PromptMatchmaking
+        self._matchmaking.group_key_manager.__class__ = PromptKeyManager
         # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
         # target_group_size for the auxiliary peers in it
         self._matchmaking.group_key_manager.target_group_size = None

@@ -9,7 +9,7 @@ import pytest
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.load_balancing import load_balance_peers
-from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.averaging.matchmaking import Matchmaking, PotentialLeaders
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
@@ -110,6 +110,13 @@ def test_a_follower_asks_nothing_of_its_leader():
     """Note 70; PromptMatchmaking.expect: once accepted, it waits for the leader's message and nothing else."""
     joined = inspect.getsource(Matchmaking._request_join_group).split("pause_search")[1]
     assert "wait_for(anext(stream), time_to_expiration" in joined and "ping" not in joined
+
+
+def test_a_round_begins_when_the_dht_knows_that_no_group_is_looked_for():
+    """Note 78; PromptKeyManager."""
+    assert "await cancel_and_wait(declare_averager_task)" in inspect.getsource(PotentialLeaders.begin_search)
+    ended = inspect.getsource(PotentialLeaders._declare_averager_periodically).split("finally:")[1]
+    assert "await key_manager.declare_averager(" in ended and "looking_for_group=False" in ended
 
 
 def test_progress_is_locked_while_the_dht_is_asked():

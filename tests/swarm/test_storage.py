@@ -5,6 +5,7 @@ import functools
 import math
 
 import hivemind.dht.node
+import psutil
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
@@ -16,6 +17,7 @@ from records import attack, sign, start_dht_as
 
 from swarm.dht import DHT
 from swarm.line import LINE
+from swarm.matchmaking import PromptKeyManager
 from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode
 from utils import find_peer_id, make_validators
 
@@ -183,3 +185,26 @@ def test_a_search_that_fails_ends(kind, has_ended):
             await asyncio.gather(first.shutdown(), second.shutdown())
 
     assert asyncio.run(asyncio.wait_for(search(), 60)) == has_ended
+
+
+def test_who_has_found_a_group_does_not_wait_for_the_dht(peers):
+    """Note 78: where storing takes long, hivemind keeps the whole group waiting."""
+    victim, soon = peers[0], get_dht_time() + 300
+    manager = PromptKeyManager(victim, f"{PREFIX}_state_averager", "", None)
+    own = manager.current_key, victim.peer_id
+    process = psutil.Process(victim.pid)
+
+    async def find_a_group() -> list[tuple]:
+        assert await manager.declare_averager(*own, expiration_time=soon)
+        looking = await manager.get_averagers(manager.current_key, only_active=True)
+        process.suspend()
+        try:
+            await asyncio.wait_for(manager.declare_averager(*own, soon, looking_for_group=False), 30)
+            assert not manager.declaring.done()
+        finally:
+            process.resume()
+        assert await manager.declaring
+        return [looking, await manager.get_averagers(manager.current_key, only_active=True)]
+
+    looking, found = asyncio.run(asyncio.wait_for(find_a_group(), 60))
+    assert [peer for peer, _ in looking] == [victim.peer_id] and not found
