@@ -1,4 +1,4 @@
-"""Two peers average once; in a second round one of them is in the group, and sends nothing."""
+"""Two peers average once; in a second round one of them is in the group, and sends nothing. What is left of the rounds?"""
 
 import json
 import multiprocessing
@@ -25,7 +25,21 @@ def note_shares(*args):
     return plan
 
 
-swarm.rounds.plan_round = note_shares
+runners = multiprocessing.Value("i", 0)
+
+
+class CountedRunner(swarm.rounds.PromptRunner):
+    def __init__(self, *args, **kwargs):
+        with runners:
+            runners.value += 1
+        super().__init__(*args, **kwargs)
+
+    def __del__(self):
+        with runners:
+            runners.value -= 1
+
+
+swarm.rounds.plan_round, swarm.rounds.PromptRunner = note_shares, CountedRunner
 with clean_end():
     settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
     peers, maddrs = [], []
@@ -40,22 +54,26 @@ with clean_end():
 
     def schedule():
         for averager in averagers:
-            averager.reset_accumulated_grads_()
-            averager.accumulate_grads_(batch_size=1)
+            averager.accumulate(batch_size=1)
         return [averager.schedule_step(timeout=60) for averager in averagers]
 
-    controls = schedule()
-    for averager, control in zip(averagers, controls, strict=True):
-        averager.step(control=control, wait=False)
-    groups = [control.result(60) for control in controls]
+    groups = [averager.begin(control) for averager, control in zip(averagers, schedule(), strict=True)]
+    groups = [control.result(60) for control in groups]
+    for averager in averagers:
+        averager.finish()
     facts = dict(group_sizes=[len(group) for group in groups], shares=sorted(share / sum(shares) for share in shares))
     controls = schedule()
-    control = averagers[0].step(control=controls[0], wait=False)
+    control = averagers[0].begin(controls[0])
     while control.stage == AveragingStage.LOOKING_FOR_GROUP:
         time.sleep(0.01)
     start = time.monotonic()
     facts["failure"] = str(control.exception(60))
-    print(json.dumps(facts | {"seconds": time.monotonic() - start}), flush=True)
+    facts["seconds"] = time.monotonic() - start
     controls[1].cancel()
+    for number, averager in enumerate(averagers):
+        averager.set_expected_peers([], at_least=2 + number)  # as the optimizer does: hivemind remembers the last call
+    while runners.value and time.monotonic() < start + 30:
+        time.sleep(0.1)
+    print(json.dumps(facts | {"runners": runners.value}), flush=True)
     for dht, optimizer in peers:
         shut_down(dht, optimizer)
