@@ -445,8 +445,9 @@ def check_monitor(rehearsal: Rehearsal) -> dict[str, list]:
 
 
 def measure_growth(rehearsal: Rehearsal) -> dict[str, float]:
-    """For each role the growth of its processes together, of those that have lived for half of the time and more."""
-    growth, since = {}, rehearsal.begin + rehearsal.args.minutes * 60 / 6
+    """For each role the growth of its processes together, from the tenth of sixty minutes of their life to its end, of
+    those that have lived for a quarter of an hour: until two rounds are over, not all that they have is written to."""
+    growth = {}
     starts = {trainer.name: [run["started"] for run in trainer.runs] for trainer in rehearsal.list_honest()}
     starts, readings = starts | {"monitor": [0.0], "aux": [0.0]}, defaultdict(list)
     for event in rehearsal.events:
@@ -457,7 +458,7 @@ def measure_growth(rehearsal: Rehearsal) -> dict[str, float]:
             number = sum(start <= sample["time"] for start in starts[role])
             readings[role, number].append((sample["time"], sum(mb for mb, _ in measured.values())))
     for (role, _), values in readings.items():
-        steady = [mb for moment, mb in values if moment > max(since, values[0][0] + 120)]
+        steady = [mb for moment, mb in values if moment > values[0][0] + rehearsal.args.minutes * 60 / 6]
         if len(steady) >= 15:  # five minutes
             few = max(3, len(steady) // 10)
             change = statistics.fmean(steady[-few:]) / statistics.fmean(steady[:few]) - 1
@@ -523,7 +524,7 @@ def measure_newcomers(rehearsal: Rehearsal) -> list[dict]:
     return newcomers
 
 
-def read_losses(folder: Path, samples_per_epoch: int) -> dict[int, float]:
+def read_losses(folder: Path, samples_per_epoch: float) -> dict[int, float]:
     """The validation loss by samples of the whole swarm."""
     lines = [json.loads(text) for path in folder.glob("history*.jsonl") for text in path.read_text().splitlines()]
     losses = {line["validation_epoch"]: line["validation_loss"] for line in lines if line.get("validation_loss")}
@@ -605,11 +606,13 @@ def print_table(args: argparse.Namespace, f: dict) -> None:
         print(f"{count:5} {most:4}  {kind}")
 
 
-def draw(rehearsal: Rehearsal, alone: Path, path: Path) -> None:
-    """The loss by samples, and who was there when."""
+def draw(rehearsal: Rehearsal, reached: int, alone: Path, path: Path) -> None:
+    """The loss by samples, of which the honest have reached so many, and who was there when."""
     figure, axes = make_panels(2, 1, figsize=(11, 9))
-    for label, folder, steps in (("swarm", rehearsal.folders[0], LOCAL_STEPS), ("one process", alone, 1)):
-        losses = read_losses(folder, steps * rehearsal.args.target_batch_size)
+    swarm, batch = rehearsal.folders[0], rehearsal.args.target_batch_size
+    per_epoch = reached / max(read_losses(swarm, 1))  # fewer than should be, where liars claim some
+    for label, folder, size in (("swarm", swarm, per_epoch), ("one process", alone, batch)):
+        losses = read_losses(folder, size)
         axes[0].plot(list(losses), list(losses.values()), label=label)
     axes[0].set(xlabel="samples", ylabel="validation loss")
     axes[0].legend()
@@ -686,7 +689,7 @@ def main() -> None:
         alone = args.alone or train_alone(args, model.absolute(), figures["reached"])
         losses = read_losses(alone, args.target_batch_size)
         figures["losses"]["alone"] = float(np.interp(figures["reached"], list(losses), list(losses.values())))
-        draw(rehearsal, alone, args.output_dir / "rehearsal.png")
+        draw(rehearsal, figures["reached"], alone, args.output_dir / "rehearsal.png")
         file.write_text(json.dumps(figures, indent=2, default=str))
         print_table(args, figures)
     finally:
