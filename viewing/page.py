@@ -72,7 +72,8 @@ class StatusServer(http.server.ThreadingHTTPServer):
         :param history: of the run, which may grow
         """
         self.dht, self.read_progress, self.history = dht, read_progress, history
-        self.maddrs, self.next_look = [], 0.0
+        # or the first visitors would find none where the DHT's process is too busy to answer in time
+        self.maddrs, self.next_look = select_for_others(dht.get_visible_maddrs()), 0.0
         self.answers, self.next_answers, self.answering = {}, 0.0, threading.Lock()
         self.html = (Path(__file__).parent / "page.html").read_bytes()
         self.policy = make_policy(self.html.decode())

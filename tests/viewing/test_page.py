@@ -61,6 +61,7 @@ def server():
     found = concurrent.futures.Future()
     found.set_result(maddrs)
     dht = SimpleNamespace(run_coroutine=lambda *_, return_future: found, client_mode=False, peer_id=PEER)
+    dht.get_visible_maddrs = lambda: maddrs
     server = StatusServer(0, "run")
     server.serve(dht, lambda: {"epoch": 3000, "flags": "", **contributors.describe()}, make_history(3000))
     yield server
