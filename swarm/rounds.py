@@ -388,7 +388,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         finally:
             start.cancel()
             # what a round leaves, with all its tensors, refers to itself, and so little happens in this process that
-            # the garbage collector would come by in hours (note 79)
+            # the garbage collector hardly ever comes by (note 79)
             asyncio.get_running_loop().call_later(1.0, gc.collect)
 
     async def _start_when_triggered(self, step) -> None:

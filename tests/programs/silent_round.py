@@ -1,4 +1,4 @@
-"""Two peers average once; in a second round one of them is in the group, and sends nothing. And what they leave."""
+"""Two peers average once; in a second round one of them is in the group, and sends nothing. What is left of both?"""
 
 import json
 import multiprocessing

@@ -140,7 +140,7 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     # a matrix and a bias have 1,010 elements: two peers of the same bandwidth share them, unless 505 are too few
     assert [fact["group_sizes"] for fact in facts] == [[2, 2], [2, 2]]
     assert [fact["shares"] for fact in facts] == [[0.5, 0.5], [0, 1]]
-    # of which each has all tensors (note 79)
+    # no round is left, with all its tensors (note 79)
     assert [fact["runners"] for fact in facts] == [0, 0]
     # where one peer averages all, it may be either of them: it waits for the other's data, or for its averages
     assert all(re.search("has left the round|nobody else's data entered", fact["failure"]) for fact in facts), facts
