@@ -12,6 +12,7 @@ import hivemind
 import numpy
 import torch
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.utils.crypto import RSAPrivateKey
 
 from support.console import UserError
@@ -31,6 +32,19 @@ P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "rel
 P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60
 # A new identity is the key that this process signs with: a record can be traced to the peer that has to prove its id.
 hivemind.p2p.p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
+
+
+class SteadyControlClient(p2pclient.ControlClient):
+    """Goes on listening to its daemon when an answer has come just as its question was given up, where hivemind's never
+    hears anything again: no answer, and no question of another peer (note 80)."""
+
+    async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
+        while not reader.at_eof():
+            with contextlib.suppress(asyncio.InvalidStateError):
+                await super()._read_from_persistent_conn(reader)
+
+
+p2pclient.ControlClient = SteadyControlClient
 
 
 def check_versions(numpy_version: str = numpy.__version__) -> None:

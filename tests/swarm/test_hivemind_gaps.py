@@ -1,6 +1,7 @@
 """Faults of hivemind 1.1.12 that swarm/ works around, see docs/hivemind.md for the notes by number. A failure here is
 good news: hivemind has fixed one of them, and the workaround that the test names can go."""
 
+import asyncio
 import inspect
 import logging
 
@@ -15,11 +16,16 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
+from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
+from hivemind.proto import p2pd_pb2
 from hivemind.utils import MSGPackSerializer, TimedStorage, get_dht_time
 from processes import run_python
 
 from arguments import AveragingArguments
 from support.console import UserError
+from swarm.dht import SteadyControlClient
 from swarm.line import Line
 from swarm.processes import is_worth_a_line
 
@@ -189,6 +195,44 @@ def test_clients_give_no_state():
 def test_the_epochs_of_clients_do_not_count():
     """ProgressTracker._parse_swarm_progress_data: nor would clients alone ever go on together."""
     assert "if not peer.client_mode" in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
+
+
+class Wire:
+    """What a daemon writes is there to be read at once."""
+
+    def __init__(self):
+        self.reader = asyncio.StreamReader()
+        self.write = self.reader.feed_data
+
+    async def drain(self) -> None:
+        pass
+
+
+async def answer_late(client: ControlClient) -> bytes | BaseException:
+    """What a client hears in answer to a question, when it has given up another one just as the answer to it came."""
+    wire = Wire()
+    listening = asyncio.create_task(client._read_from_persistent_conn(wire.reader))
+    for is_given_up in (True, False):
+        call = asyncio.create_task(client.call_unary_handler(PeerID(b"peer"), "question", b""))
+        asked = await client._pending_messages.get()
+        response = p2pd_pb2.CallUnaryResponse(response=b"answer")
+        answer = p2pd_pb2.PersistentConnectionResponse(callId=asked.callId, callUnaryResponse=response)
+        await write_pbmsg(wire, answer)
+        if is_given_up:
+            call.cancel()
+            await asyncio.wait({call})
+            client._pending_messages.get_nowait()  # for the daemon to forget it
+    await asyncio.wait({call, listening}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    return call.result() if call.done() else listening.exception()
+
+
+def test_an_answer_to_a_question_that_was_just_given_up_leaves_nobody_deaf():
+    """Note 80; SteadyControlClient in swarm/dht.py."""
+    clients = (kind(None, _initialized_with_create=True) for kind in (ControlClient, SteadyControlClient))
+    deaf, steady = (asyncio.run(answer_late(client)) for client in clients)
+    assert isinstance(deaf, asyncio.InvalidStateError)
+    assert steady == b"answer"
+    assert hivemind.p2p.p2p_daemon_bindings.p2pclient.ControlClient is SteadyControlClient
 
 
 def test_iterators_of_the_standard_library_are_not_recognised_in_requests():
