@@ -73,6 +73,9 @@ class PromptMatchmaking(Matchmaking):
     hivemind waits for a full group or until matchmaking_time has passed: a swarm smaller than target_group_size waits
     it out in each round (note 11), and one that was just large enough does so once a peer has died (note 22).
 
+    A group that has formed waits for none of its members: whoever leads it knows that the epoch is over. hivemind's may
+    also form before, once it is full or has waited for long, so that nobody knows what it is waiting for.
+
     And a group is full of trainers: hivemind counts auxiliary peers too, so that trainers average with nobody else.
     """
 
@@ -134,6 +137,11 @@ class PromptMatchmaking(Matchmaking):
 
     @property
     def target_group_size(self) -> int | None:
+        """With so many peers it begins: never, as long as this one's epoch goes on."""
+        return self.size_limit if self.is_over else None
+
+    @property
+    def size_limit(self) -> int | None:
         size = self.__dict__["target_group_size"]
         if size is None or self.step_control is None:
             return size
@@ -167,20 +175,31 @@ class PromptMatchmaking(Matchmaking):
                     self.starting = asyncio.create_task(self.start_when_complete())
                 yield message
 
+    def _check_reasons_to_reject(self, request, context) -> averaging_pb2.MessageFromLeader | None:
+        reason = super()._check_reasons_to_reject(request, context)
+        return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL) if self.is_full else reason
+
     async def start_when_complete(self) -> None:
         async with self.lock_request_join_group:
             if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
                 return
-            if not self.step_control.triggered:
-                return  # a group is looked for in advance; whoever comes in the meantime shall be in it
-            if self.is_complete():
+            if self.is_over and self.is_complete():
                 await self.leader_assemble_group()
 
     def is_complete(self) -> bool:
         """Whether nobody else is worth a wait."""
         here = self.list_here()
         is_enough = self.at_least <= len(here & self.wanted) if self.at_least > 1 else self.expected <= here
-        return bool(self.expected) and is_enough
+        return bool(self.expected) and is_enough or self.is_full
+
+    @property
+    def is_full(self) -> bool:
+        return self.size_limit is not None and len(self.current_followers) + 1 >= self.size_limit
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this peer's epoch is; before, whoever comes shall be in the group."""
+        return self.step_control is not None and self.step_control.triggered
 
     def list_here(self) -> set[bytes]:
         return {peer_id.to_bytes() for peer_id in (self.peer_id, *self.current_followers)}
@@ -191,7 +210,8 @@ class PromptMatchmaking(Matchmaking):
 
     @property
     def min_group_size(self) -> int:
-        """More than there are while too few of the expected peers have come, so that hivemind keeps looking."""
-        if len(self.list_here() & self.wanted) < self.at_least:
+        """More than there are while too few of the expected peers have come, or this one's epoch goes on, so that
+        hivemind keeps looking."""
+        if len(self.list_here() & self.wanted) < self.at_least or not self.is_over:
             return len(self.current_followers) + 2
         return self.__dict__["min_group_size"]

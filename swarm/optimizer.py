@@ -267,8 +267,7 @@ class CollaborativeOptimizer:
             if self._must_download():
                 self.load_state_from_peers()
                 return
-        self._look_for_group()
-        if self.tracker.ready_to_update_epoch:
+        if self._look_for_group() or self.tracker.ready_to_update_epoch:
             self._end_epoch()
 
     def leave(self) -> None:
@@ -448,8 +447,9 @@ class CollaborativeOptimizer:
             )
             self._download_after = time.monotonic() + pause
 
-    def _look_for_group(self) -> None:
-        """In good time before the epoch ends, so that the round begins as soon as it has ended."""
+    def _look_for_group(self) -> bool:
+        """In good time before the epoch ends, so that the round begins as soon as it has ended; returns whether a group
+        has formed, which waits for this peer, as that may count fewer samples than the others."""
         digest = self.state_averager.history_digest
         self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
         others = self.tracker.peers_at_epoch
@@ -462,6 +462,7 @@ class CollaborativeOptimizer:
         if self._has_others and is_soon and (control is None or control.triggered or control.done()):
             self.scheduled_grads = self.grad_averager.schedule_step(self.averaging_timeout)
             self.tracker.question(others)  # who is gone is known when the epoch ends
+        return control is not None and control.stage == AveragingStage.AWAITING_TRIGGER and not control.triggered
 
     @property
     def _has_others(self) -> bool:

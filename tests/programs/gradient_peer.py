@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--local_steps", type=int, default=1)
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--density", type=float, default=1.0, help="of local steps")
+    parser.add_argument("--counts_less", action="store_true", help="than the others: for it, no epoch is ever over")
     parser.add_argument("--nudge_by", type=float, default=1.0)
     args = parser.parse_args()
     setup_logging("peer")
@@ -120,6 +121,8 @@ def main() -> None:
     options |= dict(overlap=args.overlap, density=args.density, times_follow_the_line=args.times_follow_the_line)
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
+    if args.counts_less:
+        type(optimizer.tracker).ready_to_update_epoch = False
     if args.auxiliary:
         optimizer.state_averager.offer_states()
     stop = handle_stop_signals()

@@ -149,6 +149,20 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     assert 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
 
 
+def test_a_peer_that_counts_fewer_samples_comes_along(start):
+    """Whoever does not hear of some of the others' samples would let all of them wait in a group that has formed."""
+    prefix = make_prefix()
+    first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16)
+    second = start_peer(start, "second", prefix, gradient=3.0, batch_size=16, others=[first], flags=["--counts_less"])
+    joint = wait_until(lambda: len(both := joint_epochs(first, second)) >= 3 and both, 90, "3 joint epochs")
+    assert epochs(first)[joint[-1]]["parameter"] == pytest.approx(epochs(second)[joint[-1]]["parameter"], rel=1e-5)
+    # nor does the group that has formed end an epoch early
+    assert all(epochs(first)[epoch]["samples"] + epochs(second)[epoch]["samples"] >= 128 for epoch in joint)
+    for peer in (first, second):
+        peer.interrupt()
+        peer.assert_clean_end()
+
+
 def test_a_survivor_loses_no_gradients(start):
     """kill -9 of the other peer, in a round or before it: the survivor's samples enter its next step (note 16)."""
     prefix = make_prefix()
