@@ -18,6 +18,7 @@ from swarm.joining import make_dht
 from swarm.line import LINE
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
+from swarm.progress import ProgressTracker
 from swarm.sparse import SparseCompression
 
 
@@ -34,9 +35,12 @@ def make_gradient_optimizer(
     is_robust: bool = False,
     density: float = 1.0,
     times_follow_the_line: bool = False,
+    counts_less: bool = False,
     **settings,
 ) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
+    if counts_less:
+        ProgressTracker.ready_to_update_epoch = False
     if not times_follow_the_line:
         settings |= dict(matchmaking_time=2.0, request_timeout=1.0, next_chunk_timeout=4.0)
         settings["averaging_timeout"] = averaging_timeout
@@ -116,13 +120,11 @@ def main() -> None:
         LINE.set_bandwidth(args.mbits, is_given=True)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
     options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
-    options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust)
+    options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust, counts_less=args.counts_less)
     options |= dict(local_steps=args.local_steps, local_steps_from=3, outer_lr=1.0, outer_momentum=0.5)
     options |= dict(overlap=args.overlap, density=args.density, times_follow_the_line=args.times_follow_the_line)
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
-    if args.counts_less:
-        type(optimizer.tracker).ready_to_update_epoch = False
     if args.auxiliary:
         optimizer.state_averager.offer_states()
     stop = handle_stop_signals()

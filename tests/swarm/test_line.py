@@ -341,7 +341,8 @@ def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(monkeypatch, se
 
 def test_a_group_waits_for_all_then_for_most():
     matchmaking = PromptMatchmaking.__new__(PromptMatchmaking)  # without its network
-    matchmaking.__dict__.update(min_group_size=2)
+    step = SimpleNamespace(triggered=True)
+    matchmaking.__dict__.update(min_group_size=2, target_group_size=None, step_control=step)
 
     def is_enough(at_least: int, *group: bytes) -> tuple[bool, bool]:
         """Whether it starts at once, and whether it may start when its time is up."""
@@ -357,6 +358,9 @@ def test_a_group_waits_for_all_then_for_most():
     assert is_enough(3, b"b", b"x", b"y", b"z") == (False, False)
     # nor is a quorum there when all have come who are left of a swarm that is cut in two
     assert is_enough(5, b"a", b"b", b"c", b"d") == (False, False)
+    step.triggered = False  # this peer's epoch goes on
+    assert is_enough(4, b"a", b"b", b"c", b"d") == (True, False)
+    step.triggered = True
     # averagers of states: all at once, or whoever is there when the time is up
     assert is_enough(1, b"a", b"b") == (False, True) and is_enough(1, b"a", b"b", b"c", b"d") == (True, True)
 
