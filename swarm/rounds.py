@@ -299,6 +299,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._strikes: Counter[PeerID] = Counter()
         #: in the averager's process: how much each is trusted to average, see swarm/guard.py
         self._trust: dict[PeerID, float] = defaultdict(lambda: 1.0)
+        #: in the averager's process: the steps that are under way
+        self._steps: set[asyncio.Task] = set()
         super().__init__(*args, **kwargs)
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
@@ -382,10 +384,12 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         return getattr(self._matchmaking, "silent", frozenset())
 
     async def _step(self, *, step, **kwargs) -> None:
-        start = asyncio.create_task(self._start_when_triggered(step))
+        task, start = asyncio.current_task(), asyncio.create_task(self._start_when_triggered(step))
+        self._steps.add(task)  # nobody else holds one that waits for its epoch to end: it would be garbage (note 81)
         try:
             await super()._step(step=step, **kwargs)
         finally:
+            self._steps.discard(task)
             start.cancel()
             # what a round leaves, with all its tensors, refers to itself, and so little happens in this process that
             # the garbage collector hardly ever comes by (note 79)

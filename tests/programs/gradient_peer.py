@@ -5,7 +5,9 @@ components; after each epoch it prints a JSON line with its parameters and count
 """
 
 import argparse
+import gc
 import json
+import threading
 import time
 from functools import partial
 
@@ -14,6 +16,7 @@ import torch
 from arguments import AveragingArguments, SwarmArguments
 from models.state_codecs import COMPRESSIONS
 from support.console import setup_logging
+from swarm.gradients import GradientAverager
 from swarm.joining import make_dht
 from swarm.line import LINE
 from swarm.optimizer import CollaborativeOptimizer
@@ -41,6 +44,8 @@ def make_gradient_optimizer(
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
     if counts_less:
         ProgressTracker.ready_to_update_epoch = False
+        GradientAverager.run = collect_and_run
+        GradientAverager._expected = property(lambda _: None, lambda *_: None)  # its process is told at each step
     if not times_follow_the_line:
         settings |= dict(matchmaking_time=2.0, request_timeout=1.0, next_chunk_timeout=4.0)
         settings["averaging_timeout"] = averaging_timeout
@@ -69,6 +74,19 @@ def make_gradient_optimizer(
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
     )
+
+
+def collect_and_run(averager: GradientAverager, run=GradientAverager.run) -> None:
+    """In the averager's process, which collects its garbage all the time: a step that waits is none."""
+
+    def collect() -> None:
+        gc.freeze()
+        while True:
+            gc.collect()
+            time.sleep(0.01)
+
+    threading.Thread(target=collect, daemon=True).start()
+    run(averager)
 
 
 def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
