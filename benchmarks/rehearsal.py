@@ -158,7 +158,7 @@ class Rehearsal:
             command += ["--refresh_period", 5]
         else:
             command = ["run_aux_peer.py", *command, "--initial_peers", *self.coordinators[:1], *self.data, *self.flags]
-            command += ["--assist_in_averaging", "--store_checkpoints", "--save_checkpoint_step_interval", 5]
+            command += ["--assist_in_averaging", "--store_checkpoints", "--save_checkpoint_step_interval", 2]
             command += ["--report_to", "none"]
         log = self.folder / f"{name}.log-{self.starts[name]}"
         self.starts[name] += 1
