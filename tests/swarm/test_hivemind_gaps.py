@@ -197,6 +197,13 @@ def test_the_epochs_of_clients_do_not_count():
     assert "if not peer.client_mode" in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
 
 
+def test_nobody_holds_a_step():
+    """Note 81; VerifiedAverager._step in swarm/rounds.py: the next message takes the place of its task."""
+    source = inspect.getsource(hivemind.DecentralizedAverager._run_internal)
+    assert "task = asyncio.create_task(getattr(self, method)(*args, **kwargs))" in source
+    assert "add(task" not in source and "append(task" not in source
+
+
 class Wire:
     """What a daemon writes is there to be read at once."""
 
