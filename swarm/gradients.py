@@ -79,10 +79,10 @@ class GradientAverager(VerifiedAverager):
                     tensor.add_(param.grad.to(tensor.device), alpha=batch_size)
             self.samples += batch_size
 
-    def schedule_step(self, timeout: float | None = None) -> StepControl:
-        """Look for a group, for a round that `begin` starts."""
+    def schedule_step(self) -> StepControl:
+        """Look for a group, for a round that `begin` starts, for as long as nobody cancels that."""
         gather = sign_standing([*self.round_state, sketch(self.list_common())])
-        return self.step(wait=False, require_trigger=True, gather=gather, timeout=timeout)
+        return self.step(wait=False, require_trigger=True, gather=gather)
 
     def list_common(self) -> Sequence[torch.Tensor]:
         """The parameters that all peers should have in common."""

@@ -460,7 +460,7 @@ class CollaborativeOptimizer:
         is_soon = self.tracker.estimated_next_update_time - get_dht_time() <= self.matchmaking_time
         control = self.scheduled_grads
         if self._has_others and is_soon and (control is None or control.triggered or control.done()):
-            self.scheduled_grads = self.grad_averager.schedule_step(self.averaging_timeout)
+            self.scheduled_grads = self.grad_averager.schedule_step()
             self.tracker.question(others)  # who is gone is known when the epoch ends
         return control is not None and control.stage == AveragingStage.AWAITING_TRIGGER and not control.triggered
 

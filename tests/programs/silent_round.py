@@ -55,7 +55,7 @@ with clean_end():
     def schedule():
         for averager in averagers:
             averager.accumulate(batch_size=1)
-        return [averager.schedule_step(timeout=60) for averager in averagers]
+        return [averager.schedule_step() for averager in averagers]
 
     groups = [averager.begin(control) for averager, control in zip(averagers, schedule(), strict=True)]
     groups = [control.result(60) for control in groups]
