@@ -216,7 +216,7 @@ class CollaborativeOptimizer:
     def _choose_phase(self) -> None:
         """By the epoch, after it has changed."""
         batch = self.averaging.target_batch_size * (self.averaging.local_steps if self.is_local else 1)
-        self.tracker.target_batch_size = batch - self.averaging.batch_size_lead
+        self.tracker.set_target(batch - self.averaging.batch_size_lead)
         if self.averaging.robust_averaging == "clip":
             self.grad_averager.max_weight = self.state_averager.max_weight = batch
         if self.local and self.is_local != self.grad_averager.is_local:

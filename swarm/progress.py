@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -321,6 +322,13 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 f"peer {PeerID(peer_id)} says that it is there, and comes to no round: no rounds with it for a while"
             )
         return absent
+
+    def set_target(self, samples: int) -> None:
+        """So many make an epoch now. When it ends was estimated for another number of them: an auxiliary peer that has
+        just come would take an epoch of local steps for over."""
+        if samples != self.target_batch_size:
+            self.target_batch_size, self.global_progress.eta_next_epoch = samples, math.inf
+            self.fetch_soon(0.0)
 
     def fetch_soon(self, seconds: float) -> None:
         """Look at the swarm's progress again after this time."""
