@@ -4,13 +4,16 @@ from functools import partial
 
 import pytest
 import torch
+from hivemind.utils.crypto import RSAPrivateKey
 from processes import make_prefix, wait_until
+from records import run_dhts
 from swarms import epochs, start_peer
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
 from swarm.contract import RunSchedule, describe_averaging, read_schedule
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
+from swarm.progress import ProgressTracker
 from swarm.states import initialize_optimizer_state_
 from utils import RunContract
 
@@ -67,6 +70,30 @@ def test_samples_of_a_run_with_local_steps():
     schedule = read_schedule(contract)
     assert schedule == RunSchedule(100, 500, 25, 200)
     assert [schedule.count_samples(epoch) for epoch in (0, 200, 201, 203)] == [0, 20_000, 22_500, 27_500]
+
+
+def test_an_epoch_that_takes_more_from_now_on_is_not_over():
+    """As for an auxiliary peer that comes in the middle of one, or when the epochs of local steps begin."""
+    periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
+    prefix = make_prefix()
+    with run_dhts([], []) as dhts:
+        one, other = [
+            ProgressTracker(dht, prefix, target_batch_size=BATCH, private_key=RSAPrivateKey(), start=True, **periods)
+            for dht in dhts
+        ]
+        try:
+            other.report_local_progress(5, 2 * BATCH)
+            one.report_local_progress(5, 0)
+            wait_until(lambda: one.others and one.ready_to_update_epoch, 20, "the end of an epoch")
+            with one.pause_updates():
+                one.set_target(10**9)
+                assert not one.ready_to_update_epoch
+                assert one.global_progress.samples_accumulated == 2 * BATCH
+            wait_until(lambda: one.global_progress.eta_next_epoch < float("inf"), 20, "another estimate")
+            assert not one.ready_to_update_epoch
+        finally:
+            one.shutdown()
+            other.shutdown()
 
 
 def make_local_steps(numbers: int = 5) -> tuple[torch.nn.Parameter, OuterOptimizer, LocalSteps]:
