@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import gc
 import logging
+import math
 import multiprocessing
 import time
 from collections import Counter, defaultdict
@@ -423,6 +424,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         plan, own = make_plan(bandwidths), group_info.peer_ids.index(self.peer_id)
 
         def has_slowed() -> bool:
+            if (LINE.mbits or math.inf) > (bandwidths[own] or math.inf) / 2:
+                return False  # a new round would take all of them longer than what this line has lost
             share = make_plan([*bandwidths[:own], LINE.mbits, *bandwidths[own + 1 :]]).shares[own]
             return share > plan.shares[own] and is_other_share(share, plan.shares[own])
 
