@@ -1,5 +1,5 @@
-"""The house: imports run one way, from the scripts down to support/, and nowhere in a circle; files and functions are
-short. `make lint` runs this too."""
+"""The house: imports run one way, from the scripts down to support/, and nowhere in a circle. `make lint` runs this
+too."""
 
 import ast
 import graphlib
@@ -7,13 +7,6 @@ import os
 
 from house import FILES, FLOORS, MODULES, ORDER
 from processes import ROOT
-
-LONGEST_FILE, LONGEST_FUNCTION = 700, 90  # lines
-# what is longer still, by its present length: it may only shrink
-LONGER = {
-    "arguments.py": 740,
-}
-
 
 def find_imports(path) -> set[str]:
     """Our modules that a file imports, at its top or in a function."""
@@ -53,22 +46,6 @@ def test_nothing_from_the_network_is_run():
                 if node.func.attr in ("from_pretrained", "from_config"):
                     assert options.get("trust_remote_code") == "False", where
                 assert options.get("allow_pickle", "False") == "False", where
-
-
-def test_files_and_functions_are_short():
-    longer = {}
-    for path in (*FILES, *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/**/*.py")):
-        name, text = path.relative_to(ROOT).as_posix(), path.read_text()
-        if len(text.splitlines()) > LONGEST_FILE:
-            longer[name] = len(text.splitlines())
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = node.end_lineno - node.lineno + 1
-                if length > LONGEST_FUNCTION:
-                    longer[f"{name}: {node.name}"] = length
-    for what, length in longer.items():
-        assert length <= LONGER.get(what, 0), f"{what} has {length} lines"
-    assert longer.keys() == LONGER.keys(), "what is short now is taken off the list"
 
 
 def test_what_people_run_can_be_run_by_its_name():
