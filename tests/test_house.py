@@ -8,6 +8,7 @@ import os
 from house import FILES, FLOORS, MODULES, ORDER
 from processes import ROOT
 
+
 def find_imports(path) -> set[str]:
     """Our modules that a file imports, at its top or in a function."""
     names = set()
