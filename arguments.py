@@ -266,7 +266,7 @@ class AveragingArguments:
         # or no round would have time to form
         check_order(self, "matchmaking_time", "averaging_timeout", is_strict=True)
         check_order(self, "min_refresh_period", "max_refresh_period")
-        check_range(self, "bandwidth", above=0, at_most=1e6)
+        check_range(self, "bandwidth", at_least=0.01, at_most=1e6)  # PLAUSIBLE_MBITS in swarm/plan.py
         # others refuse records that live longer: utils.py
         check_range(self, "metadata_expiration", above=0, at_most=3600)
 

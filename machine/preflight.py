@@ -215,7 +215,7 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
     size, seconds = estimate_round_seconds(parameters, peers, averaging)
     times = (averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout)
     LINE.fix(*times, averaging.next_chunk_timeout)
-    LINE.expect_round(seconds)
+    LINE.expect_round(seconds, own_seconds=seconds)
     finding = (
         f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {format_number(averaging.bandwidth)} "
         f"Mbit/s (--bandwidth); {LINE.describe_times()}"

@@ -253,6 +253,11 @@ def group_donors(donors: Sequence[Donor], ranks: dict[PeerID, tuple]) -> list[li
     return sorted(groups, key=lambda group: (ranks[group[0].peer], len(group), group[0].key[0]), reverse=True)
 
 
+def select_agreed(groups: Sequence[list[Donor]], voters: Sequence[PeerID]) -> list[list[Donor]]:
+    """The group of donors in which more than half of the voters are, if there is one; all groups without voters."""
+    return [g for g in groups if not voters or 2 * sum(donor.peer in voters for donor in g) > len(voters)]
+
+
 class Download:
     """A state that is put together from blocks of several donors, which have the same one.
 

@@ -55,6 +55,7 @@ LONGEST_REQUEST = 10.0  # seconds: while a peer waits for an answer, others wait
 # Of an epoch, and in seconds: some are still busy with a step when it ends. Where it was long, to leave them out costs
 # more than to wait.
 MATCHMAKING_SHARE, LONGEST_MATCHMAKING = 0.08, 15.0
+LONGEST_CLAIMED = 200.0  # seconds of a round that timeouts follow on the word of others
 # Of an epoch, and in seconds: who is cut off with a smaller half, mostly for some seconds, would step to another state.
 GRACE_SHARE, LONGEST_GRACE = 0.25, 60.0
 
@@ -207,8 +208,13 @@ class Line:
             f"may pause for {self.next_chunk_timeout:.0f} s (--next_chunk_timeout)"
         )
 
-    def expect_round(self, seconds: float) -> None:
-        """A round should take so long, or did: the longest counts, and is slowly forgotten."""
+    def expect_round(self, seconds: float, own_seconds: float = 0.0) -> None:
+        """Learn how long a round should take, or took: the longest counts, and is slowly forgotten.
+
+        :param seconds: follows from what others claim, or do
+        :param own_seconds: for this peer's own bytes at its own rate: a longer time counts up to LONGEST_CLAIMED
+        """
+        seconds = min(seconds, max(LONGEST_CLAIMED, own_seconds))
         self._round_seconds.value = max(seconds, 0.9 * self._round_seconds.value)
 
     def note_epoch(self, seconds: float) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 import time
 
 from hivemind.averaging.allreduce import AveragingMode
@@ -17,23 +16,27 @@ from hivemind.utils.serializer import MSGPackSerializer
 
 from swarm.guard import PeersLied
 from swarm.line import LINE, from_line
+from swarm.plan import PLAUSIBLE_MBITS
 from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
 
 
 def read_gathered(data: bytes) -> tuple[AveragingMode, object, float | None]:
-    """Whether a peer of a group averages, is a client, or is auxiliary; what it has gathered; its Mbit/s, if known.
+    """Parse what a peer tells its group.
 
-    :raises ValueError: it is nothing that an averager would say
+    :returns: whether it averages, is a client, or is auxiliary; what it has gathered; its bandwidth in Mbit/s or None
+    :raises ValueError: the data is invalid; the message continues a sentence that begins with the peer
     """
     try:
         bandwidth, mode, gathered = MSGPackSerializer.loads(data)
-        if bandwidth is not None and not 0 <= bandwidth < math.inf:
-            raise ValueError(f"a bandwidth of {bandwidth}")
-        return AveragingMode(mode), MSGPackSerializer.loads(gathered), bandwidth
+        mode, gathered = AveragingMode(mode), MSGPackSerializer.loads(gathered)
+        is_plausible = bandwidth is None or PLAUSIBLE_MBITS[0] <= bandwidth <= PLAUSIBLE_MBITS[1]
     except Exception as e:  # hostile bytes: the decoder raises whatever it likes
-        raise ValueError(f"what a peer tells its group cannot be read ({e!r})") from e
+        raise ValueError(f"sends group data that cannot be read ({e!r})") from e
+    if not is_plausible:
+        raise ValueError(f"claims a bandwidth of {bandwidth} Mbit/s")
+    return mode, gathered, bandwidth
 
 
 def sign_standing(standing: list) -> list:
@@ -120,8 +123,12 @@ class PromptMatchmaking(Matchmaking):
         own = self.step_control.data_for_gather
         said = dict(zip(map(PeerID, message.ordered_peer_ids), message.gathered, strict=False))
         is_true = said.get(self.peer_id) == own and len(said) == len(message.gathered)
-        if is_true and isinstance(read_gathered(own)[1], list):
-            is_true = all(is_signed(read_gathered(data)[1], peer) for peer, data in said.items())
+        try:
+            parsed = {peer: read_gathered(data)[1] for peer, data in said.items()}
+        except ValueError as e:  # an honest leader has refused it
+            raise PeersLied({leader: f"leads a group of which a member {e}"}) from e
+        if is_true and isinstance(parsed[self.peer_id], list):
+            is_true = all(is_signed(gathered, peer) for peer, gathered in parsed.items())
         if not is_true:
             raise PeersLied({leader: "forges what its followers say of themselves"})
         return await super().follower_assemble_group(leader, message)
@@ -151,6 +158,14 @@ class PromptMatchmaking(Matchmaking):
     async def rpc_join_group(self, request, context):
         try:
             _, theirs, _ = read_gathered(request.gather)
+        except ValueError as e:
+            is_awaited = self.is_looking_for_group and context.remote_id.to_bytes() in self.expected
+            if is_awaited and self.current_leader is None and not self.assembled_group.done():
+                # this search ends, the optimizer bans the peer, and the next search does not wait for it
+                self.assembled_group.set_exception(PeersLied({context.remote_id: str(e)}))
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+            return
+        try:
             own = read_gathered(self.step_control.data_for_gather)[1] if self.step_control else None
             if isinstance(own, list) and isinstance(theirs, list) and own[1] and own[:1] < theirs[:1]:
                 raise ValueError("it is further than this peer, which would close its group before its epoch ends")

@@ -174,7 +174,8 @@ class CollaborativeOptimizer:
                 param.grad = gradient
         if LINE.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)
-            LINE.expect_round(2 * bits / (LINE.mbits * 1e6))
+            seconds = 2 * bits / (LINE.mbits * 1e6)
+            LINE.expect_round(seconds, own_seconds=seconds)
             logger.info(f"a round of {bits / 8e6:.3g} MB: {LINE.describe_times()}")
 
     @property
@@ -305,13 +306,14 @@ class CollaborativeOptimizer:
     def _follow_trainers(self) -> None:
         """Bring an auxiliary peer to the trainers' epoch: it has no progress of its own.
 
-        That is the highest epoch that two of them have reached, as one alone cannot be helped. Forward when they have
-        stepped without it; back when they have lost a round that it took for averaged.
+        That is the highest epoch that more than half of them have reached. Forward when they have stepped without it;
+        back when they have lost a round that it took for averaged.
         """
         records = sorted(self.tracker.present.values(), key=lambda record: -record.epoch)
         if len(records) < 2:
             return
-        epoch, reported = records[1].epoch, records[1].time > self._epoch_start + FIRST_LOOK
+        middle = records[len(records) // 2]
+        epoch, reported = middle.epoch, middle.time > self._epoch_start + FIRST_LOOK
         if epoch == self.local_epoch or (epoch < self.local_epoch and not reported):
             return
         self._leave_round(self.scheduled_grads, patience=0.0)
@@ -346,7 +348,9 @@ class CollaborativeOptimizer:
 
         :returns: whether somebody who has started from this very state gave them
         """
-        loaded = self.state_averager.load_step_from_peers(list(self.tracker.silent), self._download_timeout)
+        loaded = self.state_averager.load_step_from_peers(
+            self.tracker.list_donors(), avoid=list(self.tracker.silent), timeout=self._download_timeout
+        )
         if loaded is None:
             return False
         gradients, group_id = loaded
@@ -372,7 +376,8 @@ class CollaborativeOptimizer:
         """Take over the newest state of the swarm; gradients that are not yet averaged are kept.
 
         :param min_epoch: take an earlier state only after some seconds without this one; default: the swarm's epoch
-        :param donors: ids of peers to ask first
+        :param donors: ids of peers of which more than half have to describe the same state; default: those that are
+            known to have worked
         :returns: whether a peer sent it; otherwise the local state stays, and peers that do not answer do not count
             any more, so that training continues without them
         """
@@ -460,6 +465,7 @@ class CollaborativeOptimizer:
         is_soon = self.tracker.estimated_next_update_time - get_dht_time() <= self.matchmaking_time
         control = self.scheduled_grads
         if self._has_others and is_soon and (control is None or control.triggered or control.done()):
+            self._ban_liars(control)
             self.scheduled_grads = self.grad_averager.schedule_step()
             self.tracker.question(others)  # who is gone is known when the epoch ends
         return control is not None and control.stage == AveragingStage.AWAITING_TRIGGER and not control.triggered
@@ -479,10 +485,7 @@ class CollaborativeOptimizer:
     def _begin_round(self) -> StepControl | None:
         """The round of this epoch's gradients, or None where nobody else is there."""
         control = self.scheduled_grads
-        for ended in (control, self.scheduled_state):
-            is_failure = ended is not None and ended.done() and not ended.cancelled()
-            if is_failure and isinstance(ended.exception(), PeersLied):
-                self.tracker.ban(ended.exception().args[0])
+        self._ban_liars(control, self.scheduled_state)
         if self.scheduled_state is not None and self.scheduled_state.done():
             self.scheduled_state = None
         if control is not None and (control.triggered or control.done()):
@@ -496,6 +499,13 @@ class CollaborativeOptimizer:
         else:
             self.scheduled_grads = self.grad_averager.begin(control)
         return self.scheduled_grads
+
+    def _ban_liars(self, *controls: StepControl | None) -> None:
+        """Ban the peers that have made one of these rounds fail, or the search for its group."""
+        for ended in controls:
+            is_failure = ended is not None and ended.done() and not ended.cancelled()
+            if is_failure and isinstance(ended.exception(), PeersLied):
+                self.tracker.ban(ended.exception().args[0])
 
     def _finish_round(self, control: StepControl, epoch: int) -> None:
         """Wait for the averaged gradients of this epoch, which are the optimizer's then.

@@ -13,6 +13,7 @@ PART_SECONDS = 0.0125
 PART_BYTES = 2**14, 2**19  # at least, at most
 LEAST_SHARE = 1 / 32  # of the tensors, that a peer averages
 WORTH_SPARING = 3.0  # seconds that all would wait for a slow peer's last data, from which on it sends less
+PLAUSIBLE_MBITS = 1e-2, 1e6  # of a line; a claim outside of it is refused, or it would decide how long rounds take
 MOST_TURNS = 16  # rounds in which it sends all of its parts once, at most: gradients grow old
 
 
@@ -71,7 +72,7 @@ class RoundPlan:
     fractions: tuple[float, ...]  # of the tensors, that it averages for the others
     modes: tuple[AveragingMode, ...]
     shares: tuple[int, ...]  # it sends each so many-th part of its own tensors, in turn; 1: all of them
-    seconds: float  # that the round takes at least
+    seconds: float  # that the round takes at least, by the claims of most peers: a single claim may double it
 
 
 def plan_round(
@@ -89,11 +90,9 @@ def plan_round(
     # of equals, each sends what the others average, and all of them what it averages
     usual = 2 * bits * (senders - 1) / max(1, senders) / lines[(len(lines) - 1) // 2]
     alone = [bits / rate * (mode != AveragingMode.AUX) for rate, mode in zip(rates, modes, strict=True)]
+    longest = max(1.3 * usual, usual + WORTH_SPARING)
     shares = tuple(
-        min(math.ceil(seconds / usual), MOST_TURNS)
-        if usual and seconds > max(1.3 * usual, usual + WORTH_SPARING)
-        else 1
-        for seconds in alone
+        min(math.ceil(seconds / usual), MOST_TURNS) if usual and seconds > longest else 1 for seconds in alone
     )
     if any(fraction for fraction, share in zip(fractions, shares, strict=True) if share == 1):
         fractions = tuple(fraction * (share == 1) for fraction, share in zip(fractions, shares, strict=True))
@@ -107,7 +106,7 @@ def plan_round(
         (own * (1 - part[i]) / shares[i] + (senders - (own > 0)) * part[i] * bits / rates[i])
         for i, own in enumerate(alone)
     )
-    return RoundPlan(fractions, modes, shares, seconds)
+    return RoundPlan(fractions, modes, shares, min(seconds, 2 * longest))
 
 
 def is_other_share(share: int, before: int) -> bool:

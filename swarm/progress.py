@@ -30,6 +30,12 @@ MAX_LEAD = 2  # epochs by which a stranger may be further than all who are known
 MAX_ABSENCES = 3  # rounds in a row for which a peer is waited for in vain that says it is there
 
 
+def find_majority_epoch(epochs: Iterable[int]) -> int:
+    """Return the highest epoch that more than half of these peers have reached. New peers, at epoch 0, have no say."""
+    started = sorted(filter(None, epochs), reverse=True)
+    return started[len(started) // 2] if started else 0
+
+
 class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
     """Counts only peers that are there, and reports at most once in min_refresh_period within an epoch.
 
@@ -135,12 +141,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             logger.info(f"no answer from peer {name_peers(gone)}: continuing with {others}")
         self.unexplained.clear()
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
-        # strangers do not lift the epoch of all, nor does one peer alone, as whoever claims one has a state for it to
-        # give; newcomers, at epoch 0, have no say
-        believed = [record for peer_id, record in self.present.items() if peer_id in self.trusted]
-        believed = [self.local_progress, *(believed or self.present.values())]
-        epochs = sorted((record.epoch for record in believed), reverse=True)
-        highest = epochs[len([epoch for epoch in epochs if epoch]) > 2]
+        # a peer that claims an epoch has a state for it to serve
+        known = [record for peer_id, record in self.present.items() if peer_id in self.trusted]
+        others = known or self.present.values()
+        highest = max(self.local_progress.epoch, find_majority_epoch(record.epoch for record in others))
         for key, entry in counted.items():
             if entry.value["epoch"] > highest:
                 lowered = {**entry.value, "epoch": highest, "samples_accumulated": 0}
@@ -212,7 +216,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         return self.partners | self.vouched
 
     def list_donors(self) -> list[bytes]:
-        """Ids of those whose state is asked for first; clients give theirs only to whom they have called."""
+        """Ids of the known contributors that decide which state is the swarm's; clients serve only peers that they have
+        called."""
         return [p for p, record in self.present.items() if p in self.trusted and not record.client_mode]
 
     @property

@@ -49,7 +49,8 @@ logger = logging.getLogger("swarm")
 FIRST_LOOK = 2.0  # seconds without data until a peer is asked whether it is there
 LOOK_PERIOD = 0.5  # seconds between two looks at a running round
 PREFETCH = 4  # parts compressed ahead, and received: while one waits for a sender, the next ones are on their way
-MAX_STRIKES = 3  # failed rounds of a peer in a row, after which others do without it for a while
+MAX_STRIKES = 3  # rounds in a row that a peer has broken, after which others do without it for a while
+CONFIRM_SECONDS = 2.0  # until the failure that a peer blames on another one should show here too
 
 
 class OutOfStep(AllreduceException):
@@ -105,9 +106,13 @@ class PromptRunner(AllReduceRunner):
         rests = iter([] if residual is None else residual.split([len(part) for part, _ in parts]))
         #: what of each part does not arrive, by the peer that averages it
         self.rests = [list(islice(rests, count)) for count in self.tensor_part_container.num_parts_by_peer]
-        #: what peers did that cannot be honest; and who was first to leave the round
+        #: what peers did that cannot be honest
         self.lies: dict[PeerID, str] = {}
-        self.left: PeerID | None = None
+        #: the peer that broke the round, and the one that said so: the same one where its stream just ended
+        self.cause: tuple[PeerID, PeerID] | None = None
+        #: what others have said of that as they ended the round; and the peers that have broken it as seen from here
+        self.blamed: dict[PeerID, PeerID] = {}
+        self.broken = {peer: asyncio.Event() for peer in self.ordered_peer_ids}
         self.has_slowed, self.share, self.turn, self.takes_all = has_slowed, share, turn, takes_all
         #: when each peer was last heard of, in this round
         self.heard = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
@@ -202,15 +207,56 @@ class PromptRunner(AllReduceRunner):
         except BannedException:
             logger.debug(f"sender {sender_index} is out of this round already")
         except Lie as e:
-            self.lies[self.sender_peer_ids[sender_index]] = str(e)
+            self.note_lie(self.sender_peer_ids[sender_index], e)
             raise
         finally:
             if part_index != reducer.num_parts:
                 await self._ban_sender(self.sender_peer_ids[sender_index])
 
+    def note_lie(self, peer_id: PeerID, lie: Exception) -> None:
+        self.lies[peer_id] = str(lie)
+        self.broken[peer_id].set()
+
     async def note_heard(self, messages: AsyncIterator, peer_id: PeerID):
         async for message in messages:
             self.heard[peer_id] = time.monotonic()
+            yield message
+
+    def end(self, cause: PeerID, exception: Exception) -> None:
+        """End the round, which this peer breaks because of that one: the others are told so."""
+        self.cause = self.cause or (cause, self.peer_id)
+        self.finalize(exception=exception)
+
+    def end_after(self, peer_id: PeerID, error: Exception) -> None:
+        """End the round after the exchange with a peer has failed."""
+        cause = self.blamed.get(peer_id, peer_id)
+        if cause == self.peer_id:
+            cause = peer_id
+        if cause == peer_id:
+            self.broken[peer_id].set()
+        self.cause = self.cause or (cause, peer_id)
+        why = f"{error!r}" if cause == peer_id else f"because of peer {cause}"
+        # the streams to the others break with this round, which tells them
+        self.finalize(exception=AllreduceException(f"peer {peer_id} has left the round ({why})"))
+
+    def list_suspects(self) -> list[PeerID]:
+        """The peer that broke the round; two peers where one blames the other, and this peer cannot tell."""
+        suspects = set(self.cause or ()) - {self.peer_id}
+        return [peer for peer in suspects if self.broken[peer].is_set()] or list(suspects)
+
+    async def check_blame(self, messages: AsyncIterator, peer_id: PeerID):
+        """Pass a peer's messages on; the last one of a round that it has ended says because of whom.
+
+        Its word alone proves nothing: what it blames on another peer should soon be seen here too.
+        """
+        async for message in messages:
+            if message.peer_id and (blamed := PeerID(message.peer_id)) in self.ordered_peer_ids:
+                self.blamed[peer_id] = blamed
+                if blamed not in (peer_id, self.peer_id):
+                    signs = [asyncio.create_task(self.broken[peer].wait()) for peer in (peer_id, blamed)]
+                    await asyncio.wait(signs, timeout=CONFIRM_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                    for sign in signs:
+                        sign.cancel()
             yield message
 
     async def rpc_aggregate_part(
@@ -218,19 +264,22 @@ class PromptRunner(AllReduceRunner):
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         try:
             async for message in super().rpc_aggregate_part(self.note_heard(stream, context.remote_id), context):
+                if message.code != averaging_pb2.AVERAGED_PART and self.cause:
+                    message.peer_id = self.cause[0].to_bytes()
                 yield message
         except asyncio.CancelledError:
             if not self._future.done():
                 raise
             # the round has ended here; hivemind says nothing, and the other peer would wait for reducer_timeout
-            yield averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED)
+            cause = self.cause[0] if self.cause else self.peer_id
+            yield averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED, peer_id=cause.to_bytes())
 
     def _get_peer_stub(self, peer: PeerID):
         stub = super()._get_peer_stub(peer)
         aggregate_part = stub.rpc_aggregate_part
 
         async def note_averages(inputs):
-            return self.fill_empty(self.note_heard(await aggregate_part(inputs), peer), peer)
+            return self.fill_empty(self.check_blame(self.note_heard(await aggregate_part(inputs), peer), peer), peer)
 
         stub.rpc_aggregate_part = note_averages
         return stub
@@ -255,12 +304,9 @@ class PromptRunner(AllReduceRunner):
                 for rest, missing in zip(self.rests[index], reducer.missing, strict=True):
                     rest.add_(missing, alpha=sum(reducer.weights) / self.weight)
         except Exception as e:
-            if peer_id != self.peer_id:
-                self.left = self.left or peer_id
-                if isinstance(e, Lie):
-                    self.lies[peer_id] = str(e)
-            # its streams to the others break with this round, which tells them
-            self.finalize(exception=AllreduceException(f"peer {peer_id} has left the round ({e!r})"))
+            if isinstance(e, Lie) and peer_id != self.peer_id:
+                self.note_lie(peer_id, e)
+            self.end_after(peer_id, e)
             raise
 
     async def run(self) -> AsyncIterator[torch.Tensor]:
@@ -296,8 +342,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     def __init__(self, *args, **kwargs):
         self._max_weight = multiprocessing.Value(ctypes.c_double)
-        #: in the averager's process: how many rounds each peer has made fail since one with it succeeded
+        #: in the averager's process: rounds that each peer has broken since one with it succeeded, and successful ones
         self._strikes: Counter[PeerID] = Counter()
+        self._rounds_with: Counter[PeerID] = Counter()
         #: in the averager's process: how much each is trusted to average, see swarm/guard.py
         self._trust: dict[PeerID, float] = defaultdict(lambda: 1.0)
         #: in the averager's process: the steps that are under way
@@ -432,7 +479,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._take_share(plan.shares[own], bandwidths, own)
         kwargs |= dict(sender_timeout=LINE.next_chunk_timeout, reducer_timeout=2 * LINE.next_chunk_timeout)
         kwargs |= dict(part_size_bytes=part_size, prefetch=PREFETCH)
-        LINE.expect_round(plan.seconds)
+        own_seconds = 2 * bits / (1e6 * LINE.mbits) if LINE.mbits else 0.0
+        LINE.expect_round(plan.seconds, own_seconds)
         started = time.monotonic()
         runner = PromptRunner(
             p2p=self._p2p,
@@ -456,7 +504,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         # of an auxiliary peer, nothing
         async for tensor, update in azip(as_aiter(*tensors), runner):
             tensor.add_(update)
-        LINE.expect_round(time.monotonic() - started)
+        LINE.expect_round(time.monotonic() - started, own_seconds)
         self._turn = (self._turn + 1) % self._share
 
     def _take_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
@@ -481,8 +529,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 await asyncio.wait({watch}, timeout=2 * self._patience + 0.5)
             if watch.done() and not watch.exception() and watch.result():
                 raise PeersGone(watch.result()) from e
-            if running.done() and (left := running.result().left):
-                self._strike(left)
+            if running.done():
+                self._strike(running.result().list_suspects())
             raise
         finally:
             watch.cancel()
@@ -498,6 +546,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             self._judge(runner)
         for peer in averaged:
             del self._strikes[peer]
+        self._rounds_with.update(averaged)
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
     def _judge(self, runner: PromptRunner) -> None:
@@ -519,12 +568,19 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         if is_reversed or any(share < REVERSED and self._trust[peer] < DOUBT for peer, share in shares.items()):
             raise AllreduceException("an average points away from what was sent for it")
 
-    def _strike(self, peer: PeerID) -> None:
-        """This peer was the first to leave a round, which may be chance: raises PeersLied when it always does."""
+    def _strike(self, suspects: list[PeerID]) -> None:
+        """Count a broken round, which may be chance; raises PeersLied for a peer that has broken several in a row.
+
+        Of two peers, of which one blames the other, the one with fewer rounds behind it counts: an attacker has to work
+        for long before it can turn honest peers against each other.
+        """
+        if not suspects:
+            return
+        peer = min(suspects, key=lambda peer: self._rounds_with[peer])
         self._strikes[peer] += 1
         if self._strikes[peer] >= MAX_STRIKES:
             self._strikes.clear()
-            raise PeersLied({peer: "leaves all rounds"})
+            raise PeersLied({peer: f"has broken {MAX_STRIKES} rounds in a row"})
 
     @property
     def _patience(self) -> float:
@@ -546,14 +602,14 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
             if runner.has_slowed():  # all are sooner done with another plan
-                runner.finalize(exception=AllreduceException("this peer's line has become slower"))
+                runner.end(self.peer_id, AllreduceException("this peer's line has become slower"))
                 return []
             looks -= 1
             # who waits for a sender itself is the first to say so
             laggards = runner.list_laggards(are_reducers=looks < -10) if looks < 0 else []
             if 0 < 2 * len(laggards) < runner.group_size:  # else it is this peer's own line that is slow
                 runner.lies |= dict.fromkeys(laggards, "keeps a round waiting")
-                runner.finalize(exception=PeersLied(runner.lies))
+                runner.end(laggards[0], PeersLied(runner.lies))
                 return []
             quiet_since = time.monotonic() - quiet_for
             # clients cannot be asked
@@ -571,6 +627,6 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 silent = [peer for peer in quiet if runner.heard[peer] < quiet_since]
             if silent:
                 gone = [peer.to_bytes() for peer in silent]
-                runner.finalize(exception=PeersGone(gone))
+                runner.end(silent[0], PeersGone(gone))
                 return gone
         return []

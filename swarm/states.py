@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
 
@@ -43,6 +43,7 @@ from swarm.downloads import (
     group_donors,
     read_description,
     read_request,
+    select_agreed,
 )
 from swarm.gradients import GradientAverager
 from swarm.line import LINE
@@ -92,6 +93,12 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
         state = optimizer.state[param]
         if "step" in state:  # torch's SGD, for one, counts none
             state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+
+
+def select_voters(peers: Iterable[PeerID], known: Sequence[bytes]) -> list[PeerID]:
+    """Those of these peers that decide which state is the swarm's: some of the known ones, at random."""
+    voters = [peer for peer in peers if peer.to_bytes() in known]
+    return random.sample(voters, min(DONORS, len(voters)))
 
 
 def name_step(digest: str) -> str:
@@ -360,7 +367,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         """Download the state of the peers that are furthest, and take it over completely or not at all.
 
         :param min_epoch: wait some seconds for a state of this epoch before taking an earlier one
-        :param donors: ids of peers to ask before the others
+        :param donors: ids of peers that are known to have worked: more than half of them have to describe the same
+            state, which is the one that is loaded; empty: no such peer is known, and the largest group decides
         :param avoid: ids of peers to ask last
         :param timeout: seconds for a whole state
         :returns: whether parameters, optimizer, epoch and history digest are now that peer's
@@ -374,15 +382,18 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self.take_over(*loaded)
         return True
 
-    def load_step_from_peers(self, avoid: Sequence[bytes], timeout: float) -> tuple[list[torch.Tensor], bytes] | None:
+    def load_step_from_peers(
+        self, donors: Sequence[bytes], avoid: Sequence[bytes], timeout: float
+    ) -> tuple[list[torch.Tensor], bytes] | None:
         """Download the gradients of the step that others have made from this very state.
 
+        :param donors: as for load_state_from_peers
         :param avoid: ids of peers not to ask
         :returns: them, and the id of the group that averaged them; None: nobody has them, or not any more
         """
         future, own = MPFuture(), (self.local_epoch, self.history_digest)
         self._outer_pipe.send(
-            ("_run_download", [future, "_download_step"], dict(own=own, avoid=avoid, timeout=timeout))
+            ("_run_download", [future, "_download_step"], dict(own=own, donors=donors, avoid=avoid, timeout=timeout))
         )
         return self._wait_for_download(future, sum(map(torch.Tensor.numel, list_params(self.optimizer))), "step")
 
@@ -512,14 +523,17 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 future.set_result(None)
 
     async def _download_step(
-        self, own: tuple[int, str], avoid: Sequence[bytes], timeout: float
+        self, own: tuple[int, str], donors: Sequence[bytes], avoid: Sequence[bytes], timeout: float
     ) -> tuple[list[torch.Tensor], bytes] | None:
         epochs, failures = await self._fetch_epochs("all_averagers"), Counter()
-        peers = [peer for peer, epoch in epochs.items() if own[0] < epoch < RELAY and peer.to_bytes() not in avoid]
+        voters = select_voters(epochs, donors)
+        others = [peer for peer, epoch in epochs.items() if own[0] < epoch < RELAY and peer.to_bytes() not in avoid]
+        others = [peer for peer in others if peer not in voters]
+        random.shuffle(others)
+        asked = [*voters, *others][:DONORS]
         wanted = [(param, TensorRole.GRADIENT) for param in list_params(self.optimizer)]
-        asked = random.sample(peers, min(DONORS, len(peers)))
-        donors = await self._ask_for_descriptions(asked, own, wanted, None, failures)
-        for group in group_donors(donors, dict.fromkeys(asked, ())):
+        found = await self._ask_for_descriptions(asked, own, wanted, None, failures, voters)
+        for group in select_agreed(group_donors(found, dict.fromkeys(asked, ())), voters):
             group_id = group[0].metadata.get("group")
             if group[0].key != (own[0], name_step(own[1])) or not isinstance(group_id, bytes):
                 continue
@@ -539,6 +553,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             wanted = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
             epochs = await self._fetch_epochs("all_averagers")
             # trainers that have what is wanted go before auxiliary peers, which have it from a client
+            voters = select_voters([peer for peer in epochs if failures[peer] < 2], donors)
             kinds = {peer: 2 if wanted <= epoch < RELAY else 1 for peer, epoch in epochs.items()}
             if self.mode != AveragingMode.CLIENT:
                 # clients last, as only those reach them whom they have called
@@ -554,10 +569,14 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             if not ranks and attempt >= 3:
                 break  # nobody is there, or nobody who can give a state
             ranked = sorted(ranks, key=ranks.get, reverse=True)
-            for peers in (ranked[at : at + DONORS] for at in range(0, len(ranked), DONORS)):
-                found = await self._ask_for_descriptions(peers, [wanted], own, self.optimizer, failures)
-                for group in group_donors(found, {peer: rank[:-2] for peer, rank in ranks.items()}):
-                    if len(group) == 1 and len(ranks) > 2 and attempt < LONE_TRIES:
+            ranked = [*(peer for peer in voters if peer in ranks), *(peer for peer in ranked if peer not in voters)]
+            # those who are known to have worked are among the first to be asked; the others cannot decide
+            batches = [ranked[at : at + DONORS] for at in range(0, len(ranked), DONORS)][: 1 if voters else None]
+            for peers in batches:
+                found = await self._ask_for_descriptions(peers, [wanted], own, self.optimizer, failures, voters)
+                groups = group_donors(found, {peer: rank[:-2] for peer, rank in ranks.items()})
+                for group in select_agreed(groups, voters):
+                    if not voters and len(group) == 1 and len(ranks) > 2 and attempt < LONE_TRIES:
                         continue
                     for donor in found:
                         if donor.key == group[0].key and donor not in group:
@@ -595,9 +614,10 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         wanted: Sequence[tuple[torch.Tensor, TensorRole]],
         optimizer: torch.optim.Optimizer | None,
         failures: dict[PeerID, int],
+        voters: Sequence[PeerID],
     ) -> list[Donor]:
         """Those of these peers that have what is asked for, see read_request and read_description; nobody waits much
-        longer than for the first of them."""
+        longer than for the first of them, or for more than half of the voters: liars may be quick."""
 
         async def ask(peer: PeerID) -> Donor:
             stream = await self._request(peer, request)
@@ -622,7 +642,8 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                         continue
                     except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
                         self._note_failure(failures, asked[task], e)
-                if donors and deadline == math.inf:
+                has_enough = not voters or 2 * sum(donor.peer in voters for donor in donors) > len(voters)
+                if donors and has_enough and deadline == math.inf:
                     now = time.monotonic()
                     deadline = now + max(1.0, now - start)
         finally:

@@ -21,6 +21,7 @@ import swarm.status
 from support.console import UserError
 from swarm.downloads import MAX_BLOCKS, read_request
 from swarm.matchmaking import read_gathered
+from swarm.plan import PLAUSIBLE_MBITS
 from utils import MAX_EPOCH_GAP, LocalMetrics, RunContract, find_peer_id, make_validators, select_believable
 
 FAST = settings(max_examples=100, deadline=None, database=None)
@@ -108,7 +109,7 @@ def test_what_peers_tell_their_group(data, parts):
     for message in (data, MSGPackSerializer.dumps(parts), MSGPackSerializer.dumps(list(parts))):
         with contextlib.suppress(ValueError):
             _, _, bandwidth = read_gathered(message)
-            assert bandwidth is None or 0 <= bandwidth < 1e400
+            assert bandwidth is None or PLAUSIBLE_MBITS[0] <= bandwidth <= PLAUSIBLE_MBITS[1]
 
 
 @FAST

@@ -9,6 +9,7 @@ from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import TensorPartReducer
 
 from support.console import setup_logging
+from swarm.gradients import GradientAverager
 from swarm.guard import GuardedReducer
 from swarm.matchmaking import PromptMatchmaking
 from swarm.processes import clean_end
@@ -70,7 +71,19 @@ def stay_away(_: str) -> None:
     PromptMatchmaking.look_for_group = find_nobody
 
 
-HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away}
+def claim_a_slow_line(_: str) -> None:
+    """Its rounds would last for years, and it sends nothing in them."""
+    print("lying", flush=True)
+    GradientAverager.bandwidth = property(lambda _: 1e-7, lambda *_: None)
+
+    async def send_nothing(self, peer_index: int):
+        await asyncio.sleep(3600)
+        yield
+
+    PromptRunner._generate_input_for_peer = send_nothing
+
+
+HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away, "slow": claim_a_slow_line}
 
 
 def lie_as_sender(kind: str) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 
 import torch
+from hivemind.p2p import PeerID
 
 from arguments import SwarmArguments
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
@@ -72,7 +73,8 @@ with clean_end():
                         averager.history_digest = f"common {averager.local_epoch}"
     else:
         time.sleep(1)  # the donors' declarations
-        future = averager.start_download(min_epoch=3)
+        known = [PeerID.from_base58(peer).to_bytes() for peer in options.get("known", [])]
+        future = averager.start_download(min_epoch=3, donors=known)
         while not future.done():
             print(json.dumps({"received": averager.received[0]}), flush=True)
             time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 
 import pytest
 import torch
@@ -182,8 +183,9 @@ def test_one_of_four_cannot_bend_a_round(start, kind):
     peers += [start_peer(start, name, prefix, 1.0, 16, peers[:1], (*options, "--others", 2)) for name in "bc"]
     wait_until(lambda: min(max(epochs(peer), default=0) for peer in peers) >= 2, 60, "two epochs of all")
     program = ("tests.programs.hostile_peer", kind)
-    start_peer(start, "liar", prefix, 1.0, 16, peers[:1], options, program)
+    liar = start_peer(start, "liar", prefix, 1.0, 16, peers[:1], options, program)
     enough = 1 if kind == "broken" else 3  # who leaves each round is out when one peer has had enough of it
+    hostile = liar.json_lines()[0]["maddrs"][0].rpartition("/")[2]
     wait_until(lambda: sum("with it for a while" in peer.text for peer in peers) >= enough, 120, "bans")
     before = max(map(max, map(epochs, peers)))
     wait_until(lambda: min(map(max, map(epochs, peers))) >= before + 3, 120, "three more epochs of all")
@@ -196,5 +198,6 @@ def test_one_of_four_cannot_bend_a_round(start, kind):
             assert -1.02 * epoch <= lines[epoch]["parameter"][0] <= lines[epoch]["parameter"][2] <= -low * epoch
         steps = [lines[before + 3]["parameter"][i] - lines[before + 2]["parameter"][i] for i in range(3)]
         assert steps == pytest.approx([-1] * 3)
+        assert set(re.findall(r"peer (\w+) .*: no rounds with it", peer.text)) <= {hostile}
         peer.interrupt()
         peer.assert_clean_end()

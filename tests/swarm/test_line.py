@@ -14,12 +14,13 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
+from hivemind.utils.serializer import MSGPackSerializer
 from processes import ROOT, Script, make_prefix, wait_until
 from swarms import Swarm, epochs
 
-from swarm.line import LINE, PAYLOAD_SHARE, Line
-from swarm.matchmaking import PromptMatchmaking
-from swarm.plan import plan_round
+from swarm.line import LINE, LONGEST_CLAIMED, PAYLOAD_SHARE, Line
+from swarm.matchmaking import PromptMatchmaking, read_gathered
+from swarm.plan import PLAUSIBLE_MBITS, plan_round
 from swarm.progress import ProgressTracker
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
@@ -374,7 +375,11 @@ def test_times_follow_from_answers_and_rounds_unless_they_are_given():
     assert line.patience == pytest.approx(6.0) and line.matchmaking_time == pytest.approx(25.0)
     line.expect_round(100.0)
     assert line.averaging_timeout == pytest.approx(300.0 + 25.0) and line.next_chunk_timeout == pytest.approx(50.0)
-    for _ in range(60):  # forgotten
+    line.expect_round(1e9)  # what others claim has a cap, what this peer's own bytes take has none
+    assert line.averaging_timeout == pytest.approx(3 * LONGEST_CLAIMED + 25.0)
+    line.expect_round(1e9, own_seconds=250.0)
+    assert line.averaging_timeout == pytest.approx(3 * 250.0 + 25.0)
+    for _ in range(80):  # forgotten
         line.note_answer(0.01)
         line.expect_round(1.0)
     assert line.patience == pytest.approx(1.5) and line.averaging_timeout == pytest.approx(30.0 + 7.5)
@@ -397,6 +402,19 @@ def test_a_plan_spares_the_others_a_slow_line():
     assert plan_round(bits, (1, 1, 1, 1), (node, node, aux, aux), (20, 20, 1000, 1000)).shares == (1, 1, 1, 1)
     assert plan_round(bits, (1, 1, 1), (node,) * 3, (20, 20, 1000)).shares == (1, 1, 1)
     assert plan_round(bits, (0, 1), (client, aux), (2, None)).fractions == (0, 1)
+    # nor does the slowest claim that is accepted make all timeouts long
+    crawling = plan_round(bits, (1, 1, 1, 1), (node,) * 4, (20, 20, PLAUSIBLE_MBITS[0], 20))
+    assert crawling.seconds < 3 * equals.seconds
+
+
+@pytest.mark.parametrize("claim", [1e-7, 1e-320, 0.0, -1.0, 1e12, float("inf"), float("nan"), "20"])
+def test_implausible_bandwidth_is_refused(claim):
+    def pack(bandwidth) -> bytes:
+        return MSGPackSerializer.dumps([bandwidth, AveragingMode.NODE.value, MSGPackSerializer.dumps(None)])
+
+    assert [read_gathered(pack(rate))[2] for rate in (None, *PLAUSIBLE_MBITS)] == [None, *PLAUSIBLE_MBITS]
+    with pytest.raises(ValueError, match="bandwidth|cannot be read"):
+        read_gathered(pack(claim))
 
 
 def test_who_has_just_fallen_silent_counts_for_a_quorum():

@@ -7,11 +7,24 @@ import pytest
 import torch
 from hivemind.averaging.averager import CompressionInfo
 from hivemind.compression import Float16Compression, TensorRole
+from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from processes import make_prefix
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
-from swarm.downloads import BLOCK, MAX_BLOCKS, Snapshot, allocate_together, differ, digest, list_blocks, read_request
+from swarm.downloads import (
+    BLOCK,
+    MAX_BLOCKS,
+    Donor,
+    Snapshot,
+    allocate_together,
+    differ,
+    digest,
+    list_blocks,
+    read_request,
+    select_agreed,
+)
+from swarm.progress import find_majority_epoch
 from swarm.sparse import SparseCompression, spare_zeros
 
 NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
@@ -88,6 +101,42 @@ def test_who_has_something_else_under_the_same_name_is_left_out(start):
     assert max(facts["errors"]) < 2e-6 and len(facts["donors"]) == 2
     assert "differs from others' of the same epoch" in taker.text
     assert sent(donors[1]) < 1e5 < min(sent(donors[0]), sent(donors[2]))
+
+
+def test_state_of_known_contributors_wins_over_a_larger_group(start):
+    """Two strangers have one state under the same name; of two peers that are known to have worked, both another."""
+    prefix = make_prefix()
+    donors = start_donors(start, prefix, {}, {"lie": 6}, {"lie": 6}, {"lie": 6}, {})
+    known = [donors[number].json_lines()[0]["maddrs"][0].rpartition("/")[2] for number in (0, 4)]
+    facts = read_facts(take(start, prefix, donors, known=known))
+    assert max(facts["errors"]) < 2e-6 and sorted(facts["donors"]) == sorted(known)
+
+
+@pytest.mark.parametrize(
+    "agreeing, chosen", [("AAAB", "AAA"), ("AABB", ""), ("ABBx", ""), ("BBBBA", "BBBB"), ("A", "A")]
+)
+def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
+    """Letters are states, x one that has not answered; B is also that of three unknown peers, who do not count."""
+    voters = [PeerID(bytes([number])) for number in range(len(agreeing))]
+    groups = {state: [] for state in agreeing}
+    for peer, state in zip(voters, agreeing, strict=True):
+        groups[state].append(Donor(peer, {}, [], torch.zeros(0)))
+    groups.pop("x", None)
+    if "B" in groups:
+        groups["B"] += [Donor(PeerID(bytes([100 + number])), {}, [], torch.zeros(0)) for number in range(3)]
+    agreed = select_agreed(list(groups.values()), voters)
+    assert [[donor.peer for donor in group if donor.peer in voters] for group in agreed] == [
+        [peer for peer, state in zip(voters, agreeing, strict=True) if state in chosen]
+    ] * bool(chosen)
+    assert len(select_agreed(list(groups.values()), [])) == len(groups)
+
+
+@pytest.mark.parametrize(
+    "epochs, expected", [([], 0), ([7], 7), ([8, 7], 7), ([9, 9, 7, 7], 7), ([8, 8, 7], 8), ([0, 0, 0, 7, 6], 6)]
+)
+def test_swarm_epoch_is_that_of_more_than_half(epochs, expected):
+    """Also beside two of five who are ahead, of which this peer is one; new peers, at epoch 0, have no say."""
+    assert find_majority_epoch(epochs) == expected
 
 
 def test_a_donor_keeps_what_is_being_fetched(start):
