@@ -64,6 +64,7 @@ HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each
 PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
 START_SECONDS, END_SECONDS = 300.0, 30.0
 NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5")  # attacks on who joins
+PAIRS = ("pair_ahead",)  # attacks of two peers
 EARLY = ("contract_first",)  # before any trainer is there
 MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # whose memory is of interest
 TRAINER = (
@@ -220,8 +221,13 @@ class Course:
 
     @property
     def attacker_id(self) -> str:
-        match = re.search(r'(?:parameters, peer |"peer": ")(\w+)', self.attacker.text) if self.attacker else None
-        return match[1] if match else "nobody"
+        return find_peer(self.attacker) if self.attacker else "nobody"
+
+
+def find_peer(script: Script) -> str:
+    """The id of the peer that a script runs."""
+    match = re.search(r'(?:parameters, peer |"peer": ")(\w+)', script.text)
+    return match[1] if match else "nobody"
 
 
 def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identities: Path, seconds: float) -> Course:
@@ -234,8 +240,9 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
     course = Course(swarm, [], None, 0.0, None, None, [])
 
     def start_attacker() -> None:
-        flags = swarm.flags("attacker", "--max_steps", 10**6)
-        course.attacker = swarm.start("attacker", "benchmarks/hostile_peer.py", kind, PACE, *flags)
+        for name in ["accomplice"] * (kind in PAIRS) + ["attacker"]:
+            flags = swarm.flags(name, "--max_steps", 10**6)
+            course.attacker = swarm.start(name, "benchmarks/hostile_peer.py", kind, PACE, *flags)
 
     try:
         swarm.start_monitor()
@@ -330,6 +337,10 @@ def describe_notes(kind: str | None, course: Course) -> str:
     joining = "took over the state of epoch"
     if taken := sum(script.text.count(joining) for script in swarm.honest):
         notes.append(f"{taken} states taken")
+    honest = [find_peer(script) for script in swarm.honest]
+    banned = [peer for script in swarm.honest for peer in re.findall(r"peer (\w+) .*: no rounds with it", script.text)]
+    if wrong := sum(peer in honest for peer in banned):
+        notes.append(f"{wrong} bans of honest peers by honest peers")
     if course.newcomer:
         lines, code = swarm.read_history("newcomer"), course.newcomer.process.poll()
         took = f"took {course.newcomer.text.count(joining)} states, " if joining in course.newcomer.text else ""

@@ -29,6 +29,7 @@ import swarm.dht
 import swarm.rounds
 from swarm.gradients import GradientAverager, is_round_state
 from swarm.matchmaking import PromptMatchmaking
+from swarm.plan import PLAUSIBLE_MBITS
 from swarm.rounds import PromptRunner
 from swarm.states import StateAverager, list_params
 
@@ -124,8 +125,24 @@ def send(kind: str, content: str = "gradients") -> None:
 def reduce(kind: str) -> None:
     HostileReducer.kind = kind
     swarm.rounds.PromptRunner = HostileReducer
-    # Mbit/s: the whole average is left to this peer
-    GradientAverager.bandwidth = property(lambda _: 1e12, lambda *_: None)
+    claim_bandwidth(PLAUSIBLE_MBITS[1])  # the whole average is left to this peer
+
+
+def claim_bandwidth(mbits: float) -> None:
+    GradientAverager.bandwidth = property(lambda _: mbits, lambda *_: None)
+
+
+def claim_and_fall_silent(mbits: float) -> None:
+    """Say that the line is so slow that a round would last for years, and send nothing in it."""
+    schedule = GradientAverager.schedule_step
+
+    def schedule_step(self):
+        note(f"claims {mbits} Mbit/s")
+        return schedule(self)
+
+    GradientAverager.schedule_step = schedule_step
+    claim_bandwidth(mbits)
+    send("silence")
 
 
 # --- as a leader: what it says that its followers have said -----------------------------------------------------------
@@ -209,6 +226,41 @@ def announce_progress(ahead: int) -> None:
     poison_state(ahead)
 
 
+def conspire(honest_epochs: int = 6, ahead: int = 2) -> None:
+    """Work for some epochs, then report later ones, and serve an invented state of them: all that conspire the same."""
+    store, get_current_state = swarm.dht.DHT.store, StateAverager.get_current_state
+    first, announced = math.inf, set()
+
+    def is_time(epoch: int) -> bool:
+        return epoch >= first + honest_epochs
+
+    def store_ahead(self, key, value, *args, **kwargs):
+        nonlocal first
+        if str(key).endswith("_progress") and isinstance(value, dict) and value["epoch"]:
+            first = min(first, value["epoch"])
+            if is_time(value["epoch"]):
+                value = value | {"epoch": value["epoch"] + ahead}
+                if value["epoch"] not in announced:
+                    announced.add(value["epoch"])
+                    note(f"announces epoch {value['epoch']}")
+        return store(self, key, value, *args, **kwargs)
+
+    def get_invented_state(self):
+        metadata, tensors, infos = get_current_state(self)
+        if tensors and is_time(metadata["epoch"]):
+            generator = torch.Generator().manual_seed(metadata["epoch"])
+            for tensor, _ in zip(tensors, list_params(self.optimizer), strict=False):
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            if not self._wants_step.value:
+                metadata["epoch"] += ahead
+                metadata["lineage"] = f"invented {metadata['epoch']}"
+            note(f"serves an invented {'step' if self._wants_step.value else 'state'} of epoch {metadata['epoch']}")
+        return metadata, tensors, infos
+
+    swarm.dht.DHT.store, StateAverager.get_current_state = store_ahead, get_invented_state
+    declare_states(lambda epoch: epoch + ahead * is_time(epoch))
+
+
 def donate() -> None:
     declare_states(lambda _: 10**6)
     poison_state(ahead=1)
@@ -235,6 +287,9 @@ TRAINERS = {
     "ahead_2": lambda: announce_progress(2),
     "ahead_500": lambda: announce_progress(500),
     "ahead_1e9": lambda: announce_progress(10**9),
+    "pair_ahead": conspire,
+    "claim_1e-7": lambda: claim_and_fall_silent(1e-7),
+    "claim_1e-320": lambda: claim_and_fall_silent(1e-320),
     "donor": donate,
     "endless": give_endlessly,
 }

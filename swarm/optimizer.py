@@ -467,7 +467,8 @@ class CollaborativeOptimizer:
         if self._has_others and is_soon and (control is None or control.triggered or control.done()):
             self._ban_liars(control)
             self.scheduled_grads = self.grad_averager.schedule_step()
-            self.tracker.question(others)  # who is gone is known when the epoch ends
+            # which of them are gone is known when the epoch ends; a joining peer finds records of long dead peers
+            self.tracker.question(self.tracker.present)
         return control is not None and control.stage == AveragingStage.AWAITING_TRIGGER and not control.triggered
 
     @property

@@ -180,6 +180,7 @@ def main() -> None:
                 "samples": optimizer.epoch_samples,
                 "total_samples": optimizer.total_samples,
                 "averaged_with": optimizer.averaged_with,
+                "others": len(optimizer.tracker.present),
                 "rounds": optimizer.rounds,
                 "failed_rounds": optimizer.failed_rounds,
                 "traffic": list(LINE.traffic),

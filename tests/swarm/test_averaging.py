@@ -184,8 +184,13 @@ def test_a_survivor_loses_no_gradients(start):
     # and it stepped by its own gradient, not by the zeros that hivemind continues with
     before = epochs(survivor)[after[0]["epoch"] - 1]["parameter"][1]
     assert after[0]["parameter"][1] == pytest.approx(before - 1.0, rel=1e-4)
-    survivor.interrupt()
-    survivor.assert_clean_end()
+    # a peer that joins later finds the dead one's record, which lasts for a minute, and counts it as little
+    joining = start_peer(start, "joining", prefix, gradient=1.0, batch_size=16, others=[survivor])
+    joint = wait_until(lambda: joint_epochs(survivor, joining), 60, "an epoch with the joining peer")
+    assert [epochs(peer)[joint[0]]["others"] for peer in (survivor, joining)] == [1, 1]
+    for peer in (survivor, joining):
+        peer.interrupt()
+        peer.assert_clean_end()
 
 
 def test_fewer_than_half_of_the_swarm_take_no_step(start):
