@@ -723,11 +723,17 @@ MONITOR_ARGS = (SwarmArguments, MonitorArguments, ArchiveArguments, *SHARED_ARGS
 AUX_PEER_ARGS = (SwarmArguments, AuxPeerArguments, ArchiveArguments, *SHARED_ARGS)
 
 
-#: that matter first, to whoever joins or starts a run: what --help lists where a script has many
+#: that matter first, to whoever joins or starts a run, those of README.md among them: what --help lists where a script
+#: has many
 BASIC_FLAGS = {
-    *("experiment_prefix", "initial_peers", "host_maddrs", "identity_path", "config_path", "learning_rate"),
-    *("total_steps", "target_batch_size", "bandwidth", "dataset_path", "preflight", "per_device_train_batch_size"),
-    *("fp16", "output_dir", "watch", "store_checkpoints", "assist_in_averaging"),
+    *("experiment_prefix", "initial_peers", "host_maddrs", "identity_path", "status_port", "username", "client_mode"),
+    *("authorize", "invite", "authority_key", "config_path", "model_name_or_path", "tokenizer_path", "objective"),
+    *("optim", "learning_rate", "warmup_steps", "total_steps", "target_batch_size", "target_group_size", "bandwidth"),
+    *("matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout", "default_refresh_period"),
+    *("average_state_every", "local_steps", "compression", "dataset_path", "train_file", "dataloader_num_workers"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "fp16", "do_eval", "eval_steps"),
+    *("max_eval_samples", "save_steps", "output_dir", "preflight", "wandb_project", "refresh_period", "watch"),
+    *("store_checkpoints", "assist_in_averaging"),
 }
 
 

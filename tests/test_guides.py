@@ -149,6 +149,23 @@ def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
     arguments.parse_arguments(*(getattr(arguments, name) for name in GROUPS[script]))
 
 
+@pytest.mark.parametrize("script", GROUPS)
+def test_short_help_lists_the_flags_of_the_readme(script, monkeypatch, capsys):
+    groups = [getattr(arguments, name) for name in GROUPS[script]]
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit):
+        arguments.parse_arguments(*groups)
+    listed = set(re.findall(r"(?m)^  --(\w+)", capsys.readouterr().out))
+    used = {
+        name for other, flags in find_commands("README.md") if other == script for name in re.findall(r"--(\w+)", flags)
+    }
+    # and those that its text names
+    used |= set(re.findall(r"`[^`]*--(\w+)", PAGES["README.md"])) & {
+        field.name for group in groups for field in dataclasses.fields(group)
+    }
+    assert used - {"help", "help_all"} <= listed
+
+
 def test_links_and_notes_lead_somewhere():
     anchors = {
         page: {*re.findall(r'id="([^"]+)"', text)}
