@@ -50,7 +50,7 @@ from machine.ranks import DeviceGroup, RankLost, list_gradients, start_ranks
 from machine.training import make_trained_model, move_batch
 from models.build import find_longest_sequence
 from support.flags import describe_shared
-from swarm.adoption import adopt, find_settings
+from swarm.adoption import adopt, find_settings, require_vouched
 from swarm.contract import join_run
 from swarm.joining import make_dht
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
@@ -105,6 +105,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
         page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
         # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
         dht, public_key = make_dht(swarm)
+        require_vouched(dht.vouched, groups)
         if isinstance(dataset["train"], ShardedSplit):
             # now: a peer that has joined should not keep others waiting; restarted, it begins with another shard
             dataset["train"].begin(data_seed(f"{dht.peer_id} {time.time()}", model_args.seed))

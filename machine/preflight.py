@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 
 from arguments import TRAINER_ARGS as GROUPS
-from arguments import AveragingArguments, DataArguments, SwarmArguments, TrainerArguments, parse_arguments
+from arguments import AveragingArguments, DataArguments, TrainerArguments, parse_arguments
 from support.console import UserError, edge, format_bytes, format_number, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
@@ -59,7 +59,7 @@ from machine.devices import (
 from machine.training import make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
 from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
-from swarm.adoption import adopt, find_settings
+from swarm.adoption import adopt, find_settings, require_vouched
 from swarm.contract import compare_with_run
 from swarm.dht import raise_file_limit
 from swarm.joining import check_addresses, start_dht
@@ -67,6 +67,7 @@ from swarm.line import LINE
 from swarm.outside import explain_unreachable
 from swarm.processes import clean_end, quiet_hivemind_logs
 from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
+from swarm.vouching import ask_initial_peers
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
 from utils import fetch_progress, make_validators
@@ -298,7 +299,7 @@ def run_preflight(*groups) -> int:
         if dataset:
             check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
             contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
-    reports, averaging = check_swarm(table, swarm, averaging, contract)
+    reports, averaging = check_swarm(table, groups, contract)
     if contract and devices:
         with table.attempt("step time"):
             tuned, autocast = tune(model, (tokenizer, dataset, corpus), devices, groups)
@@ -335,12 +336,14 @@ def check_stream(train, tokenizer, data_args: DataArguments) -> Check:
 
 
 def check_swarm(
-    table: Table, swarm: SwarmArguments, averaging: AveragingArguments, contract: dict[str, str] | None
+    table: Table, groups: tuple, contract: dict[str, str] | None
 ) -> tuple[list[LocalTrainingProgress], AveragingArguments]:
     """Checks of the way to the swarm and of the swarm.
 
+    :param groups: instances of GROUPS
     :returns: its trainers' reports, and the averaging arguments with the bandwidth that was measured
     """
+    swarm, _, _, averaging, *_ = groups
     reports, prefix = [], swarm.experiment_prefix
     with table.attempt("joining", clock="this machine's clock"):
         swarm = check_addresses(swarm)
@@ -368,8 +371,9 @@ def check_swarm(
         reports = list(fetch_progress(dht, prefix).values())
         if contract:
             with table.attempt("settings"):
-                count = compare_with_run(dht, prefix, contract)
-                finding = f"those of the run's {count} trainer{'s'[: count != 1]}" if count else "no trainer yet"
+                dht.vouched = ask_initial_peers(dht, prefix, swarm.initial_peers, swarm.new_run)
+                require_vouched(dht.vouched, groups)
+                finding = "those of the run" if compare_with_run(dht, prefix, contract) else "no trainer yet"
                 table.add(Check("settings", "ok", finding))
         dht.shutdown()
     return reports, averaging

@@ -69,10 +69,27 @@ def check_username(name: str, value: str | None) -> None:
         )
 
 
-def describe_shared(groups: Sequence[Any]) -> str:
+def format_flag(name: str, value: Any) -> str:
+    """Return a flag and its value as they are typed."""
+    return f"--{'no_' * (value is False)}{name}" + f" {value}" * (not isinstance(value, bool))
+
+
+def find_typed(groups: Iterable[type]) -> set[str]:
+    """Return the names of the flags that the command line gives, defaults among them."""
+    words = {word.split("=")[0].strip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
+    return {
+        item.name
+        for group in groups
+        for item in fields(group)
+        if words & {item.name, f"no_{item.name}", *(alias.strip("-") for alias in item.metadata["aliases"])}
+    }
+
+
+def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
     """The flags that all peers of a run must share, where they are not the defaults, as they are typed.
 
     :param groups: instances of the dataclasses
+    :param typed: names of flags to include with their default too
     """
     words = []
     for group in groups:
@@ -80,9 +97,10 @@ def describe_shared(groups: Sequence[Any]) -> str:
         usual = type(group)() if names else None
         for name in names:
             value = getattr(group, name)
-            text = f"--{'no_' * (value is False)}{name}" + f" {value}" * (not isinstance(value, bool))
+            text = format_flag(name, value)
             fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
-            words += [text] * bool(value != getattr(usual, name) and fits and SHARED_FLAGS.fullmatch(text))
+            is_told = name in typed or value != getattr(usual, name)
+            words += [text] * bool(is_told and fits and SHARED_FLAGS.fullmatch(text))
     return " ".join(words)
 
 

@@ -1,22 +1,25 @@
 """What a newcomer was not told it takes over from the peers in --initial_peers: their run, and flags that its peers
-share.
+share. Other values of these flags are refused.
 
-They are its root of trust (see swarm/vouching.py). Their flags are parsed and checked as if they had been typed, what
-was typed goes before them, and none of them names a file or folder but the model shapes that came with this repository.
+They are its root of trust (see swarm/vouching.py). Their flags are parsed and checked as if they had been typed, and
+none of them names a file or folder but the model shapes that came with this repository.
 """
 
 import asyncio
 import logging
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from arguments import SwarmArguments, parse_arguments
 from support.console import UserError
+from support.flags import format_flag
 from swarm.addresses import check_multiaddrs
 from swarm.membership import MEMBERS
 from swarm.outside import ask_from_outside, find_problem
 from swarm.status import resolve_initial_peers
-from swarm.vouching import combine
+from swarm.vouching import Statement, combine
 
 logger = logging.getLogger("joining")
 
@@ -43,11 +46,16 @@ def find_settings(swarm: SwarmArguments) -> list[str]:
     if not prefix and not re.fullmatch(r"[\w-]{1,100}", found.prefix, re.ASCII):
         # it names folders and dashboards
         raise UserError(f"--initial_peers serve run {found.prefix!r}: if you trust that, give --experiment_prefix")
-    flags = found.contract.flags if found.contract else found.flags
-    if not found.contract and not flags:
+    settings = list_settings(found)
+    if not found.contract and not settings:
         logger.info("--initial_peers know no settings of the run yet: what is not given has its default")
-    settings = [flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag]
-    return [f"--experiment_prefix={found.prefix}", *filter(is_for_all, settings)]
+    return [f"--experiment_prefix={found.prefix}", *settings]
+
+
+def list_settings(statement: Statement) -> list[str]:
+    """Return the flags that bind a peer that hears this, as --NAME=VALUE."""
+    flags = statement.contract.flags if statement.contract else statement.flags
+    return [*filter(is_for_all, (flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag))]
 
 
 def is_for_all(setting: str) -> bool:
@@ -56,10 +64,48 @@ def is_for_all(setting: str) -> bool:
     return name not in OWN_FLAGS and (name != "config_path" or value in map(str, Path(CONFIGS).glob("*.json")))
 
 
+def require_settings(settings: Iterable[str], groups: tuple) -> None:
+    """Raise a UserError that names the flags which differ from these settings.
+
+    :param settings: as --NAME=VALUE
+    :param groups: instances of the dataclasses
+    """
+    own = {name: value for group in groups for name, value in vars(group).items()}
+    differences = []
+    for setting in settings:
+        name, theirs = split_setting(setting)
+        _, mine = split_setting(format_flag(name, own[name]).replace(" ", "=", 1))
+        # one file may be written in several ways
+        if theirs != mine and not (name == "config_path" and os.path.realpath(theirs) == os.path.realpath(mine)):
+            differences.append(f"--{name}: the run has {theirs}, you have {mine}")
+    if differences:
+        raise UserError(
+            f"run {own['experiment_prefix']!r} uses different settings; {'; '.join(differences)}. Omit these flags to "
+            "take over the run's, or begin another run with --new_run --experiment_prefix NAME"
+        )
+
+
+def require_vouched(vouched: Statement | None, groups: tuple) -> None:
+    """Raise a UserError if the flags differ from those that bind the first trainers; later, a contract binds.
+
+    `adopt` has compared them before, unless --no_adopt or --use_ipfs left that out, or the peer that vouches for them
+    had only just started.
+    """
+    if vouched and not vouched.contract:
+        require_settings(list_settings(vouched), groups)
+
+
+def split_setting(setting: str) -> tuple[str, str]:
+    """Return the name of --NAME=VALUE, --NAME or --no_NAME, and its value in words."""
+    is_off, name, value = re.fullmatch(r"--(no_)?(\w+)(?:=(.*))?", setting).groups()
+    return name, value or ("off" if is_off else "on")
+
+
 def adopt(groups: tuple, settings: list[str]) -> tuple:
-    """The command line once more, with these settings where it does not say otherwise; a line tells which.
+    """The command line once more, with these settings where it does not give them; a line tells which.
 
     :param groups: as it was parsed before, instances of the dataclasses
+    :raises UserError: it gives other values, or the settings do not fit it
     """
     if not settings:
         return groups
@@ -69,7 +115,8 @@ def adopt(groups: tuple, settings: list[str]) -> tuple:
     except UserError as e:
         raise UserError(f"{e} (with {given} of --initial_peers; --no_adopt takes nothing over)") from e
     own, new = ({name: value for group in them for name, value in vars(group).items()} for them in (groups, adopted))
-    names = [re.match("--(?:no_)?([^=]+)", setting)[1] for setting in settings]
+    require_settings(settings, adopted)
+    names = [split_setting(setting)[0] for setting in settings]
     taken = [setting for name, setting in zip(names, settings, strict=True) if own[name] != new[name]]
     if taken:
         logger.info(f"taken over from --initial_peers: {' '.join(taken).replace('=', ' ')}")

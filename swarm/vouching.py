@@ -5,6 +5,7 @@ where none of them answers.
 """
 
 import asyncio
+import re
 from collections.abc import Iterable
 from functools import partial
 
@@ -30,7 +31,7 @@ class Statement(BaseModel):
 
     prefix: constr(strict=True, max_length=256)
     contract: RunContract | None = None  # that of most who have worked; None: nobody has
-    flags: Flags = ""  # its own ones, by which others may begin where nobody has worked
+    flags: Flags = ""  # its own ones, by which others begin where nobody has worked
     workers: conlist(conbytes(strict=True, max_length=64), max_items=MAX_WORKERS) = []  # ids of peers that have worked
 
 
@@ -110,13 +111,18 @@ def combine(answers: dict[PeerID, Statement], prefix: str, is_new_run: bool) -> 
         )
     contracts = {peer: answer.contract for peer, answer in found.items() if answer.contract}
     flags = {peer: answer.flags for peer, answer in found.items() if answer.flags}
-    held = {peer: tuple(sorted(contract.contract.items())) for peer, contract in contracts.items()} or flags
-    if len(set(held.values())) > 1:
+    if contracts:
+        is_one = len({tuple(sorted(contract.contract.items())) for contract in contracts.values()}) == 1
+    else:
+        # a trainer that has not worked yet may name more flags than the monitor whose run it has joined
+        texts = {text for words in flags.values() for text in re.split(" (?=--)", words)}
+        is_one = len({re.match(r"--(?:no_)?(\w+)", text)[1] for text in texts}) == len(texts)
+    if not is_one:
         raise UserError(
             f"the peers in --initial_peers disagree on the settings of run {prefix!r}: give those alone whom you trust "
-            f"({', '.join(map(str, held))})"
+            f"({', '.join(map(str, contracts or flags))})"
         )
     workers = list(dict.fromkeys(worker for answer in found.values() for worker in answer.workers))
     contract = next(iter(contracts.values()), None)
-    flags = next(iter(flags.values()), "")
+    flags = max(flags.values(), key=len, default="")
     return Statement(prefix=prefix, contract=contract, flags=flags, workers=workers[:MAX_WORKERS]) if found else None

@@ -4,7 +4,17 @@ import json
 
 import pytest
 from processes import LOOPBACK, make_prefix, wait_until
-from swarms import SHARED, TRAINER, epochs, flags, history, largest_difference, start_peer, start_trainer
+from swarms import (
+    SHARED,
+    TRAINER,
+    epochs,
+    flags,
+    history,
+    largest_difference,
+    start_monitor,
+    start_peer,
+    start_trainer,
+)
 
 from machine.checkpoint import find_checkpoints
 
@@ -161,8 +171,9 @@ def test_an_auxiliary_peer_with_other_settings_is_one_line(start, tmp_path, tiny
     ]
     command += [*flags({name: value for name, value in TRAINER.items() if name in SHARED}), "--assist_in_averaging"]
     command += ["--tokenizer_path", tiny_data["--tokenizer_path"], "--target_batch_size", 9]
-    early = start("early", *command, "--output_dir", tmp_path / "early")
-    peers = early.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    early = start("early", *command, "--output_dir", tmp_path / "early", "--initial_peers", peers)
+    early.wait_for(r"others may join through --initial_peers /ip4/")
     endless = {"--target_batch_size": 64, "--max_steps": 1_000_000}
     trainer = start_trainer(start, tmp_path, "trainer", prefix, peers, {**tiny_data, **endless})
     assert early.wait(90) == 2
@@ -172,4 +183,4 @@ def test_an_auxiliary_peer_with_other_settings_is_one_line(start, tmp_path, tiny
     for aux in (early, late):
         assert "target_batch_size: the run has 64, you have 9" in aux.text and "Traceback" not in aux.text
         wait_until(lambda aux=aux: not aux.left_processes(), 10, "no process left")
-    stop(trainer)
+    stop(trainer, monitor)

@@ -6,7 +6,7 @@ from collections import deque
 
 from arguments import AuxPeerArguments
 from support.console import UserError
-from support.flags import describe_shared
+from support.flags import describe_shared, find_typed
 from swarm.addresses import stop_unreachable
 from swarm.contract import compare_with_run, require_same
 from swarm.joining import make_dht, warn_of_local_addresses
@@ -43,8 +43,8 @@ class Observer:
         self.report = RunReport(args, swarm)
         self.page = StatusServer(swarm.status_port, self.prefix) if swarm.status_port is not None else None
         self.dht, _ = make_dht(swarm)
-        #: by which the first trainers may begin
-        self.own_flags = describe_shared(groups)
+        #: by which the first trainers must begin; its default binds too where it was typed
+        self.own_flags = describe_shared(groups, find_typed(map(type, groups)))
         if self.dht.vouched:
             self.report.workers.ids |= set(self.dht.vouched.workers)
         vouch(self.dht, self.dht.vouched or Statement(prefix=self.prefix, flags=self.own_flags))

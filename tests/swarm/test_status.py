@@ -12,6 +12,7 @@ import pytest
 from mains import refuse
 from processes import LOOPBACK, make_prefix
 
+import run_trainer
 import run_training_monitor
 from arguments import SwarmArguments, make_host_maddrs
 from support.console import UserError
@@ -153,7 +154,7 @@ def ask(port: int, method: str = "GET", path: str = "/", timeout: float = 10) ->
 def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start, tmp_path):
     prefix = make_prefix()
     command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"]
-    shared = ["--seed", 7, "--optim", "adamw"]
+    shared = ["--seed", 7, "--optim", "adamw", "--learning_rate", 0.00176]  # the last one is a default that was typed
     monitor = start("monitor", *command, *shared, "--status_port", 0, "--output_dir", tmp_path / "monitor")
     port = int(monitor.wait_for(r"status page on port (\d+)").group(1))
     address = monitor.wait_for(r"--initial_peers (\S+)").group(1)
@@ -163,7 +164,10 @@ def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start,
     assert code == 200
     assert read["multiaddrs"] == [address] and read["experiment_prefix"] == prefix
     assert read["peers"] == 0 and read["epoch"] is None and read["loss"] is None and not read["client_mode"]
-    assert read["join"].endswith(f"{address} --seed 7 --optim adamw") and f"\n{read['join']}\n" in monitor.text
+    assert read["join"].endswith(f"{address} --seed 7 --optim adamw --learning_rate 0.00176")
+    assert f"\n{read['join']}\n" in monitor.text
+    wrong = refuse(run_trainer, "--initial_peers", address, "--learning_rate", 0.01, "--preflight")
+    assert f"run '{prefix}' uses different settings; --learning_rate: the run has 0.00176, you have 0.01." in wrong
     assert find_maddrs(f"127.0.0.1:{port}", prefix) == [address]
     assert [ask(port, method)[0] for method in ("POST", "PUT", "DELETE", "HEAD")] == [501] * 4
     assert [ask(port, path=path)[0] for path in ("/etc/passwd", "/../arguments.py", "/status")] == [404, 404, 200]

@@ -1,18 +1,21 @@
 """Who was given a peer's address believes that peer, not what strangers have stored about the run."""
 
 import contextlib
+import re
 import sys
 from functools import partial
 
 import pytest
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
+from mains import refuse
 from processes import LOOPBACK, make_prefix, wait_until
 from records import run_dhts
 
+import run_trainer
 from arguments import TRAINER_ARGS, AveragingArguments, SwarmArguments, parse_arguments
 from support.console import UserError
-from swarm.adoption import adopt, find_settings
+from swarm.adoption import adopt, find_settings, require_vouched
 from swarm.contract import compare_with_run, confirm_contract, join_run, publish_contract
 from swarm.dht import DHT
 from swarm.line import GRACE_SHARE, LINE, LONGEST_GRACE
@@ -80,17 +83,39 @@ def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
             assert ask(prefix, addresses(one, two)).contract == contract and ask(prefix, addresses(two)) is None
 
 
-def test_what_was_not_given_is_taken_over(monkeypatch):
+def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
     prefix, shared = make_prefix(), "--optim adamw --learning_rate 0.1 --config_path configs/demo.json"
     with run_peer(prefix) as (one, _), run_peer("other", one) as (two, _), run_peer(prefix, one) as (three, _):
         tell(one, three, Statement(prefix=prefix, flags=shared))
-        command = ["run_trainer.py", "--initial_peers", *addresses(one), "--learning_rate", "0.2"]
+        command = ["run_trainer.py", "--initial_peers", *addresses(one), "--config_path", "./configs/demo.json"]
+        # what nobody was told is the first trainer's to choose
+        command += ["--total_steps", "9000"]
         monkeypatch.setattr(sys, "argv", command)
         groups = parse_arguments(*TRAINER_ARGS)
         swarm, model, optimizer, *_ = adopt(groups, find_settings(groups[0]))
-        assert (swarm.experiment_prefix, model.config_path) == (prefix, "configs/demo.json")
-        assert (optimizer.optim, optimizer.learning_rate) == ("adamw", 0.2)
+        assert (swarm.experiment_prefix, model.config_path) == (prefix, "./configs/demo.json")
+        assert (optimizer.optim, optimizer.learning_rate, optimizer.total_steps) == ("adamw", 0.1, 9000)
         assert find_settings(SwarmArguments(prefix, addresses(one), adopt=False)) == []
+
+        # the monitor's settings bind: in the preflight too, and whether they are taken over or not
+        wrong = "--learning_rate: the run has 0.1, you have 0.2. Omit these flags"
+        named = ["--experiment_prefix", prefix, "--optim", "adamw", "--no_adopt"]
+        for more in (["--preflight"], []):
+            assert wrong in refuse(run_trainer, *command[1:], "--learning_rate", "0.2", *more)
+        monkeypatch.setattr(sys, "argv", [*command, "--learning_rate", "0.2", *named])
+        vouched = ask_initial_peers(three, prefix, addresses(one), is_new_run=False)
+        with pytest.raises(UserError, match=re.escape(wrong)):
+            require_vouched(vouched, parse_arguments(*TRAINER_ARGS))
+        require_vouched(vouched.copy(update={"contract": make_contract(a="b")}), groups)
+
+        # of several peers, one may have been given more than another
+        tell(three, one, Statement(prefix=prefix, flags="--optim adamw --seed 3"))
+        both = addresses(one, three)
+        assert ask_initial_peers(two, prefix, both, is_new_run=False).flags == shared
+        tell(three, one, Statement(prefix=prefix, flags="--optim lamb"))
+        with pytest.raises(UserError, match="disagree on the settings"):
+            ask_initial_peers(two, prefix, both, is_new_run=False)
+        tell(three, one, Statement(prefix=prefix))
 
         # what has worked goes before what a monitor was told; and nothing leads to files of this machine
         flags = "--seed 7 --tokenizer_path data/mine --model_name_or_path gpt2 --config_path configs/../README.md"
