@@ -87,8 +87,6 @@ class SwarmArguments:
         check_exclusive(self, "use_google_dns", "announce_maddrs")
         if self.use_auto_relay and not self.use_relay:
             raise UserError("--use_auto_relay and --no_use_relay are mutually exclusive: give one of them")
-        if not self.experiment_prefix and (not self.initial_peers or not self.adopt or self.new_run or self.use_ipfs):
-            raise UserError("--experiment_prefix is missing: name a new run, or give --initial_peers of one")
         if "." in self.experiment_prefix:
             # hivemind separates the group bits from the prefix by a dot (hivemind/averaging/key_manager.py)
             name = self.experiment_prefix
@@ -740,7 +738,12 @@ BASIC_FLAGS = {
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
     """Parse the command line into one instance of each dataclass, in order; for more see `parse_flags`."""
     found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, description, before)}
-    averaging = found.get(AveragingArguments)
+    swarm, monitor, averaging = map(found.get, (SwarmArguments, MonitorArguments, AveragingArguments))
+    if monitor and monitor.watch and not swarm.initial_peers:
+        raise UserError("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
+    can_ask = swarm and swarm.initial_peers and swarm.adopt and not swarm.new_run and not swarm.use_ipfs
+    if swarm and not swarm.experiment_prefix and not can_ask:
+        raise UserError("--experiment_prefix is missing: name a new run, or give --initial_peers of one")
     if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:
         averaging.local_steps_from = max(200, found[OptimizerArguments].warmup_steps)  # see docs/measured.md
     return tuple(found.values())

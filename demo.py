@@ -60,7 +60,7 @@ SENTENCES = (
 
 STALL_LIMIT = 180.0  # seconds without a new epoch before the demo gives up
 # what the first peer says of how to join, and of its page
-JOIN, PAGE = r"--initial_peers .+$", r"status page on port (\d+)"
+JOIN, PAGE = r"--initial_peers .+$", r"status page: http://\S+:(\d+)/"
 STOP_LIMIT = 20.0  # seconds that scripts have to end after Ctrl-C
 SAME_GRADIENT = 1e-3  # relative difference of gradient norms; each peer's own gradient differs by several per cent
 SAME_WEIGHTS = 1e-6

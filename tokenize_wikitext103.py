@@ -26,6 +26,7 @@ it. Both appear complete or not at all. All of it, the tokenizer included, depen
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -95,7 +96,11 @@ def main():
     )
     if args.archive:
         make_archive(dataset_path, tokenizer_path, args)
-    print("next: python run_training_monitor.py --experiment_prefix my_albert")
+    paths = f"--dataset_path {shlex.quote(args.dataset_path)} --tokenizer_path {shlex.quote(args.tokenizer_path)}"
+    print(
+        "next, with --initial_peers ADDRESS to join a run, or --experiment_prefix NAME to begin one:\n"
+        f"python run_trainer.py {paths} --objective {args.objective}"
+    )
 
 
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):

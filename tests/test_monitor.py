@@ -168,6 +168,10 @@ def test_monitor_refuses_wrong_flags_in_one_line(flag, value):
     assert flag in refuse(run_training_monitor, "--experiment_prefix", make_prefix(), *LOOPBACK, flag, value)
 
 
+def test_watch_alone_names_what_it_needs():
+    assert refuse(run_training_monitor, "--watch").startswith("--watch needs --initial_peers")
+
+
 @pytest.fixture
 def model_and_tokenizer():
     from tokenizers import Tokenizer, models

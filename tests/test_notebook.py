@@ -89,7 +89,7 @@ def test_notebook_joins_contributes_and_leaves_in_order(start, tmp_path, tiny_da
     other = start("other", "run_trainer.py", *command, *small, "--output_dir", tmp_path / "other")
 
     other.wait_for("Epoch #2")  # now it is known by which flags
-    page = monitor.wait_for(r"status page on port (\d+)").group(1)
+    page = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1)
     more_flags = [*LOOPBACK, *OWN, "--dataset_cache_dir", str(tmp_path / "cache")]
     with FileServer(hosted) as server:
         monkeypatch.setenv("INITIAL_PEERS", f"http://127.0.0.1:{page}/")

@@ -59,7 +59,9 @@ def written(tmp_path_factory, novel):
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
     flags = ("--text_files", "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
     result = tokenize(folder, *flags, is_real=True)
-    assert "unigram entropy" in result.stdout and "next: python run_training_monitor.py" in result.stdout
+    assert "unigram entropy" in result.stdout
+    paths = f"--dataset_path {folder / 'dataset'} --tokenizer_path {folder / 'tokenizer'}"
+    assert result.stdout.splitlines()[-1] == f"python run_trainer.py {paths} --objective mlm_sop"
     return folder
 
 

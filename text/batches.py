@@ -52,6 +52,8 @@ def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions
             f"{source} gives instances of {stored} tokens, the model takes {positions}: add --max_sequence_length "
             f"{positions}"
         )
+    if most and most > positions:
+        raise UserError(f"--max_sequence_length {most} is more than the model takes: give at most {positions}")
     if most and most > stored:
         logger.warning(f"no instance has the {most} tokens of --max_sequence_length: the longest ones have {stored}")
 

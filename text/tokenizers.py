@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import re
 import sys
 import unicodedata
@@ -42,10 +43,16 @@ def load_tokenizer(
 
     is_folder = Path(path).is_dir()
     is_default = str(path) == DEFAULT_TOKENIZER_PATH
-    if not is_folder and (is_default or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path))):
-        raise UserError(f"no tokenizer in {path}: make one with python tokenize_wikitext103.py (--help shows how)")
+    # a name on the Hub is NAME or ORG/NAME, and nobody means that by data/tokeniser beside a folder data
+    is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path)) and not os.path.isdir(os.path.dirname(path))
+    if not is_folder and (is_default or not is_name):
+        raise UserError(
+            f"no tokenizer in {path}, which is not a folder: make one with python tokenize_wikitext103.py (--help "
+            "shows how)"
+        )
     try:
-        with contextlib.nullcontext() if is_folder else hub(f"the tokenizer {path}", alternative):
+        what = f"the tokenizer {path}, which is not a folder here,"
+        with contextlib.nullcontext() if is_folder else hub(what, alternative):
             options = dict(cache_dir=cache_dir, local_files_only=is_folder)
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, RecursionError) as e:

@@ -28,7 +28,7 @@ from pathlib import Path
 from hivemind import DHT
 
 from support.console import UserError
-from swarm.addresses import select_for_others
+from swarm.addresses import get_host_port, is_relayed, select_for_others
 from swarm.status import VISIT_TIMEOUT, format_join, make_place
 from viewing.history import History
 
@@ -78,7 +78,13 @@ class StatusServer(http.server.ThreadingHTTPServer):
         self.html = (Path(__file__).parent / "page.html").read_bytes()
         self.policy = make_policy(self.html.decode())
         threading.Thread(target=self.serve_forever, name="status page", daemon=True).start()
-        logger.info(f"status page on port {self.socket.getsockname()[1]}")
+        logger.info(f"status page: {self.find_url()}")
+
+    def find_url(self) -> str:
+        """Return the address of this page for those who reach this peer directly."""
+        direct = [maddr for maddr in self.maddrs if not is_relayed(maddr)]
+        protocol, host, _ = get_host_port(direct[0]) if direct else ("dns", "localhost", None)
+        return f"http://{f'[{host}]' if protocol == 'ip6' else host}:{self.socket.getsockname()[1]}/"
 
     def answer(self, name: str, make: Callable[[], dict]) -> bytes:
         """As JSON what `make` returns, or has returned a moment ago for this name."""

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arguments import SwarmArguments
-from support.console import UserError, format_bytes
+from support.console import format_bytes
 from swarm.joining import make_dht
 from swarm.processes import handle_stop_signals, shut_down
 from utils import (
@@ -71,8 +71,6 @@ class SwarmSnapshot:
 
 def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     """Show the swarm until Ctrl-C: live in a terminal, else a line an epoch."""
-    if not swarm.initial_peers:
-        raise UserError("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
     prefix = swarm.experiment_prefix
     # the identity file may be the monitor's, and two peers of one name are one too many
     dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))

@@ -222,7 +222,7 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
     prefix, monitor_dir, output_dir = make_prefix(), tmp_path / "monitor", tmp_path / "out"
     flags = ("--status_port", "0", "--report_to", "none")
     monitor, address = start_monitor(start, prefix, monitor_dir, *flags)
-    port = monitor.wait_for(r"status page on port (\d+)").group(1)
+    port = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1)
     trainer = start(
         "trainer",
         *("run_trainer.py", *TRAINER, "--experiment_prefix", prefix, "--initial_peers", address),

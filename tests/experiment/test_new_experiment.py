@@ -65,7 +65,8 @@ def test_json_lines_of_your_own(copy, tiny_data):
     talks = [[f"I say {one} and then {two}.", f"You say {two}, not {one}."] for one in words for two in words]
     lines = [{"turns": [{"speaker": n, "text": text} for n, text in enumerate(talk)]} for talk in talks]
     (copy / "talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    where = ["--train_file", "talks.jsonl", "--max_sequence_length", "32", "--dataset_cache_dir", "cache"]
+    # the guide's own flags: the model takes no longer sequences
+    where = re.search(r"`(--train_file talks.jsonl .*?)` names", GUIDE)[1].split() + ["--dataset_cache_dir", "cache"]
     tokenizer = ["--tokenizer_path", tiny_data["--tokenizer_path"]]
     facts = run(copy, "few_steps.py", *STEPS, "--config_path", "configs/demo.json", *where, *tokenizer)
     # a twentieth of the 100 conversations is held out, and each of the others is one pair of turns

@@ -35,7 +35,7 @@ def start_monitor_on(start, net: netlab.Net, host: str, tmp_path: Path, prefix: 
     own |= {"--refresh_period": 0.5, "--status_port": STATUS_PORT}
     monitor = start_on(start, net, host, "monitor", "run_training_monitor.py", *flags(own))
     address = monitor.wait_for(r"(?m)^--initial_peers (/ip4/\S+)$").group(1)
-    monitor.wait_for("status page on port")
+    monitor.wait_for("status page: ")
     assert address.startswith(f"/ip4/{net.ip(host)}/tcp/")  # not 127.0.0.1
     return monitor, address
 
@@ -164,7 +164,7 @@ def test_ipv6_and_a_peer_whose_clock_is_wrong(start, tmp_path, tiny_data):
     own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "monitor", "--report_to": "none"}
     monitor = start("monitor", "run_training_monitor.py", "--dht_listen_on", "[::1]:*", *flags(own), "--status_port", 0)
     address = monitor.wait_for(r"(?m)^--initial_peers (/ip6/::1/tcp/\S+)$").group(1)
-    port = monitor.wait_for(r"status page on port (\d+)").group(1)
+    port = monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1)
     names, trainers = ["first", "second"], []
     for name, peers in zip(names, (address, f"[::1]:{port}"), strict=True):
         more = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}

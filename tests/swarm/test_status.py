@@ -156,7 +156,7 @@ def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start,
     command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"]
     shared = ["--seed", 7, "--optim", "adamw", "--learning_rate", 0.00176]  # the last one is a default that was typed
     monitor = start("monitor", *command, *shared, "--status_port", 0, "--output_dir", tmp_path / "monitor")
-    port = int(monitor.wait_for(r"status page on port (\d+)").group(1))
+    port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
     address = monitor.wait_for(r"--initial_peers (\S+)").group(1)
 
     code, body = ask(port)

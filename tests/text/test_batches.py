@@ -299,5 +299,8 @@ def test_lengths_beyond_the_model_or_the_dataset_are_one_line(tokenizer, caplog)
     for args in (DataArguments(), DataArguments(max_sequence_length=100)):
         with pytest.raises(UserError, match="^[^\n]*--max_sequence_length 64[^\n]*$"):
             check_data_arguments(args, tokenizer, corpus, 64)
+    # however short what the dataset holds
+    with pytest.raises(UserError, match="^--max_sequence_length 10000 is more than the model takes: give at most 128$"):
+        check_data_arguments(DataArguments(max_sequence_length=10_000), tokenizer, corpus, 128)
     check_data_arguments(DataArguments(max_sequence_length=512), tokenizer, corpus, 512)
     assert "longest ones have 128" in caplog.text

@@ -46,6 +46,18 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(tmp_path, tokenizer, monkey
     assert not (tmp_path / "it_ran").exists()
 
 
+def test_a_wrong_folder_is_not_a_matter_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for wrong in ("data/tokeniser", "./tokenizer", "/no/such/folder"):
+        with pytest.raises(UserError, match=f"^no tokenizer in {wrong}, which is not a folder: make one with "):
+            load_tokenizer(wrong)
+    # this may be a name on the Hub, and says that it is no folder
+    monkeypatch.setattr("support.hub.is_reachable", lambda _: False)
+    with pytest.raises(UserError, match="^cannot load the tokenizer tokeniser, which is not a folder here, from the "):
+        load_tokenizer("tokeniser")
+
+
 def test_a_tokenizer_nested_too_deeply_is_one_line(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"a":' + 100_000 * "[" + 100_000 * "]" + "}")

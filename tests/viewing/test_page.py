@@ -82,6 +82,8 @@ def test_browsers_get_the_page_and_programs_what_they_always_got(server):
     assert code == 200 and headers["Content-Type"].startswith("text/html") and body.startswith(b"<!DOCTYPE html>")
     policy = headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    # how the data is prepared
+    assert b"<code>python tokenize_wikitext103.py</code>" in body
     # nothing that is elsewhere, and no markup made of texts
     assert not re.search(rb'(?:src|href)="(?!data:,|status\.json)|@import|url\(', body)
     assert not re.search(rb"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", body)
@@ -169,7 +171,7 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
     prefix, port = make_prefix(), 0
     options = ["--identity_path", tmp_path / "monitor.id", "--report_to", "none"]
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *options, "--status_port", port)
-    port = int(monitor.wait_for(r"status page on port (\d+)").group(1))
+    port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
     settings = {**SETTINGS, "--status_port": 0, **tiny_data}
     trainer = start_trainer(start, tmp_path, "one", prefix, peers, settings, {"--username": HOSTILE})
     pictures = Path(os.environ.get("KEEP_PICTURES", tmp_path))
@@ -181,6 +183,7 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         tab.wait_for(f"points.at(-1)[0] > {first} && document.querySelectorAll('#chart .validation').length", 60)
         assert tab.run("document.querySelector('#contributors th').textContent").startswith(HOSTILE)
         assert tab.run("document.querySelectorAll('img').length") == 0
+        assert "python tokenize_wikitext103.py" in tab.run("document.querySelector('#data').innerText")
         assert "word frequencies" in tab.run("document.querySelector('#legend').textContent")
 
         # the copied command, and what each machine has of its own
@@ -199,7 +202,7 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         assert tab.read_clipboard() == peers
 
         # a trainer's own page
-        own_port = int(trainer.wait_for(r"status page on port (\d+)").group(1))
+        own_port = int(trainer.wait_for(r"status page: http://\S+:(\d+)/").group(1))
         seen = json.loads(ask(own_port)[2])
         assert HOSTILE in [contributor["username"] for contributor in seen["contributors"]] and seen["join"]
         assert len(json.loads(ask(own_port, "/history.json")[2])["training"]) > 3
