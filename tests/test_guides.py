@@ -7,9 +7,12 @@ import shlex
 import sys
 
 import pytest
+from hivemind.p2p import PeerID
 from processes import ROOT
 
 import arguments
+from machine.preflight import check_epoch_time
+from utils import find_peer_id, make_validators
 
 SHARED = ("ModelArguments", "OptimizerArguments", "AveragingArguments")
 GROUPS = {
@@ -147,6 +150,25 @@ def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
         words += ["--experiment_prefix", "E"]
     monkeypatch.setattr(sys, "argv", [script, *words])
     arguments.parse_arguments(*(getattr(arguments, name) for name in GROUPS[script]))
+
+
+def test_readme_run_by_hand_lasts_minutes():
+    """On the machine whose samples per second the README's transcript shows."""
+    text = PAGES["README.md"]
+    speed = int(re.search(r"2 peers  (\d+) samples/s", text)[1])
+    section = text.split("## By hand")[1].split("\n## ")[0]
+    size, epochs, matchmaking = (
+        int(re.search(rf"--{name} (\d+)", section)[1])
+        for name in ("target_batch_size", "total_steps", "matchmaking_time")
+    )
+    assert check_epoch_time(size / speed, 2, 2 * matchmaking).level == "ok"
+    assert 5 * 60 < epochs * size / speed < 15 * 60
+
+
+def test_readme_shows_peer_ids_of_this_version():
+    own_id = str(PeerID(find_peer_id(make_validators("run")[1])))
+    shown = re.findall(r"/p2p/(\w{20,})", PAGES["README.md"])
+    assert shown and all((name[:2], len(name)) == (own_id[:2], len(own_id)) for name in shown)
 
 
 @pytest.mark.parametrize("script", GROUPS)
