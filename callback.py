@@ -431,6 +431,8 @@ class CollaborativeCallback:
         peers = len(self.optimizer.tracker.present) + 1
         progress = {"epoch": self.optimizer.local_epoch, "loss": self.measure_loss(), "peers": peers}
         progress["flags"] = self.contract.flags
+        is_over = self.curve and self.optimizer.local_epoch >= self.final_epoch
+        progress["ended"] = self.curve[-1]["time"] if is_over else None
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + LOOK_PERIOD
             records = fetch_records(self.dht, self.prefix, LOOK_TIMEOUT, self.workers)

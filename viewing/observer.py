@@ -1,7 +1,9 @@
 """What monitors and auxiliary peers do alike: follow a run, report it, keep its states where flags ask for it."""
 
 import concurrent.futures
+import math
 import threading
+import time
 from collections import deque
 
 from arguments import AuxPeerArguments
@@ -18,6 +20,8 @@ from utils import MAX_WORKERS, SwarmMetrics
 from viewing.page import StatusServer
 from viewing.report import RunReport
 
+# seconds between two looks at the metrics while somebody reads the page, and for how long a visit counts as reading
+READER_PERIOD, READING_SECONDS = 5.0, 15.0
 LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
 
 
@@ -56,6 +60,8 @@ class Observer:
         self.optimizer = self.archive = self.contract = None
         #: the newest metrics, until `step` returns them
         self.news: deque[SwarmMetrics] = deque(maxlen=1)
+        #: when the page was asked for last
+        self.last_visit = -math.inf
 
     def begin(self) -> threading.Event:
         """Make what the flags ask for, and begin to watch; returns what is set when it is time to end.
@@ -95,13 +101,18 @@ class Observer:
 
     def watch(self) -> None:
         """In a thread: look at the metrics, at once and until the end, and a last time then."""
-        self.look()
-        while not STOP_REQUESTED.wait(self.period):
-            self.look()
+        next_look = time.monotonic()
+        while not STOP_REQUESTED.is_set():
+            is_read = time.monotonic() < self.last_visit + READING_SECONDS
+            if time.monotonic() >= next_look - (max(0.0, self.period - READER_PERIOD) if is_read else 0.0):
+                self.look()
+                next_look = time.monotonic() + self.period
+            STOP_REQUESTED.wait(min(1.0, self.period))
         self.report.update(self.dht, is_last=True)
 
     def read_progress(self) -> dict:
         """Return what the run's page shows; it asks from its own thread."""
+        self.last_visit = time.monotonic()
         archive = self.archive.describe() if self.archive else {}
         return {**self.report.read_progress(), **archive, "flags": self.flags}
 

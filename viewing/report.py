@@ -6,6 +6,7 @@ Used by the roles that watch the whole swarm, run_training_monitor.py and run_au
 import contextlib
 import json
 import logging
+import math
 import os
 import time
 from dataclasses import asdict
@@ -42,6 +43,7 @@ TABLE_PERIOD = 86400.0
 FINAL_FETCH_TIMEOUT = 5.0
 # A read of the DHT may miss a record that is there; so many that miss all newer ones mean that a run started over.
 READS_BEFORE_GOING_BACK = 3
+READS_BEFORE_THE_END = 2  # that find no trainer: one may have missed them
 # Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it continues from an older
 # state of itself. A new run may have come that far before it is noticed.
 NEW_RUN_EPOCH = 30
@@ -75,7 +77,12 @@ class RunReport:
         #: arguments to show beside the curves
         self.config = asdict(swarm) | asdict(args)
         self.dashboard, self.alive_peers = Dashboard(), 0
-        self.course, self.progress = RunCourse(self.prefix), {}
+        known = self.history[-1] if self.history else {}
+        self.course = RunCourse(self.prefix)
+        #: of measure_progress, at the last epoch
+        self.progress = {name: known[name] for name in ("final_epoch", "swarm_samples") if name in known}
+        #: looks in a row that found no trainer
+        self.empty_looks = 0
         self.workers = Workers(map(bytes.fromhex, summary.get("workers", [])))
         self.older_reads, start = 0, time.monotonic()
         self.next_drawing, self.next_table = start + CURVE_PERIOD, start + TABLE_PERIOD
@@ -121,6 +128,7 @@ class RunReport:
         evaluation = None
         if is_clear:
             reports = {} if is_last else fetch_progress(dht, self.prefix)
+            self.empty_looks = 0 if reports or is_new else self.empty_looks + 1
             self.contributions.update({label: records[label] for label, _ in believable}, reports, time.time())
             evaluation = find_evaluation(believable)
             if evaluation and evaluation.epoch <= self.last_validation().get("validation_epoch", -1):
@@ -178,10 +186,21 @@ class RunReport:
 
     def read_progress(self) -> dict:
         """Return what the status page shows; it asks from its own thread."""
-        last = self.last
+        last, ended = self.last, self.find_end()
         progress = {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
         progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
-        return progress | self.progress | self.last_validation()
+        progress |= {**self.progress, **self.last_validation(), "ended": ended}
+        return progress | ({"peers": 0, "samples_per_second": 0.0, "seconds_left": 0} if ended else {})
+
+    def find_end(self) -> float | None:
+        """Return the Unix time of the last trainer's last report if no trainer is there any more, otherwise None."""
+        if not self.last:
+            return None
+        is_complete = self.last.epoch >= self.progress.get("final_epoch", math.inf)
+        # one read of the DHT may miss what is there
+        if self.empty_looks < (1 if is_complete else READS_BEFORE_THE_END):
+            return None
+        return max((peer.last_seen for _, peer in self.contributions.ranking()), default=self.history[-1]["time"])
 
     def last_validation(self) -> dict:
         """Return the last validation, by the names of metrics.jsonl."""

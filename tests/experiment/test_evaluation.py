@@ -269,6 +269,11 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
     page = read_page()
     assert page["validation_loss"] == last["validation_loss"]
     assert (page["final_epoch"], page["epoch"], page["swarm_samples"], page["seconds_left"]) == (5, 5, 320, 0)
+    # the run has ended, with its last epoch
+    wait_until(lambda: read_page()["ended"], 40, f"the end\n{monitor.text[-2000:]}")
+    page = read_page()
+    assert (page["peers"], page["samples_per_second"], page["validation_loss"]) == (0, 0, last["validation_loss"])
+    assert abs(page["ended"] - last["time"]) < 10
     monitor.interrupt()
     monitor.assert_clean_end(30)
     seen = {line["validation_epoch"]: line for line in read_epochs(monitor_dir) if "validation_loss" in line}

@@ -10,7 +10,8 @@ import urllib.request
 
 import pytest
 from mains import refuse
-from processes import LOOPBACK, make_prefix
+from processes import LOOPBACK, make_prefix, wait_until
+from records import make_metrics, run_peers
 
 import run_trainer
 import run_training_monitor
@@ -154,6 +155,7 @@ def ask(port: int, method: str = "GET", path: str = "/", timeout: float = 10) ->
 def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start, tmp_path):
     prefix = make_prefix()
     command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"]
+    command += ["--refresh_period", 600]
     shared = ["--seed", 7, "--optim", "adamw", "--learning_rate", 0.00176]  # the last one is a default that was typed
     monitor = start("monitor", *command, *shared, "--status_port", 0, "--output_dir", tmp_path / "monitor")
     port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
@@ -171,6 +173,11 @@ def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start,
     assert find_maddrs(f"127.0.0.1:{port}", prefix) == [address]
     assert [ask(port, method)[0] for method in ("POST", "PUT", "DELETE", "HEAD")] == [501] * 4
     assert [ask(port, path=path)[0] for path in ("/etc/passwd", "/../arguments.py", "/status")] == [404, 404, 200]
+
+    # while somebody reads the page, the monitor looks more often
+    with run_peers(prefix, address, True) as (peer,):
+        peer.publish(make_metrics(3).dict())
+        wait_until(lambda: json.loads(ask(port)[1])["epoch"] == 3, 30, "the epoch on the page")
 
     garbage = [b"\x00" * 1000, b"\x13/multistream/1.0.0\n", b"GET " + b"a" * 100_000, b"GET / HTTP/1.1\r\n" * 5000]
     for junk in garbage:

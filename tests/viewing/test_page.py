@@ -230,7 +230,23 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         last = tab.run("points.at(-1)[0]")
         tab.wait_for(f"$('news').textContent.startsWith('live') && points.at(-1)[0] > {last}", 120)
         assert tab.run("performance.getEntriesByType('navigation').length") == 1  # without another load
-    for script in (trainer, other, monitor):
-        script.interrupt()
-    for script in (trainer, other, monitor):
-        script.assert_clean_end(60)
+
+        # all trainers leave: the run has ended, and with what result
+        assert tab.run("status.ended") is None
+        for script in (trainer, other):
+            script.interrupt()
+        for script in (trainer, other):
+            script.assert_clean_end(60)
+        tab.wait_for("status.ended", 60)
+        assert time.time() - 60 < tab.run("status.ended") < time.time()
+        news, figures = tab.run("$('news').innerText"), tab.run("$('figures').innerText")
+        end = r"Ended .* at epoch [\d,]+ of 5,000 because all trainers left"
+        result = r"training loss \d+\.\d+, validation loss \d+\.\d+ at epoch [\d,]+, [\d,]+ samples by 2 contributors\."
+        assert re.match(f"{end}; .* Result: {result}$", news), news
+        assert re.search(r"peers now\s+0\b", figures) and re.search(r"samples/s\s+0", figures), figures
+        assert "ends in" not in figures and tab.run("document.title").startswith("ended")
+        # as after its last epoch
+        tab.run("status.final_epoch = status.epoch; show()")
+        assert re.match(r"Ended .* at epoch ([\d,]+) of \1\. Result: training loss ", tab.run("$('news').innerText"))
+    monitor.interrupt()
+    monitor.assert_clean_end(60)
