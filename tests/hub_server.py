@@ -1,8 +1,8 @@
 """The part of the Hugging Face Hub's HTTP protocol that uploads of a model and downloads use, on loopback.
 
-It speaks to huggingface_hub as the Hub does without Xet: create a repository, validate a card, choose how each file
-travels (preupload), large files through Git LFS, one commit in lines of JSON; then from_pretrained("ORG/NAME"). A test
-can have requests fail. To try it by hand:
+It speaks to huggingface_hub as the Hub does without Xet: log in, create a repository, validate a card, choose how each
+file travels (preupload), large files through Git LFS, one commit in lines of JSON; then from_pretrained("ORG/NAME"). A
+test can have requests fail. To try it by hand:
 
     python tests/hub_server.py 8080
     HF_ENDPOINT=http://127.0.0.1:8080 HF_TOKEN=hf_right python -m viewing.archive --store_checkpoints ...
@@ -135,6 +135,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
+    def describe_user(self) -> None:
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.answer(401, {"error": MESSAGES[401]})
+        return self.answer(200, {"name": "me", "auth": {"accessToken": {"displayName": "mine", "role": "write"}}})
+
     def create(self) -> None:
         wanted = json.loads(self.body)
         repo_id = f"{wanted['organization']}/{wanted['name']}"
@@ -228,6 +233,7 @@ def digest(content: bytes) -> str:
 
 REPO = r"([^/]+/[^/]+)"
 ROUTES = [
+    ("GET", "/api/whoami-v2", Handler.describe_user),
     ("POST", "/api/repos/create", Handler.create),
     ("POST", "/api/validate-yaml", Handler.validate),
     ("POST", f"/api/models/{REPO}/preupload/main", Handler.preupload),

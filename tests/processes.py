@@ -144,15 +144,17 @@ def start_python(
     env: dict[str, str] | None = None,
     prefix: Sequence[str] = (),
     is_real: bool = False,
+    stdin: int | None = None,
 ) -> subprocess.Popen | ForkedProcess:
     """Start `python` followed by these words, in a session of its own.
 
     :param env: more variables for its environment
     :param prefix: words before the command, as netlab's that run it on a host; the command must keep their process id
     :param is_real: never as a fork of another process
+    :param stdin: the descriptor of a terminal; None: there is nothing to read
     """
     words, env = [str(word) for word in words], make_environment(env)
-    with open(os.devnull) as stdin:
+    with open(os.devnull if stdin is None else os.dup(stdin)) as stdin:
         netns = prefix[3] if list(prefix[:3]) == ["ip", "netns", "exec"] else None
         if IS_FORKING and (netns or not prefix) and not is_real and get_fork_server().can_start(words, env):
             return get_fork_server().start(words, cwd, env, netns, [file.fileno() for file in (stdin, stdout, stderr)])

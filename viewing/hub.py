@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -92,9 +93,19 @@ def find_token() -> str | None:
 
 
 def require_token() -> None:
-    """A UserError where there is no token."""
-    if find_token() is None:
+    """If there is no token, ask for one on a terminal as `hf auth login` does; without a terminal, a UserError."""
+    if find_token() is not None:
+        return
+    if not sys.stdin.isatty():
         raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
+    print("--repo_url needs a token of the Hugging Face Hub that may write.", flush=True)
+    errors = huggingface_hub.errors
+    try:
+        huggingface_hub.login()
+    except (errors.HTTPError, errors.DeviceCodeError, OSError, ValueError, EOFError) as e:
+        raise UserError(
+            f"cannot log in to the Hugging Face Hub ({explain_failure(e)}): try again, or set HF_TOKEN"
+        ) from e
 
 
 def bound_waiting_for_the_hub() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -328,14 +329,41 @@ def test_a_restart_neither_uploads_again_nor_counts_anew(hub, save):
     assert Publisher(REPOSITORY, 1000, folder.parent).next_upload <= time.monotonic()
 
 
-@pytest.mark.parametrize("script", ["run_training_monitor.py", "run_aux_peer.py"])
-def test_no_token_is_an_error_before_anything_else(start, tmp_path, script):
+def make_publisher(script: str, tmp_path: Path) -> list:
     words = [script, "--experiment_prefix", make_prefix(), *LOOPBACK, "--output_dir", tmp_path / "out"]
-    words += ["--store_checkpoints", "--repo_url", REPOSITORY]
-    role = start("role", *words, env={"HF_HOME": str(tmp_path), "HF_TOKEN": ""})
+    return [*words, "--report_to", "none", "--store_checkpoints", "--repo_url", REPOSITORY]
+
+
+def test_no_token_and_no_terminal_is_an_error_before_anything_else(start, tmp_path):
+    role = start("aux", *make_publisher("run_aux_peer.py", tmp_path), env={"HF_HOME": str(tmp_path), "HF_TOKEN": ""})
     assert role.wait(60) == 2
-    assert role.text.startswith(f"{script}: error: --repo_url needs a token") and role.text.count("\n") == 1
+    assert role.text.startswith("run_aux_peer.py: error: --repo_url needs a token") and role.text.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script, token", [("run_aux_peer.py", TOKEN), ("run_training_monitor.py", "hf_wrong")])
+def test_no_token_is_asked_for_on_a_terminal(start, hub, tmp_path, tiny_data, script, token):
+    """As the guide of RuLeanALBERT promises. A token that the Hub refuses is one line."""
+    words = [*make_publisher(script, tmp_path), "--tokenizer_path", tiny_data["--tokenizer_path"]]
+    keyboard, terminal = os.openpty()
+    env = {"HF_HOME": str(tmp_path), "HF_TOKEN": "", "HF_ENDPOINT": hub.endpoint}
+    role = start("role", *words, "--config_path", "configs/demo.json", env=env, stdin=terminal)
+    role.wait_for("How would you like to log in")
+    os.write(keyboard, b"2\n")
+    role.wait_for("Enter your token")
+    os.write(keyboard, f"{token}\n".encode())
+    if token == TOKEN:
+        role.wait_for("others may join through")
+        assert (tmp_path / "token").read_text() == TOKEN
+        role.interrupt()
+        role.assert_clean_end(30)
+    else:
+        assert role.wait(60) == 2
+        line = role.text.splitlines()[-1]
+        assert line.startswith(f"{script}: error: cannot log in") and "HTTP 401" in line and "HF_TOKEN" in line
+    assert token not in role.text
+    os.close(keyboard)
+    os.close(terminal)
 
 
 def upload_by_hand(hub, folder: Path, token: str) -> subprocess.CompletedProcess:
