@@ -136,10 +136,12 @@ def describe_contract(
     """What all peers of a run must agree on, in words short enough for one line of an error message."""
     decayed, undecayed = make_param_groups(model)
     names = decayed["names"] + undecayed["names"]
+    frozen = sum(not param.requires_grad for param in model.parameters())
     shapes = [tuple(param.shape) for group in (decayed, undecayed) for param in group["params"]]
     return {
         "model": describe_architecture(model),
-        "initial weights": model.initial_weights,
+        # what is not trained no peer sends: all have it from their start
+        "initial weights": model.initial_weights + (f", {frozen} frozen, of seed {model.seed}" if frozen else ""),
         "model shapes": f"{sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters {digest(shapes)}",
         "parameter order": f"{len(names)} tensors {digest(names)}",
         "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",

@@ -31,6 +31,7 @@ import hivemind
 import numpy
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
@@ -72,14 +73,16 @@ def save_model(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
         disable_progress_bar()  # "Writing model shards" would break into the log at each checkpoint
-        if state is None:
-            model.save_pretrained(unfinished)
-        else:
-            # a copy of the dictionary: save_pretrained empties the one it gets
-            model.save_pretrained(unfinished, state_dict=dict(state["model"]))
-            rest = {name: value for name, value in state.items() if name != "model"}
+        weights = model.state_dict() if state is None else state["model"]
+        write_weights(model, weights, unfinished)
+        if state is not None:
+            files = [safe_open(file, "pt") for file in unfinished.glob("*.safetensors")]
+            stored = weights.keys() & {name for file in files for name in file.keys()}  # noqa: SIM118 (no dictionary)
+            # by address: safetensors keep one of the names of tied weights
+            places = {weights[name].data_ptr() for name in stored}
+            others = {name: tensor for name, tensor in weights.items() if tensor.data_ptr() not in places}
             with open(unfinished / "training_state.pt", "wb") as file:
-                torch.save(rest, file)
+                torch.save({**state, "model": others, "stored": sorted(stored)}, file)
         tokenizer.save_pretrained(unfinished)
         names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
         files = {name: describe_file(unfinished / name) for name in names}
@@ -89,6 +92,21 @@ def save_model(
         (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")
 
     return write_whole(folder, write, folder.parent)
+
+
+def write_weights(model, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write configuration and weights as from_pretrained reads them.
+
+    transformers saves some weights under other names than the model's (mixtures of experts, gpt_neox), others not at
+    all, and of a model with adapters these alone.
+    """
+    model.save_pretrained(folder, state_dict=dict(weights))  # a copy of the dictionary, which it empties
+    if (folder / "adapter_config.json").exists():
+        # beside its adapters, the model that they adapt: the folder opens as a whole
+        with torch.device("meta"):
+            plain = type(model)(model.config)
+        adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+        plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
 
 
 def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
@@ -148,7 +166,9 @@ def load_state(path: str | Path) -> dict:
     if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
         raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
     if is_folder:
-        state["model"] = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+        weights = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+        # states of earlier versions hold none, and all that is in the files
+        state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
     if not isinstance(state.get("model"), dict):
         raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
     return {**state, "path": path}
@@ -320,6 +340,13 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
             raise CheckpointError(
                 f"{where} belongs to a different model (see --config_path, --tokenizer_path): {name} is {saved_shape} "
                 f"there, {shape} here"
+            )
+        # peers exchange what is trained alone: the rest must be what all of them start from
+        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        if is_frozen and not torch.allclose(tensor.cpu(), found[id(tensor)].to(tensor.dtype), rtol=1e-3, atol=1e-5):
+            raise CheckpointError(
+                f"{where} belongs to a different model (see --seed, --model_name_or_path): {name}, which is not "
+                "trained, is another one there"
             )
     if unknown := sorted(state["model"].keys() - own.keys()):
         raise CheckpointError(f"{where} belongs to a different model: it has {unknown[0]}")

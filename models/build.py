@@ -103,7 +103,8 @@ def take_over_tokens(
 
 def build_model(model_class: type, config: PreTrainedConfig, args: ModelArguments, vocab_size: int) -> PreTrainedModel:
     """The model at epoch 0, with the same weights on every peer: pretrained, or random ones of the seed. Its attribute
-    `initial_weights` describes them in words, for the contract. A UserError where it cannot be made.
+    `initial_weights` describes them in words, for the contract; `seed` is that of the random ones. A UserError where it
+    cannot be made.
 
     :param model_class: one of transformers' Auto classes, or of its models
     :param vocab_size: of the tokenizer
@@ -139,7 +140,7 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
     except Exception as e:  # of many kinds: of files, of values, of what is not installed
         raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e
     model.train()
-    model.initial_weights = initial_weights
+    model.initial_weights, model.seed = initial_weights, args.seed
     return model
 
 

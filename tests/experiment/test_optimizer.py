@@ -177,6 +177,18 @@ def test_parameter_order_is_part_of_the_contract():
     assert [difference.split(":")[0] for difference in differences] == ["parameter groups", "parameter order"]
 
 
+def test_weights_that_are_not_trained_are_part_of_the_contract():
+    """No peer sends them: they follow from the seed."""
+    first, second = (make_model(ModelArguments(config_path="configs/demo.json", seed=seed), 300) for seed in (1, 2))
+    assert find_differences(contract(second), [contract(first)]) == []
+    for model in (first, second):
+        model.get_input_embeddings().requires_grad_(False)
+    [difference] = find_differences(contract(second), [contract(first)])
+    assert (
+        difference == "initial weights: the run has random, 1 frozen, of seed 1, you have random, 1 frozen, of seed 2"
+    )
+
+
 def test_the_size_from_which_moments_are_8_bit_is_part_of_the_contract(model):
     run, mine = (contract(model, optimizer=OptimizerArguments(optim="lamb_8bit", min_8bit_size=n)) for n in (2**16, 9))
     [difference] = find_differences(mine, [run])

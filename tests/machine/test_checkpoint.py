@@ -17,7 +17,7 @@ import torch
 from processes import ROOT, Script, make_prefix, run_python, wait_until
 from safetensors.torch import load_file
 from swarms import ALONE, flags, history, start_alone, start_monitor
-from transformers import AlbertForPreTraining, AutoTokenizer
+from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoTokenizer
 
 from arguments import ModelArguments, TrainerArguments
 from experiment.model import make_model
@@ -34,6 +34,7 @@ from models.build import describe_architecture
 from support.console import UserError
 from support.files import lock_folder, write_file
 from text.tokenizers import load_tokenizer
+from utils import SwarmMetrics
 
 
 @pytest.mark.parametrize("optim", ["adamw", pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])
@@ -61,6 +62,45 @@ def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
     assert (
         AutoTokenizer.from_pretrained(folder).get_vocab() == load_tokenizer(tiny_data["--tokenizer_path"]).get_vocab()
     )
+
+
+def test_a_trained_part_resumes_from_folder_peers_and_archive(tmp_path, tiny_data):
+    """Of which save_pretrained writes no more than that part, and the optimizer has no group without decay."""
+    record = {name: 1 for name in SwarmMetrics.__dataclass_fields__} | {"time": 0.0}
+    words = [make_prefix(), tmp_path, tiny_data["--tokenizer_path"], json.dumps(record)]
+    result = run_python("-m", "tests.programs.trained_part", *words, timeout=180, expect=0)
+    facts = json.loads(result.stdout.splitlines()[-1])
+    assert facts.keys() == {"moved", "taken", "own", "archive"}
+    assert all(len(checks) >= 6 and all(checks) for checks in facts.values()), facts
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "mixtral"])
+def test_a_state_comes_back_though_transformers_renames_weights(tmp_path, tiny_data, name):
+    """The files have the names of the model's first implementation, the state those that the model has here."""
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    sizes |= dict(num_key_value_heads=2, num_local_experts=2) if name == "mixtral" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **sizes}))
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    model, other = (make_model(ModelArguments(str(tmp_path / "config.json"), seed=s), len(tokenizer)) for s in (1, 2))
+    state = {"model": model.state_dict(), "optimizer": {}, "scheduler": {}, "local_epoch": 2}
+    assert checkpoint.save_checkpoint(model, tokenizer, tmp_path, state, {}, 2)
+    weights = check_weights(load_state(tmp_path / "checkpoint-2"), other)
+    assert all(weights[name].equal(tensor) for name, tensor in model.state_dict().items())
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    assert all(opened[name].equal(tensor) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_are_not_trained_must_be_those_of_the_run(saved):
+    """No peer sends them: a state with others would train on something that nobody else has."""
+    model, save = saved
+    other = make_model(ModelArguments(str(ROOT / "configs/demo.json"), seed=7), model.config.vocab_size)
+    state = save(2)
+    assert check_weights(state, other).keys() == state["model"].keys()
+    other.get_input_embeddings().requires_grad_(False)
+    with pytest.raises(CheckpointError, match="--seed.*word_embeddings.weight, which is not trained"):
+        check_weights(state, other)
+    model.get_input_embeddings().requires_grad_(False)
+    assert check_weights(state, model).keys() == state["model"].keys()
 
 
 @pytest.fixture

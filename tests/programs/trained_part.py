@@ -1,0 +1,92 @@
+"""A model of which a part alone is trained, and written by save_pretrained, as adapters are. A trainer steps, an
+auxiliary peer loads its state and archives it; a trainer continues from its own checkpoint, and from the archive."""
+
+import contextlib
+import json
+import sys
+
+import torch
+from hivemind.utils.crypto import RSAPrivateKey
+
+from arguments import (
+    ArchiveArguments,
+    AveragingArguments,
+    ModelArguments,
+    MonitorArguments,
+    OptimizerArguments,
+    SwarmArguments,
+)
+from experiment.model import make_model
+from experiment.optimizer import make_optimizer
+from machine.checkpoint import apply_state, check_weights, collect_state, find_checkpoints, load_state, save_checkpoint
+from swarm.joining import make_dht
+from swarm.processes import clean_end, shut_down
+from text.tokenizers import load_tokenizer
+from viewing.archive import CheckpointHandler
+
+
+def make_part(tokenizer):
+    """The matrices of the layer are trained: neither the embeddings nor the norms nor the biases."""
+    model = make_model(ModelArguments("configs/demo.json"), tokenizer)
+    for name, param in model.named_parameters():
+        param.requires_grad_("encoder" in name and param.dim() == 2)
+    model._keys_to_ignore_on_save = {name for name, param in model.named_parameters() if not param.requires_grad}
+    return model
+
+
+def copy_trained(model):
+    return [param.detach().clone() for param in model.parameters() if param.requires_grad]
+
+
+with clean_end():
+    torch.set_num_threads(1)
+    prefix, folder, tokenizer_path, record = sys.argv[1:]
+    tokenizer, options = load_tokenizer(tokenizer_path), OptimizerArguments(optim="adamw", warmup_steps=0)
+    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", matchmaking_time=1.0)
+    peers = []
+    for auxiliary in (False, True):
+        others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]
+        swarm = SwarmArguments(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+        RSAPrivateKey._process_wide_key = None  # two peers in one process
+        dht, _ = make_dht(swarm)
+        model = make_part(tokenizer)
+        optimizer = make_optimizer(model, dht, swarm, options, averaging, auxiliary=auxiliary)
+        peers.append((dht, model, optimizer))
+        if not auxiliary:
+            optimizer.accumulate_on(torch.device("cpu"))
+            start = copy_trained(model)
+            while optimizer.local_epoch < 2:
+                for param in filter(lambda param: param.requires_grad, model.parameters()):
+                    param.grad = torch.randn_like(param)
+                optimizer.step(batch_size=4)
+    (_, model, optimizer), (_, helper_model, helper) = peers
+    trained, state = copy_trained(model), collect_state(model, optimizer, {})
+    facts = {"moved": [not a.equal(b) for a, b in zip(start, trained, strict=True)]}
+    assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
+
+    report = MonitorArguments(output_dir=folder + "/archive"), ArchiveArguments(store_checkpoints=True)
+    groups = SwarmArguments(prefix), *report, ModelArguments("configs/demo.json"), options, averaging
+    archive = CheckpointHandler(groups, helper_model, tokenizer, helper)
+    history = [json.loads(record)]
+    while not archive.saving:
+        archive.download = archive.download or helper.state_averager.start_download(min_epoch=2)
+        with contextlib.suppress(TimeoutError):
+            archive.download.result(timeout=1)
+        archive.step(None, history)
+    archive.saving.join()
+    facts["taken"] = [a.equal(b) for a, b in zip(trained, copy_trained(helper_model), strict=True)]
+
+    folders = {"own": find_checkpoints(folder), "archive": find_checkpoints(folder + "/archive")}
+    for name, [path] in folders.items():
+        with torch.no_grad():
+            for param in filter(lambda param: param.requires_grad, model.parameters()):
+                param.zero_()
+        loaded = load_state(path)
+        apply_state(loaded, model, optimizer)
+        facts[name] = [a.equal(b) for a, b in zip(trained, copy_trained(model), strict=True)]
+        weights = check_weights(loaded, model)
+        facts[name] += [weights[key].equal(tensor) for key, tensor in state["model"].items()]
+        facts[name] += [loaded["local_epoch"] == optimizer.local_epoch == 2]
+    print(json.dumps(facts), flush=True)
+    for dht, _, optimizer in peers:
+        shut_down(dht, optimizer)
