@@ -23,7 +23,15 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from experiment.data import make_eval_batches
-from machine.checkpoint import CheckpointError, apply_state, collect_state, load_state, save_checkpoint, save_model
+from machine.checkpoint import (
+    CheckpointError,
+    apply_state,
+    collect_state,
+    load_state,
+    save_checkpoint,
+    save_model,
+    write_readme,
+)
 from machine.devices import all_finite, is_out_of_memory
 from machine.preflight import check_epoch_time, check_step_time, warn_of
 from machine.training import evaluate
@@ -533,7 +541,9 @@ class CollaborativeCallback:
             summary["sources"] = self.dataset["train"].count_records()
             for name, read in summary["sources"].items():
                 logger.info(f"source {name}: {read['documents']:,} documents read, {read['broken']:,} broken records")
-        is_saved = save_model(self.model, self.tokenizer, output_dir / "model", extra={"epoch": optimizer.local_epoch})
+        folder, extra = output_dir / "model", {"epoch": optimizer.local_epoch}
+        card = {"README.md": write_readme(self.model, folder)}
+        is_saved = save_model(self.model, self.tokenizer, folder, extra, beside=card)
         if self.args.do_eval and with_evaluation and self.measure():
             loss = self.evaluation.loss
             summary |= {"final_loss": loss, "final_perplexity": perplexity(loss)}

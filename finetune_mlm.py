@@ -54,7 +54,7 @@ from experiment.tasks import (
     predict_majority,
 )
 from machine.checkpoint import save_model
-from models.build import find_longest_sequence
+from models.build import find_longest_sequence, list_names, warn_of_weights
 from models.ruleanalbert import load_ruleanalbert
 from support.files import lock_folder, write_file
 from text.batches import group_by_length
@@ -77,6 +77,8 @@ class Pretrained:
     config: transformers.PretrainedConfig
     tokenizer: transformers.PreTrainedTokenizerBase
     encoder: torch.nn.Module | None = None
+    #: whether the user knows which weights are not used, as each seed loads them again
+    is_reported: bool = False
 
 
 def load_pretrained(args: FinetuneArguments) -> Pretrained:
@@ -174,8 +176,11 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
     return SpanModel(model, len(task.labels) if task.head == "spans" else None, dropout)
 
 
-def load_weights(auto_class: type, pretrained: Pretrained) -> torch.nn.Module:
-    """from_pretrained, which silently starts from random numbers where the weights have other names."""
+def load_weights(auto_class: type, pretrained: Pretrained, is_tuned: bool = False) -> torch.nn.Module:
+    """from_pretrained, which silently starts from random numbers where the weights have other names.
+
+    :param is_tuned: the head is one of the weights too
+    """
     try:
         options = dict(config=pretrained.config, dtype=torch.float32, output_loading_info=True)
         model, info = auto_class.from_pretrained(pretrained.name, trust_remote_code=False, **options)
@@ -185,12 +190,24 @@ def load_weights(auto_class: type, pretrained: Pretrained) -> torch.nn.Module:
         ) from e
     # not every model is trained with a pooler
     encoder = {param for name, param in model.base_model.named_parameters() if "pooler" not in name}
-    missing = [name for name, param in model.named_parameters() if name in info["missing_keys"] and param in encoder]
+    absent = {name: param for name, param in model.named_parameters() if name in info["missing_keys"]}
+    missing = [name for name, param in absent.items() if is_tuned or param in encoder]
     if missing:
         raise UserError(
             f"{pretrained.name} has no weights for {len(missing)} of its tensors ({missing[0]}, ...): give a folder "
             "whose weights and config.json belong together"
         )
+    if not pretrained.is_reported:
+        inside, prefix = {*model.base_model.parameters()}, f"{model.base_model_prefix}."
+        heads = [name for name, param in absent.items() if param not in inside]
+        old_heads = [name for name in info["unexpected_keys"] if not name.startswith(prefix)]
+        if heads:
+            # as it should be: the task's head is new, and that of the pretraining has nothing to do
+            logger.info(f"the head starts from random values: {list_names(heads)}")
+        if old_heads:
+            logger.info(f"the pretraining's head is not used: {list_names(old_heads)}")
+        warn_of_weights(pretrained.name, model, absent.keys() - heads, {*info["unexpected_keys"]} - {*old_heads})
+        pretrained.is_reported = True
     return model
 
 

@@ -67,7 +67,7 @@ def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
                 "the run's tokenizer: give lean_albert, which takes that one"
             )
     check_tokenizer(pretrained, is_own=pretrained.config.model_type == "lean_albert")
-    return pretrained, load_weights(AutoModelForSequenceClassification, pretrained)
+    return pretrained, load_weights(AutoModelForSequenceClassification, pretrained, is_tuned=True)
 
 
 def main(args: PredictArguments) -> None:

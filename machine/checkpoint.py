@@ -3,7 +3,8 @@
 A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
 configuration, the tokenizer; beside them `training_state.pt` with the rest of the state, and `training_state.json`,
 written last, with the epoch and the size and SHA-256 of every other file: a folder that does not agree with it is not
-whole and never loaded. A state file (--state_path) holds all of a state in one file. To look at one:
+whole and never loaded. A state file (--state_path) holds all of a state in one file. README.md says how to open the
+model. To look at one:
 
     python -c "from transformers import AlbertForPreTraining; \
         print(AlbertForPreTraining.from_pretrained('outputs/trainer/checkpoint-500').num_parameters())"
@@ -112,11 +113,62 @@ def write_weights(model, weights: dict[str, torch.Tensor], folder: Path) -> None
 def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
     """save_model to `checkpoint-{epoch}`, then remove all checkpoints but it and the newest others, up to the limit."""
     folder = Path(output_dir) / f"checkpoint-{state['local_epoch']}"
-    if not save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state):
+    card = {"README.md": write_readme(model, folder)}
+    if not save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card):
         return False
     others = [path for path in find_checkpoints(output_dir) if path != folder]
     remove_checkpoints(others[: max(0, len(others) + 1 - save_total_limit)])
     return True
+
+
+# --- how to open a model ----------------------------------------------------------------------------------------------
+
+README = """\
+---
+library_name: transformers
+pipeline_tag: {task}
+---
+
+A model of the class `{kind}`. This opens it:
+
+```python
+{code}
+```
+"""
+
+
+def is_known(model) -> bool:
+    """Whether transformers' Auto classes open a saved model: its class has one of transformers' names, or its code is
+    saved with it. A class of one's own must be named, or the Auto class of its model type starts from a random head."""
+    return hasattr(transformers, type(model).__name__) or model.is_remote_code()
+
+
+def write_code(model, place: str | Path) -> str:
+    """Lines of Python that open a saved model, and show what it answers where a pipeline can ask it.
+
+    :param place: what from_pretrained finds it by
+    """
+    objective, kind = model.objective, type(model)
+    ask = f"print(predict({objective.example}))"
+    if is_known(model):
+        trust = ", trust_remote_code=True" * model.is_remote_code()
+        load = f'predict = pipeline("{objective.pipeline}", "{place}"{trust})'
+        return "\n".join(["from transformers import pipeline", "", load, ask])
+    lines = ["# in the folder of the code that trained it", f"from {kind.__module__} import {kind.__name__}", ""]
+    lines += [f'model = {kind.__name__}.from_pretrained("{place}")']
+    if not objective.kind.has_pairs and (model.can_generate() or not objective.is_causal):
+        lines.insert(1, "from transformers import pipeline\n")
+        lines += [f'predict = pipeline("{objective.pipeline}", model=model, tokenizer="{place}")', ask]
+    return "\n".join(lines)
+
+
+def write_readme(model, folder: str | Path) -> bytes:
+    """The README.md of a trainer's model in this folder."""
+    code = write_code(model, folder)
+    return README.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
+
+
+# --- which checkpoints there are --------------------------------------------------------------------------------------
 
 
 def remove_checkpoints(folders: Iterable[Path]) -> None:

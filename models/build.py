@@ -126,9 +126,7 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                 if mismatched := [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]:
                     raise ValueError(f"its weights have different shapes than its config.json says: {mismatched[0]}")
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
-                if report["missing_keys"]:
-                    missing = ", ".join(sorted(report["missing_keys"]))
-                    logger.info(f"{name} lacks these weights, which start from random values: {missing}")
+                warn_of_weights(name, model, report["missing_keys"], report["unexpected_keys"])
                 # rows of a pretrained vocabulary that was rounded up stay
                 if vocab_size > rows:
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)
@@ -142,6 +140,25 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
     model.train()
     model.initial_weights, model.seed = initial_weights, args.seed
     return model
+
+
+def warn_of_weights(name: str, model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """A warning for the weights that a pretrained model lacks, and one for those that nothing here reads.
+
+    :param name: the folder or the id of the pretrained model
+    """
+    saved = ", ".join(model.config.architectures or ()) or "no named class"
+    what = f"{name} (saved by {saved}, opened by {type(model).__name__})"
+    if missing := list_names(missing):
+        logger.warning(f"{what} lacks these weights, which start from random values: {missing}")
+    if unexpected := list_names(unexpected):
+        logger.warning(f"{what} has these weights, which are not used: {unexpected}")
+
+
+def list_names(names: Iterable[str]) -> str:
+    """The first ten, and how many more there are."""
+    names = sorted(names)
+    return ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
 
 
 def digest_weights(model: PreTrainedModel, left_out: Iterable[str]) -> str:

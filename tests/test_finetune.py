@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import json
+import logging
 import os
 import random
 import shutil
@@ -305,6 +306,25 @@ def test_a_folder_of_ours_is_where_tuning_begins(task, toy_model):
     _, model = prepare(task, checkpoint=toy_model)
     assert_begins_with(model, weights)
     assert "pooler.weight" in weights
+
+
+def test_weights_of_the_encoder_that_do_not_fit_are_named(toy_model, tmp_path, caplog):
+    """Each once, whatever the number of seeds; a head is always another one, which is no warning."""
+    shutil.copytree(toy_model, tmp_path / "model")
+    weights = load_file(toy_model / "model.safetensors")
+    for name in [name for name in weights if "pooler" in name]:
+        weights[name.replace("pooler", "my_pooler")] = weights.pop(name)
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    caplog.set_level("INFO")
+    pretrained, _ = prepare("terra", checkpoint=tmp_path / "model")
+    make_task_model(pretrained, TASKS["terra"], 0.0)
+    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
+    head, old_head, lacks, more = lines
+    assert head == (logging.INFO, "the head starts from random values: classifier.bias, classifier.weight")
+    assert old_head[0] == logging.INFO and "predictions.dense.weight" in old_head[1] and "sop_classifier" in old_head[1]
+    assert lacks[0] == more[0] == logging.WARNING and "opened by LeanAlbertForSequenceClassification" in lacks[1]
+    assert lacks[1].endswith("start from random values: albert.pooler.bias, albert.pooler.weight")
+    assert more[1].endswith("not used: albert.my_pooler.bias, albert.my_pooler.weight")
 
 
 def find_minilm() -> Path:
@@ -692,6 +712,10 @@ def test_wrong_runs_for_lidirus(terra_run, tmp_path, capsys):
     (run / "results.json").write_text(json.dumps(results | {"task": "RCB"}))
     assert "tuned for RCB" in look("-m", run)
     (run / "results.json").write_text(json.dumps(results))
+    weights = load_file(run / "model" / "model.safetensors")
+    rest = {name: tensor for name, tensor in weights.items() if not name.startswith("classifier")}
+    save_file(rest, run / "model" / "model.safetensors", {"format": "pt"})
+    assert "no weights for 2 of its tensors (classifier.weight" in look("-m", run)
     shutil.rmtree(run / "model")
     assert "run/model cannot be loaded" in look("-m", run)
     (run / "results.json").write_text("[]")

@@ -29,11 +29,13 @@ from experiment.optimizer import choose_optimizer
 from machine.checkpoint import (
     collect_state,
     find_checkpoints,
+    is_known,
     put_back,
     read_epoch,
     remove_checkpoints,
     save_model,
     set_aside,
+    write_code,
 )
 from swarm.contract import RunSchedule
 from swarm.optimizer import CollaborativeOptimizer
@@ -229,10 +231,7 @@ swarm. This card is written anew with each upload; language and license are not 
 ## Use
 
 ```python
-from transformers import pipeline
-
-predict = pipeline("{task}", "{where}"{trust})
-print(predict({example}))
+{code}
 ```
 
 {heads}`training_state.pt` holds the optimizer and everything else that training continues from: download the folder and
@@ -250,7 +249,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     """
     settings, metrics = stamp["settings"], stamp["swarm"]
     objective = model.objective
-    trust = ", trust_remote_code=True" * hasattr(model.config, "auto_map")
+    trust = ", trust_remote_code=True" * model.is_remote_code()
     heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
     samples = RunSchedule(**pick(settings, RunSchedule)).count_samples(stamp["epoch"])
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
@@ -278,12 +277,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         parameters=model.num_parameters(),
         epoch=stamp["epoch"],
         figures="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
-        where=where,
-        # the folder brings the model's code where transformers has none
-        trust=trust,
         task=objective.pipeline,
-        example=objective.example,
-        heads=heads * objective.kind.has_pairs,
+        code=write_code(model, where),
+        heads=heads * (objective.kind.has_pairs and is_known(model)),
         curve="![learning curve](learning_curve.png)\n\n" * has_curve,
     )
 

@@ -1,5 +1,6 @@
 """The recipes of docs/new_experiment.md: each diff is applied to a fresh copy, and trains there."""
 
+import ast
 import json
 import re
 import shutil
@@ -57,6 +58,17 @@ def test_a_model_with_a_head_of_your_own(copy, tiny_data):
     facts = run(copy, "few_steps.py", *words, is_real=True)
     assert (facts["model"], facts["objective"], facts["layers"]) == ("BertWithWideHead", "mlm", 4)
     assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
+
+    # by the lines in the guide, and by those in the saved folder
+    [lines] = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    card = re.search(r"```python\n(.*?)```", (copy / "outputs/trainer/model/README.md").read_text(), re.DOTALL)[1]
+    result = run_python("-c", f"{lines}\n{card}", cwd=copy, timeout=180, expect=0, is_real=True)
+    answer, (best, *_) = map(ast.literal_eval, result.stdout.splitlines())
+    assert answer == best and answer["token_str"] == facts["answer"]
+    assert answer["score"] == pytest.approx(facts["score"], rel=1e-4) and answer["score"] > 5 / 500
+    assert "MISSING" not in result.stderr and "UNEXPECTED" not in result.stderr
+    # a piece that is in many texts
+    assert facts["frequency"] > len(facts["texts"]) / 4
 
 
 def test_json_lines_of_your_own(copy, tiny_data):

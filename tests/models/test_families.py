@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import math
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
+from safetensors.torch import load_file, save_file
 from swarms import TRAINER, flags, largest_difference, start_trainer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -217,6 +219,22 @@ def test_weights_that_are_none_of_the_model_are_one_line(write, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "cannot be made" in said(tmp_path / "model")
     assert "--config_path" in said(config)
+
+
+def test_pretrained_weights_that_do_not_fit_are_named(write, tmp_path, caplog):
+    make_model(ModelArguments(write("bert")), VOCABULARY).save_pretrained(tmp_path / "model")
+    args, weights = ModelArguments(model_name_or_path=str(tmp_path / "model")), tmp_path / "model/model.safetensors"
+    make_model(args, VOCABULARY)
+    assert not caplog.records
+    name = "cls.predictions.transform.dense.weight"
+    changed = {"my_head.weight" if key == name else key: tensor for key, tensor in load_file(weights).items()}
+    save_file(changed, weights, {"format": "pt"})
+    make_model(args, VOCABULARY)
+    what = f"{tmp_path / 'model'} (saved by BertForMaskedLM, opened by BertForMaskedLM)"
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, f"{what} lacks these weights, which start from random values: {name}"),
+        (logging.WARNING, f"{what} has these weights, which are not used: my_head.weight"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["codegen", "modernbert-decoder"])

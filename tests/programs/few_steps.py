@@ -1,4 +1,5 @@
-"""A few steps of training by the experiment in the current folder, without a swarm; what it saw, as a line of JSON."""
+"""A few steps of training by the experiment in the current folder, without a swarm; what it saw, as a line of JSON.
+A model of words alone is saved as a trainer does it, and asked for one."""
 
 import itertools
 import json
@@ -13,6 +14,7 @@ from arguments import DataArguments, ModelArguments, OptimizerArguments, Trainer
 from experiment.data import load_data, make_train_batches
 from experiment.objectives import compute_losses
 from experiment.optimizer import choose_optimizer, make_local_optimizer, make_param_groups
+from machine.checkpoint import save_model, write_readme
 from machine.training import make_trained_model, move_batch
 
 torch.set_num_threads(1)
@@ -34,4 +36,12 @@ for batch in itertools.islice(batches, 20):
 facts = dict(losses=losses, texts=texts, optimizer=choose_optimizer(optimizer_args)[1], model=type(model).__name__)
 facts |= dict(objective=model.objective.name, layers=model.config.num_hidden_layers)
 facts |= dict(instances=corpus["instances"]["train"], source=corpus["source"])
+if not model.objective.kind.has_pairs:
+    folder = "outputs/trainer/model"
+    assert save_model(model, tokenizer, folder, {}, beside={"README.md": write_readme(model, folder)})
+    inputs = tokenizer("The captain was [MASK].", return_tensors="pt")
+    with torch.no_grad():
+        logits = model.eval()(**inputs).logits[inputs["input_ids"] == tokenizer.mask_token_id]
+    facts["score"], token = (value.item() for value in logits.softmax(-1).max(-1))
+    facts["answer"], facts["frequency"] = tokenizer.decode([token]), sum(tokenizer.decode([token]) in t for t in texts)
 print(json.dumps(facts))
