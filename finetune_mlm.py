@@ -31,7 +31,7 @@ from support.console import UserError, edge, first_line, setup_logging, suggest
 GROUPS = (FinetuneArguments,)
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    with edge():
+    with edge(interrupted="nothing was written"):
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 import numpy as np

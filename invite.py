@@ -20,7 +20,7 @@ from arguments import InviteArguments, SwarmArguments, parse_arguments
 from support.console import UserError, edge, format_count
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    with edge():
+    with edge(interrupted="no invitation was written"):
         [args] = parse_arguments(InviteArguments, description=__doc__)
 
 from hivemind.utils.crypto import RSAPrivateKey
@@ -80,5 +80,5 @@ def find_run(args: InviteArguments) -> str:
 
 
 if __name__ == "__main__":
-    with edge():
+    with edge(interrupted="no invitation was written"):
         main(args)

@@ -20,7 +20,7 @@ from support.console import UserError, edge, first_line, setup_logging
 GROUPS = (PredictArguments,)
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    with edge():
+    with edge(interrupted="nothing was written"):
         groups = parse_arguments(*GROUPS, description=__doc__)
 
 import torch

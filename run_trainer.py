@@ -113,7 +113,6 @@ def train(ranks: DeviceGroup, *groups) -> None:
         contract = join_run(dht, public_key, contract, swarm, averaging_args, describe_shared(groups))
         averaging_args = measure_bandwidth(dht, averaging_args)
         optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
-    handle_stop_signals(unsaved="what this peer has computed since its last checkpoint")
     ranks.connect()
     ranks.require_same(tokenizer.name_or_path, tokenizer_fingerprint(tokenizer))
     reader = ranks.broadcast(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)
@@ -152,6 +151,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
     failure = None
+    handle_stop_signals(unsaved="what this peer has computed since its last checkpoint")
     try:
         with stop_when_out_of_memory(args, device, model):
             run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch, max_epoch)

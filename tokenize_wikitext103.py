@@ -28,13 +28,12 @@ import contextlib
 import os
 import shlex
 import shutil
-import signal
-import sys
 from pathlib import Path
 
 from arguments import TokenizeArguments, parse_arguments
 from support.console import UserError, edge
 from support.files import unfinished_folder
+from support.signals import LAST_ACT
 from text.documents import load_sentence_splitter, read_documents, read_text, split_chapters
 from text.hosting import check_archive, make_archive
 from text.instances import KINDS
@@ -46,7 +45,6 @@ SAMPLE_CORPUS = Path(__file__).parent / "sample_data" / "austen.txt.xz"
 
 def main():
     (args,) = parse_arguments(TokenizeArguments, description=__doc__)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave as on Ctrl-C: clean up first
     tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
     kind = KINDS[args.objective]
     # a second dataset for the tokenizer of the first one: it stays where it is
@@ -78,14 +76,15 @@ def main():
             tokenizer = load_tokenizer(unfinished_tokenizer, kind)
 
         corpus = make_dataset(source, splits, tokenizer, unfinished_dataset, args)
-        try:
-            if not is_tokenizer_kept:
-                unfinished_tokenizer.rename(tokenizer_path)
-            unfinished_dataset.rename(dataset_path)
-        except BaseException:
-            if not is_tokenizer_kept and not unfinished_tokenizer.exists():
-                shutil.rmtree(tokenizer_path)
-            raise
+        with LAST_ACT:  # both or none
+            try:
+                if not is_tokenizer_kept:
+                    unfinished_tokenizer.rename(tokenizer_path)
+                unfinished_dataset.rename(dataset_path)
+            except OSError:
+                if not is_tokenizer_kept and not unfinished_tokenizer.exists():
+                    shutil.rmtree(tokenizer_path)
+                raise
 
     instances, tokens = corpus["instances"], corpus["tokens"]
     print(

@@ -15,13 +15,13 @@ import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from arguments import TrainerArguments
 from machine.devices import choose_devices, is_out_of_memory
 from support.console import UserError, first_line, setup_logging
+from support.signals import CLEANUPS, hold_signals
 from swarm.processes import STOP_REQUESTED
 
 logger = logging.getLogger("trainer")
@@ -82,20 +83,19 @@ def start_ranks(args: TrainerArguments) -> "DeviceGroup":
 def start_others(devices: list[torch.device]) -> "DeviceGroup":
     """Start this very command once more for each device but the first."""
     folder = tempfile.mkdtemp(prefix="ranks_")
+    CLEANUPS.append(partial(shutil.rmtree, folder, ignore_errors=True))
     path, count = os.path.join(folder, "store"), len(devices)
     if devices[0].type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, torch.get_num_threads() // count)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
     children = []
-    # inherited: until a child listens itself, Ctrl-C is rank 0's, which ends the child
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in range(1, count):
-        where = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-        env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}
-        command = [sys.executable, *sys.orig_argv[1:]]
-        children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
-    signal.signal(signal.SIGINT, handler)
+    with hold_signals():  # inherited: until a child listens itself, it waits with what it is sent
+        for number in range(1, count):
+            where = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}
+            command = [sys.executable, *sys.orig_argv[1:]]
+            children.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
     return DeviceGroup(0, devices, dist.FileStore(path, count), children, folder)
 
 
@@ -152,8 +152,6 @@ class DeviceGroup(contextlib.AbstractContextManager):
                     raise RankLost(f"rank {number} of this machine ended at its start with code {child.returncode}")
             if os.getppid() != self.parent:
                 raise RankLost("the process that started this one is gone")
-            if STOP_REQUESTED.is_set():
-                raise KeyboardInterrupt
             time.sleep(0.1)
 
     def share(self, words: list[str]) -> list[str]:

@@ -1,7 +1,6 @@
 """A model in training: tried out before any other peer sees this one, fed with batches, and measured."""
 
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 
@@ -14,6 +13,7 @@ from experiment.model import make_model
 from experiment.objectives import compute_losses
 from models.lean_albert import find_labelled_positions
 from support.console import UserError, first_line
+from support.files import temporary_folder
 from support.hub import calm_transformers
 from text.tokenizers import PROBE
 
@@ -45,7 +45,7 @@ def make_trained_model(
 def check_saved_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Whether it comes back from a folder with this model: some model types, Qwen2's for one, have AutoTokenizer take a
     class of their own for whichever tokenizer is there."""
-    with tempfile.TemporaryDirectory() as folder, calm_transformers():
+    with temporary_folder() as folder, calm_transformers():
         model.config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         again = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

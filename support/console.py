@@ -6,10 +6,11 @@ import gc
 import logging
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from support.signals import LAST_ACT, begin_end, end_process, obey_signals
 
 
 class UserError(Exception):
@@ -28,12 +29,23 @@ def make_printable(text: str) -> str:
 def edge(interrupted: str | None = None) -> Iterator[None]:
     """The edge of a script: a UserError becomes one line on standard error and exit code 2, without a traceback.
 
-    So does Ctrl-C, with exit code 130, where there is something to say about it. Where there is not, it ends the
-    process at once: in here, and in the slow imports that follow on the arguments.
+    So do Ctrl-C and SIGTERM, in here and in the slow imports that follow on the arguments, with exit code 0; with 128
+    and the signal's number where the script leaves undone what it was called for.
 
-    :param interrupted: what Ctrl-C leaves behind, or what to do next
+    :param interrupted: what a signal leaves behind, or what to do next
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL if interrupted is None else signal.default_int_handler)
+
+    def stop(number: int) -> None:
+        begin_end()
+        if interrupted is not None:
+            print(f"\ninterrupted: {interrupted}", file=sys.stderr)
+        elif logging.getLogger().handlers:
+            logging.getLogger("support").info("stopped")
+        else:
+            print("stopped", file=sys.stderr)
+        end_process(0 if interrupted is None else 128 + number)
+
+    obey_signals(stop, pause=1.0)
     gc.freeze()
     gc.enable()
     try:
@@ -41,13 +53,12 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
         # until the next edge of a script it imports what stays: to look for garbage meanwhile takes a third of the time
         gc.disable()
     except UserError as e:
-        print(f"{sys.argv[0].rsplit('/', 1)[-1]}: error: {e}", file=sys.stderr, flush=True)
+        with LAST_ACT:  # what fails because another thread ends this process is no news
+            print(f"{sys.argv[0].rsplit('/', 1)[-1]}: error: {e}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        if interrupted is None:
+    except BaseException:
+        with LAST_ACT:
             raise
-        print(f"\ninterrupted: {interrupted}", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

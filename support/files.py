@@ -7,12 +7,15 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from support.console import UserError
+from support.signals import afterwards
 
 logger = logging.getLogger("files")
 
@@ -177,18 +180,28 @@ def unfinished_folder(target: Path):
     """A folder beside the target, to be renamed when it is complete; else it goes, and the parents made for it."""
     new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
     folder = target.absolute().parent / f".{target.name}.unfinished-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-    except OSError as e:
-        raise UserError(
-            f"cannot write {target} and what belongs to it ({e}): free some space, or choose other folders"
-        ) from e
-    finally:
+
+    def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in new_parents:
             with contextlib.suppress(OSError):  # not empty: the target is there
                 parent.rmdir()
+
+    try:
+        with afterwards(remove):
+            folder.mkdir(parents=True)
+            yield folder
+    except OSError as e:
+        raise UserError(
+            f"cannot write {target} and what belongs to it ({e}): free some space, or choose other folders"
+        ) from e
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp()
+    with afterwards(partial(shutil.rmtree, folder, ignore_errors=True)):
+        yield folder
 
 
 def hash_file(path: Path) -> str:

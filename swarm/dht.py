@@ -5,7 +5,6 @@ import contextlib
 import math
 import multiprocessing
 import resource
-import tempfile
 from collections.abc import Iterable
 
 import hivemind
@@ -16,10 +15,12 @@ from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.utils.crypto import RSAPrivateKey
 
 from support.console import UserError
+from support.files import temporary_folder
+from support.signals import hold_signals
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
 from swarm.membership import MEMBERS, keep_members
-from swarm.processes import STOPPING, become_helper, hold_ctrl_c
+from swarm.processes import STOPPING
 from swarm.storage import DHTNode, DHTProtocol
 from swarm.vouching import Statement
 
@@ -99,16 +100,12 @@ class DHT(hivemind.DHT):
     vouched: Statement | None = None
 
     def __init__(self, *args, identity_path: str | None = None, **kwargs):
-        with hold_ctrl_c():  # torch starts its manager of shared memory, and would wait forever for one that has died
+        with hold_signals():  # torch starts its manager of shared memory, and would wait forever for one that has died
             torch.empty(1).share_memory_()
-        with tempfile.TemporaryDirectory() as folder:  # p2pd reads a new key there, and it is needed no more
+        with temporary_folder() as folder:  # p2pd reads a new key there, and it is needed no more
             if MEMBERS.invite:  # for hivemind to look whether another peer uses it
                 P2P.generate_identity(identity_path := f"{folder}/invited")
             super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
-
-    def start(self) -> None:
-        with hold_ctrl_c():
-            super().start()
 
     def run_in_background(self, *args, **kwargs) -> None:
         super().run_in_background(*args, **kwargs)
@@ -117,7 +114,6 @@ class DHT(hivemind.DHT):
         self.keeping = self.run_coroutine(keep_members, return_future=True)
 
     def run(self) -> None:
-        become_helper()
         hivemind.dht.node.DHTProtocol, hivemind.dht.dht.DHTNode = DHTProtocol, DHTNode  # there is no other way in
         try:
             super().run()

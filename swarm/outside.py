@@ -7,7 +7,6 @@
 import asyncio
 import contextlib
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
@@ -16,6 +15,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
 from support.console import UserError
+from support.files import temporary_folder
 from swarm.addresses import explain_silence, get_peer_id
 from swarm.membership import MEMBERS
 from swarm.vouching import ANSWER_SECONDS, Statement, ask_for_statements, choose_asked
@@ -28,7 +28,7 @@ NOBODY = PeerID(b"\x12\x20" + bytes(32))  # an id whose key is not known to anyb
 async def open_client() -> AsyncIterator[P2P]:
     """A daemon that is no part of any swarm; of a closed run's member, as which it may ask."""
     options = dict(no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         identity = {"identity_path": f"{folder}/identity"} if MEMBERS.prefix else {}
         p2p = await P2P.create(dht_mode="client", **options, **identity)
     try:

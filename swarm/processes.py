@@ -1,8 +1,7 @@
-"""Helper processes and the end: Ctrl-C is a normal end at any time, and no process is left behind."""
+"""How a role of the swarm ends, its helper processes with it, and what they say of it."""
 
 import contextlib
 import ctypes
-import gc
 import logging
 import math
 import multiprocessing
@@ -16,9 +15,8 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_for_processes
 
-import psutil
-
 from support.console import edge
+from support.signals import begin_end, end_helpers, end_process, find_helpers, obey_signals
 
 logger = logging.getLogger("swarm")
 
@@ -63,36 +61,6 @@ def quiet_hivemind_logs() -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
-@contextlib.contextmanager
-def hold_ctrl_c() -> Iterator[None]:
-    """For the start of a process, which would not outlive a Ctrl-C of that moment: a terminal sends it to all of them.
-    The new process never sees it; this one may, in a thread that does not hold it."""
-    earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
-
-
-def become_helper() -> None:
-    """What each helper process does first: leave Ctrl-C to its parent, and end when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # a terminal sends Ctrl-C to the whole process group: out of it, or p2pd is gone before we have said goodbye
-    os.setpgrp()
-    # pages of the imports that this process shares with its parent: a garbage collection would write to all of them
-    gc.freeze()
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        end_helpers(find_helpers())
-        os._exit(1)
-
-    threading.Thread(target=watch, name="watch parent", daemon=True).start()
-
-
 def exit_when_dead(process: multiprocessing.Process, name: str) -> None:
     """End this process and its helpers when that helper dies: whoever waits for its answer would wait forever."""
     # a snapshot of what the helper itself has started: these are nobody's children once it is dead
@@ -101,65 +69,32 @@ def exit_when_dead(process: multiprocessing.Process, name: str) -> None:
     def watch() -> None:
         wait_for_processes([process.sentinel])
         if not STOPPING.value:
+            begin_end()
             logger.error(f"the {name} process died, this peer cannot continue (out of memory?)")
             end_process(1, helpers)
 
     threading.Thread(target=watch, name=f"watch {name}", daemon=True).start()
 
 
-def end_process(code: int, helpers: list[psutil.Process] = ()) -> None:
-    """End the helper processes, then this process, at once."""
-    STOPPING.value = True
-    end_helpers([*find_helpers(), *helpers])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # not sys.exit: threads of hivemind that wait for dead helpers would keep the interpreter from ending
-    os._exit(code)
-
-
-def find_helpers(pid: int | None = None) -> list[psutil.Process]:
-    """All processes that this one, or the one given, has started, directly or not.
-
-    Without torch's manager of shared memory: it ends with its last client, and clients that outlive it abort.
-    """
-    children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if child.name() != "torch_shm_manager"]
-
-
-def end_helpers(helpers: list[psutil.Process]) -> None:
-    """SIGTERM, and SIGKILL after three seconds."""
-    for send in (psutil.Process.terminate, psutil.Process.kill):
-        for helper in helpers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                send(helper)
-        _, helpers = psutil.wait_procs(helpers, timeout=3)
-
-
 @contextlib.contextmanager
 def clean_end() -> Iterator[None]:
-    """Run a role's main() in this: Ctrl-C and SIGTERM are a normal end at any time, an exception ends the helpers too.
+    """Run a role's main() in this: Ctrl-C and SIGTERM end it at once, until `handle_stop_signals`; an exception ends
+    the helpers too.
 
     Ends the process: exit code 0 after a normal end, 1 after an exception, 2 after a user's error.
     """
 
-    def interrupt(*_) -> None:
-        STOP_REQUESTED.set()  # to be seen later where the exception is lost: Python swallows it while it forks
-        raise KeyboardInterrupt
-
     def end_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
         if not STOPPING.value:
+            begin_end()
             traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
             end_process(1)
 
     code = 0
     try:
         with edge():
-            signal.signal(signal.SIGINT, interrupt)
-            signal.signal(signal.SIGTERM, interrupt)
             threading.excepthook = end_after_thread_failed
             yield
-    except KeyboardInterrupt:
-        logger.info("stopped")
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
     except BaseException:
@@ -173,11 +108,9 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
 
     :param unsaved: what ending at once loses: the first signal says so, and a Ctrl-C soon after it asks once more
     """
-    if STOP_REQUESTED.is_set():
-        raise KeyboardInterrupt  # once more, see clean_end
     start = None
 
-    def request_stop(number: int, _) -> None:
+    def request_stop(number: int) -> None:
         nonlocal start, unsaved
         STOP_REQUESTED.set()
         if start is None:
@@ -188,12 +121,12 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
             logger.info(f"still stopping: Ctrl-C once more ends at once, and loses {unsaved}")
             start = -math.inf
         else:
+            begin_end()
             if unsaved:
                 logger.info(f"ended at once; lost: {unsaved}")
             end_process(130 if unsaved else 0)
 
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
+    obey_signals(request_stop)
     return STOP_REQUESTED
 
 

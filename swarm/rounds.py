@@ -41,7 +41,6 @@ from swarm.guard import (
 from swarm.line import LINE, from_line
 from swarm.matchmaking import PromptKeyManager, PromptMatchmaking, read_gathered
 from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
-from swarm.processes import become_helper, hold_ctrl_c
 from swarm.sparse import SparseCompression
 
 logger = logging.getLogger("swarm")
@@ -353,14 +352,9 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """hivemind's, which has this process ignore Ctrl-C from then on (note 36)."""
-        with hold_ctrl_c():
-            self.start()
+        self.start()
         if await_ready:
             self.wait_until_ready(timeout)
-
-    def run(self) -> None:
-        become_helper()
-        super().run()
 
     @property
     def max_weight(self) -> float | None:

@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import shutil
-import signal
 from pathlib import Path
 
 import mains
@@ -482,7 +481,7 @@ def test_an_interrupt_during_the_imports_is_quiet(name, start):
     script = start("log", "-X", "importtime", name, "--help")
     script.wait_for(r"\| +numpy\n")
     script.interrupt()
-    assert script.wait(10) == -signal.SIGINT
+    assert script.wait(10) == 130
     assert "Traceback" not in script.text
 
 

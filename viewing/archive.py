@@ -20,7 +20,7 @@ from support.console import UserError, edge, setup_logging
 from support.files import lock_folder
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    with edge():
+    with edge(interrupted="the same command goes on"):
         groups = parse_arguments(ArchiveArguments, description=__doc__)
 
 import torch
@@ -308,5 +308,5 @@ def main(args: ArchiveArguments) -> None:
 
 
 if __name__ == "__main__":
-    with edge():
+    with edge(interrupted="the same command goes on"):
         main(*groups)

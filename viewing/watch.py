@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import hivemind
 from hivemind.optim.progress_tracker import LocalTrainingProgress
@@ -27,8 +28,8 @@ from rich.text import Text
 
 from arguments import SwarmArguments
 from support.console import format_bytes
+from support.signals import afterwards
 from swarm.joining import make_dht
-from swarm.processes import handle_stop_signals, shut_down
 from utils import (
     LocalMetrics,
     SwarmMetrics,
@@ -74,7 +75,6 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     prefix = swarm.experiment_prefix
     # the identity file may be the monitor's, and two peers of one name are one too many
     dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))
-    stop = handle_stop_signals()
     losses: deque[float] = deque(maxlen=48)  # as many bars as fit
     seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
     course, workers, last_epoch = RunCourse(prefix), Workers(dht.vouched.workers if dht.vouched else ()), None
@@ -91,9 +91,7 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
                 show(snapshot, prefix, progress, losses)
             elif is_new:
                 print(describe(snapshot, progress), flush=True)
-            if stop.wait(min(WATCH_PERIOD, refresh_period)):
-                break
-    shut_down(dht)
+            time.sleep(min(WATCH_PERIOD, refresh_period))
 
 
 def take_snapshot(dht: hivemind.DHT, prefix: str, last_epoch: int | None, workers: Workers) -> SwarmSnapshot:
@@ -125,7 +123,10 @@ def open_screen() -> Iterator[Callable | None]:
     if not console.is_terminal or console.is_dumb_terminal:
         yield None
         return
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with (
+        afterwards(partial(console.show_cursor, True)),  # which Live hides
+        Live(console=console, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
         # warnings above the picture, not across it: Live has put something of its own in place of sys.stderr
         for handler in logging.getLogger().handlers:
             if type(handler) is logging.StreamHandler:

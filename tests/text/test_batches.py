@@ -149,8 +149,8 @@ def test_workers_do_not_outlive_a_killed_trainer(start):
 
 HASTY = """
 import os, signal
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))  # which runs before later ones
 from text.workers import prepare_in_workers
-os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
 batches = prepare_in_workers(range(100), range(100), 2)
 assert list(batches) == list(range(100))
 """
