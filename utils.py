@@ -270,13 +270,14 @@ def keep_signing_key(path: Path) -> None:
     RSAPrivateKey._process_wide_key = key  # hivemind has no other way in; it signs its progress with it too
 
 
-def fetch_dictionary(dht: DHT, key: str, timeout: float) -> dict[bytes, ValueWithExpiration]:
+def fetch_dictionary(dht: DHT, key: str, timeout: float, latest: bool = True) -> dict[bytes, ValueWithExpiration]:
     """The records under this key by their subkeys; empty when the DHT does not answer.
 
     :param timeout: seconds to wait for the DHT
+    :param latest: ask other peers, also if this one holds some
     """
     try:
-        entry = dht.get(key, latest=True, return_future=True).result(timeout=timeout)
+        entry = dht.get(key, latest=latest, return_future=True).result(timeout=timeout)
     except (concurrent.futures.TimeoutError, OSError) as e:
         logger.warning(f"The DHT did not answer within {timeout:g} s ({type(e).__name__}), will ask again")
         return {}
@@ -334,15 +335,16 @@ class Workers:
 
 
 def fetch_records(
-    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: Workers | None = None
+    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: Workers | None = None, latest: bool = True
 ) -> dict[str, tuple[LocalMetrics, float]]:
     """All peers' newest metrics by label, each with its expiration time, which tells a newer record from an older one.
 
     :param timeout: seconds to wait for the DHT; the result is empty when it does not answer
     :param workers: learns from all of them who has worked; the result is theirs alone
+    :param latest: ask other peers, also if this one holds some
     """
     records = {}
-    for public_key, item in fetch_dictionary(dht, f"{prefix}_metrics", timeout).items():
+    for public_key, item in fetch_dictionary(dht, f"{prefix}_metrics", timeout, latest).items():
         try:
             records[public_key] = LocalMetrics.parse_obj(item.value), item.expiration_time
         except (ValidationError, TypeError) as e:  # validated on arrival; what comes here is a defect, not an attack

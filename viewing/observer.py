@@ -22,7 +22,7 @@ from viewing.report import RunReport
 
 # seconds between two looks at the metrics while somebody reads the page, and for how long a visit counts as reading
 READER_PERIOD, READING_SECONDS = 5.0, 15.0
-LAST_LOOK_TIMEOUT = 8.0  # seconds that the end waits for the last look at the metrics
+LOOK_TIMEOUT = 1.0  # seconds that the end waits for a look at the metrics that has begun
 
 
 class Observer:
@@ -100,7 +100,7 @@ class Observer:
             self.archive = CheckpointHandler(self.groups, model, tokenizer, self.optimizer)
 
     def watch(self) -> None:
-        """In a thread: look at the metrics, at once and until the end, and a last time then."""
+        """In a thread: look at the metrics, at once and until the end."""
         next_look = time.monotonic()
         while not STOP_REQUESTED.is_set():
             is_read = time.monotonic() < self.last_visit + READING_SECONDS
@@ -108,7 +108,6 @@ class Observer:
                 self.look()
                 next_look = time.monotonic() + self.period
             STOP_REQUESTED.wait(min(1.0, self.period))
-        self.report.update(self.dht, is_last=True)
 
     def read_progress(self) -> dict:
         """Return what the run's page shows; it asks from its own thread."""
@@ -153,8 +152,9 @@ class Observer:
         """Write and report what is left, and leave the swarm."""
         if self.archive:
             self.archive.finish()
-        # not at all if the last look waits, for up to half a minute, for a DHT that does not answer
-        if concurrent.futures.wait([self.watching], LAST_LOOK_TIMEOUT).done:
+        # it may wait half a minute for a DHT that does not answer
+        if concurrent.futures.wait([self.watching], LOOK_TIMEOUT).done:
             self.watching.result()
+        self.report.update(self.dht, is_last=True)
         self.report.finish()
         shut_down(self.dht, self.optimizer)

@@ -9,6 +9,7 @@ import hivemind
 
 from support.console import format_duration
 from swarm.contract import RunSchedule, choose_contract, fetch_contracts, read_schedule
+from swarm.processes import STOP_REQUESTED
 from utils import LocalMetrics, RunContract, Workers, find_peer_id
 
 RECENT_EPOCHS = 20  # whose median time tells when a run ends
@@ -28,7 +29,7 @@ class RunCourse:
     def look_at_contract(self, dht: hivemind.DHT, workers: Workers) -> None:
         """Now and then, find out by which settings most train that have worked; it may wait for the DHT."""
         now = time.monotonic()
-        if now < self.next_look:
+        if now < self.next_look or STOP_REQUESTED.is_set():
             return
         found = fetch_contracts(dht, self.prefix, SCHEDULE_TIMEOUT)
         if contract := choose_contract(it for key, it in found.items() if find_peer_id(key) in workers.ids):

@@ -17,6 +17,7 @@ import hivemind
 from arguments import ReportArguments, SwarmArguments
 from support.console import UserError
 from support.files import append_line, lock_folder, read_json, write_file
+from swarm.processes import STOP_REQUESTED
 from utils import (
     FETCH_TIMEOUT,
     Evaluation,
@@ -40,7 +41,7 @@ logger = logging.getLogger("report")
 CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of a core that may be training
 # Seconds between two tables of contributors: dashboards show every one of them. They get the last one at the end.
 TABLE_PERIOD = 86400.0
-FINAL_FETCH_TIMEOUT = 5.0
+FINAL_FETCH_TIMEOUT = 1.0
 # A read of the DHT may miss a record that is there; so many that miss all newer ones mean that a run started over.
 READS_BEFORE_GOING_BACK = 3
 READS_BEFORE_THE_END = 2  # that find no trainer: one may have missed them
@@ -116,7 +117,11 @@ class RunReport:
         :param is_last: hurry, and draw the curve in any case
         """
         last_epoch = self.last.epoch if self.last else None
-        records = fetch_records(dht, self.prefix, FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT, self.workers)
+        timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
+        # at the end what this peer holds: trainers that have just left do not answer, which takes the DHT seconds
+        records = fetch_records(dht, self.prefix, timeout, self.workers, latest=not is_last)
+        if STOP_REQUESTED.is_set() and not is_last:
+            return None  # the last look does not wait for this one
         believable = select_believable([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
         current = aggregate_metrics(believable, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
