@@ -510,8 +510,6 @@ class CollaborativeCallback:
     def on_train_end(self) -> None:
         """Save, and withdraw the contract: a swarm that has ended must not bind the next one of the same name."""
         self.optimizer.leave()
-        # rounds that run in the background still change the parameters
-        self.optimizer.state_averager.step(wait_for_delayed_updates=True, apply_delayed_updates=True)
         self.bar.close()
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
             self.save()

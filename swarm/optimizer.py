@@ -34,6 +34,8 @@ FETCH_TIMEOUT = 5.0  # for one look at the swarm's progress; the DHT itself give
 SIGN_PERIOD = 3.0  # between two signs of life while this peer waits for a round
 RETRY_AFTER = 1.0  # between a failed round and the next: who is there has reported by then
 LEAST_DOWNLOAD_TIMEOUT, SHUTDOWN_TIMEOUT = 600.0, 5.0
+# After a stop request, for a round of which no byte comes or goes, and for any round; and without one, at the end.
+STOP_PATIENCE, MAX_STOP_PATIENCE, END_PATIENCE = 2.0, 30.0, 120.0
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody sent it the first time
 
 # A peer one epoch behind is waited for, for half of a round's time: at 20 Mbit/s it makes the step of the others while
@@ -80,6 +82,9 @@ class CollaborativeOptimizer:
     scheduled_grads: StepControl | None = None
     scheduled_state: StepControl | None = None
     _must_be_exact = True  # whether the next look at the others may show that they are a single epoch ahead
+    #: after a stop request: when it was first seen, and what had come and gone when that last changed, and when it did
+    _stop_seen: float | None = None
+    _last_traffic: tuple[tuple[int, int] | None, float] = (None, 0.0)
     #: of an auxiliary peer: when its epoch began
     _epoch_start = -float("inf")
 
@@ -276,11 +281,12 @@ class CollaborativeOptimizer:
         they have begun goes on, without anything of this peer."""
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         self._leave_round(self.scheduled_grads, patience=0.0)
+        self._finish_background(END_PATIENCE)  # it still changes the parameters
 
     def shutdown(self) -> None:
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
-        self.state_averager.step(wait_for_delayed_updates=True)
-        self._leave_round(self.scheduled_grads, patience=self.averaging_timeout)
+        self._finish_background(END_PATIENCE)
+        self._leave_round(self.scheduled_grads, patience=END_PATIENCE)
         if self.is_local:  # what is saved is the swarm's
             self.grad_averager.drop()
         self.state_averager.shutdown()
@@ -296,8 +302,31 @@ class CollaborativeOptimizer:
         if not control.triggered:
             control.weight = 0.0
             control.allow_allreduce()
-        with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            control.exception(patience)
+        deadline = time.monotonic() + patience
+        while not control.done() and time.monotonic() < deadline and not self._gives_up():
+            time.sleep(0.02)
+
+    def _finish_background(self, patience: float) -> None:
+        """Wait so long for rounds in the background, end them, and take over what they have changed."""
+        deadline, pending = time.monotonic() + patience, self.state_averager.pending_updates
+        while concurrent.futures.wait(pending, 0.02).not_done and time.monotonic() < deadline and not self._gives_up():
+            pass
+        if not all(update.done() for update in pending):
+            for control in filter(None, (self.scheduled_grads, self.scheduled_state)):
+                control.cancel()
+            concurrent.futures.wait(pending, 1.0)  # they end with their round
+        self.state_averager.step()
+
+    def _gives_up(self) -> bool:
+        """Whether this peer was asked to stop, and need wait no longer for a round."""
+        if not STOP_REQUESTED.is_set():
+            return False
+        now, (traffic, _) = time.monotonic(), self._last_traffic
+        self._stop_seen = self._stop_seen or now
+        if traffic != LINE.traffic:
+            self._last_traffic = LINE.traffic, now
+        patience = STOP_PATIENCE / 2 if self.auxiliary else STOP_PATIENCE
+        return now > min(self._last_traffic[1] + patience, self._stop_seen + MAX_STOP_PATIENCE)
 
     def seconds_to_next_step(self, at_most: float) -> float:
         """How long an auxiliary peer may do nothing: it has to be there when the trainers' epoch is about to end."""
@@ -386,7 +415,7 @@ class CollaborativeOptimizer:
         if control is not None and not control.done() and self._averages_in_step() and not is_running:
             control.cancel()  # the group would leave this peer out
         self._leave_round(control, patience=self.averaging_timeout)
-        self.state_averager.step(wait_for_delayed_updates=True)
+        self._finish_background(self.averaging_timeout)
         self.grad_averager.last_step = None
         old_epoch = self.local_epoch
         wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
@@ -561,6 +590,8 @@ class CollaborativeOptimizer:
         answer, self._waited_since, at_least = None, None, 1
         while True:
             deadline = start + self.averaging_timeout  # which follows the group's bandwidths
+            if self._gives_up():
+                raise AllreduceException("this peer was asked to stop")
             if last >= next_sign and not self.auxiliary:
                 next_sign = last + SIGN_PERIOD
                 self.tracker.announce()
@@ -591,8 +622,6 @@ class CollaborativeOptimizer:
             at_least = self._count_needed(others if self._waited_since is None else ())
             self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
             self._expect_for_parameters()  # that of the last epoch may still be looking for a group (note 72)
-            if time.monotonic() >= next_look and STOP_REQUESTED.is_set():
-                raise AllreduceException("this peer was asked to stop")
             if time.monotonic() >= next_look and answer is None:
                 if all(question.done() for question in self.tracker.questions):
                     self.tracker.question(self.tracker.peers_at_epoch)
@@ -665,7 +694,7 @@ class CollaborativeOptimizer:
         """:raises AveragingFailed: the round has failed, and nothing has changed"""
         averager, finish = self.state_averager, None
         if self.overlap:
-            averager.step(wait_for_delayed_updates=True)
+            self._finish_background(self.averaging_timeout)
         control = self._begin_round()
         if control is None:
             self.grad_averager.take_out()
@@ -676,6 +705,8 @@ class CollaborativeOptimizer:
             self._finish_round(control, self.local_epoch)
         next_epoch = max(self.local_epoch + 1, self.tracker.global_epoch)
         is_due = next_epoch % self.average_state_every == 0 and not averager.averaging_in_progress
+        if not self.auxiliary:  # its step would wait for it in line, whatever the user asks
+            self._finish_background(self.averaging_timeout)
         if with_parameters := is_due and self._has_others:
             self.scheduled_state = averager.schedule_step(gather=next_epoch, timeout=self.averaging_timeout)
         averager.step(
@@ -695,6 +726,8 @@ class CollaborativeOptimizer:
 
     def _try_again(self, cause: BaseException) -> None:
         """Find out what the round has failed of."""
+        if STOP_REQUESTED.is_set():
+            return
         if self.auxiliary:
             self._retry_after = time.monotonic()
             self.tracker.fetch_soon(0.0)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 
 import pytest
 import torch
@@ -168,19 +169,26 @@ def test_lean_albert_learns_in_a_swarm(start, tmp_path, tiny_data):
 
 
 def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
-    """While the imports run, and in the middle of training: no traceback, no process left, the model is saved."""
-    alone = [*LOOPBACK, *flags(TRAINER, tiny_data, {"--experiment_prefix": make_prefix(), "--output_dir": tmp_path})]
+    """While the imports run, and in a round that hangs: no traceback, no process left, the model is saved."""
+    prefix = make_prefix()
+    alone = [*LOOPBACK, *flags(TRAINER, tiny_data, {"--experiment_prefix": prefix, "--output_dir": tmp_path})]
     early = start("early", "-X", "importtime", "run_trainer.py", *alone)
     early.wait_for("import time:.*torch")
     early.interrupt()
-    early.wait(20)
-    assert "Traceback" not in early.text
-    wait_until(lambda: not early.left_processes(), 5, "no process left")
+    early.assert_clean_end(20)
+    assert early.text.splitlines()[-1] == "stopped"
 
-    trainer = start("trainer", "run_trainer.py", *alone)
-    trainer.wait_for("Epoch #2")
+    patient = ("--averaging_timeout", 300, "--next_chunk_timeout", 300)
+    trainer = start("trainer", "run_trainer.py", *alone, *patient)
+    address = trainer.wait_for(r"--initial_peers (\S+)")[1]
+    own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "silent", "--initial_peers": address}
+    command = ("-m", "tests.programs.silent_trainer", *LOOPBACK, *flags(TRAINER, tiny_data, own))
+    silent = start("silent", *command, *patient)
+    silent.wait_for("silent from now on")
     trainer.interrupt()
+    start_time = time.monotonic()
     trainer.assert_clean_end(30)
+    assert time.monotonic() < start_time + 10
     assert trainer.text.count("trainer stopping: saving") == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["epoch"] >= 2
