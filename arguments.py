@@ -8,11 +8,14 @@ An *epoch* is one optimizer step of the whole swarm (target_batch_size samples),
 that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad_acc_steps count batches.
 """
 
+import hashlib
 import ipaddress
+import os
+import platform
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
-from typing import Literal
+from dataclasses import MISSING, dataclass, replace
+from typing import Any, Literal
 
 from support.console import UserError
 from support.flags import check_exclusive, check_needs, check_order, check_range, check_username, flag, parse_flags
@@ -22,6 +25,8 @@ OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 
 DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
+DEFAULT_DATASET_PATH = "data/albert_tokenized_wikitext"
+SAMPLE_TEXT = "sample_data/austen.txt.xz"
 SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
 LARGEST_SEED = 2**32 - 1  # of numpy's generators
 
@@ -35,7 +40,10 @@ class SwarmArguments:
     """How a peer finds the others and is found by them. Read by every role."""
 
     experiment_prefix: str = flag(
-        "", "Unique name of the run, without a dot. Default: that of --initial_peers. ALL PEERS.", aliases=["--run_id"]
+        "",
+        "Unique name of the run, without a dot. Default: that of --initial_peers, or for a new run a generated one. "
+        "ALL PEERS.",
+        aliases=["--run_id"],
     )
     initial_peers: list[str] = flag(
         [],
@@ -51,7 +59,9 @@ class SwarmArguments:
         "IPv6. host:port is accepted too, with '[::]:*' for all addresses and any port.",
         aliases=["--dht_listen_on"],
     )
-    announce_maddrs: list[str] = flag([], "Multiaddrs to announce, if others: your public IP and forwarded port.")
+    announce_maddrs: list[str] = flag(
+        [], "Multiaddrs to announce, if others: your public IP and forwarded port. An empty list means none."
+    )
     use_google_dns: bool = flag(
         False,
         "Ask --public_ip_url (Google is not asked) for this machine's public address and announce it, with the ports "
@@ -82,11 +92,16 @@ class SwarmArguments:
 
     def __post_init__(self):
         self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
+        # a variable that is not set, in quotation marks
+        self.announce_maddrs = [maddr for maddr in self.announce_maddrs if maddr]
         if self.status_port is not None and not 0 <= self.status_port < 2**16:
             raise UserError(f"--status_port {self.status_port} is not a TCP port: choose one from 1024 to 65535, or 0")
         check_exclusive(self, "use_google_dns", "announce_maddrs")
         if self.use_auto_relay and not self.use_relay:
             raise UserError("--use_auto_relay and --no_use_relay are mutually exclusive: give one of them")
+        is_adopted = self.initial_peers and self.adopt and not self.new_run and not self.use_ipfs
+        if not self.experiment_prefix and not is_adopted and (self.initial_peers or self.invite):
+            raise UserError("--experiment_prefix is missing: name a new run, or give --initial_peers of one")
         if "." in self.experiment_prefix:
             # hivemind separates the group bits from the prefix by a dot (hivemind/averaging/key_manager.py)
             name = self.experiment_prefix
@@ -274,7 +289,7 @@ class DataArguments:
     """What the model reads, and how. Read by trainers, and by experiment/show.py, which shows it."""
 
     dataset_path: str = flag(
-        "data/albert_tokenized_wikitext",
+        DEFAULT_DATASET_PATH,
         "The tokenized dataset: a folder of tokenize_wikitext103.py's, an archive of it (.tar, .tar.gz), an index of "
         "shards (.json), or the http(s) URL of such a file.",
     )
@@ -529,7 +544,7 @@ class ArchiveArguments:
         None,
         "With --store_checkpoints: upload the newest one to this model repository of the Hugging Face Hub: ORG/NAME, "
         "its URL, or NAME in HF_ORGANIZATION_NAME; made, a public one, if it does not exist. The token comes from "
-        "HF_TOKEN or HF_USER_ACCESS_TOKEN, or from `hf auth login`.",
+        "HF_TOKEN, HF_USER_ACCESS_TOKEN or `hf auth login`; on a terminal you are asked to log in.",
     )
     upload_interval: float | None = flag(
         None, "With --repo_url: seconds between uploads, which all count towards the quota; default: 43200, half a day."
@@ -648,7 +663,7 @@ class TokenizeArguments:
     seed: int = flag(42, "Seed of the split, the cuts and the swaps.")
     num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.")
     cache_dir: str = flag("data/cache", "Folder for downloads from the Hub.")
-    dataset_path: str = flag("data/albert_tokenized_wikitext", "Folder to write the dataset to; must not exist yet.")
+    dataset_path: str = flag(DEFAULT_DATASET_PATH, "Folder to write the dataset to; must not exist yet.")
     tokenizer_path: str = flag("data/tokenizer", "Folder to write the tokenizer to; must not exist yet.")
     archive: str | None = flag(
         None, "Pack dataset and tokenizer, also existing ones, into this: NAME.tar.gz or NAME.tar."
@@ -734,16 +749,36 @@ BASIC_FLAGS = {
     *("store_checkpoints", "assist_in_averaging"),
 }
 
+#: lists that may be given without a value: guides write --announce_maddrs $ANNOUNCE_ON, and do not always set it
+MAY_BE_EMPTY = {"announce_maddrs"}
+
+
+def begin_new_run(found: dict[type, Any]) -> None:
+    """Name a run that was given neither a name nor peers. If a pretrained model with its own tokenizer was given and no
+    data, it trains on the sample text.
+
+    The name is a digest of this machine's name and --output_dir, so that the same command continues the same run.
+
+    :param found: the instances of the script's dataclasses by class
+    """
+    output_dir = next(group.output_dir for group in found.values() if hasattr(group, "output_dir"))
+    place = f"{platform.node()} {os.path.abspath(output_dir)}"
+    found[SwarmArguments].experiment_prefix = f"run-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+    model, data = found[ModelArguments], found.get(DataArguments)
+    if data and model.tokenizer_path == model.model_name_or_path:
+        is_given = data.train_file or data.dataset_name or data.streaming or data.dataset_path != DEFAULT_DATASET_PATH
+        # not the default dataset: another tokenizer may have made it
+        found[DataArguments] = data if is_given else replace(data, train_file=SAMPLE_TEXT)
+
 
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
     """Parse the command line into one instance of each dataclass, in order; for more see `parse_flags`."""
-    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, description, before)}
+    found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, MAY_BE_EMPTY, description, before)}
     swarm, monitor, averaging = map(found.get, (SwarmArguments, MonitorArguments, AveragingArguments))
     if monitor and monitor.watch and not swarm.initial_peers:
         raise UserError("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
-    can_ask = swarm and swarm.initial_peers and swarm.adopt and not swarm.new_run and not swarm.use_ipfs
-    if swarm and not swarm.experiment_prefix and not can_ask:
-        raise UserError("--experiment_prefix is missing: name a new run, or give --initial_peers of one")
+    if swarm and not swarm.experiment_prefix and not swarm.initial_peers:
+        begin_new_run(found)
     if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:
         averaging.local_steps_from = max(200, found[OptimizerArguments].warmup_steps)  # see docs/measured.md
     return tuple(found.values())

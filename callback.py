@@ -22,6 +22,7 @@ from hivemind.utils import get_dht_time
 from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
+from arguments import SAMPLE_TEXT
 from experiment.data import make_eval_batches
 from machine.checkpoint import (
     CheckpointError,
@@ -46,6 +47,7 @@ from swarm.membership import MEMBERS
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
+from swarm.status import format_join
 from swarm.vouching import Statement, vouch
 from utils import (
     MAX_WORKERS,
@@ -177,6 +179,10 @@ class CollaborativeCallback:
         if not self.dht.client_mode:
             maddr = select_for_others(self.dht.get_visible_maddrs())[0]
             logger.info(f"others may join through --initial_peers {maddr}")
+            if not self.swarm.initial_peers:
+                command = format_join(self.prefix, [maddr], self.contract.flags)
+                text = f" --train_file {SAMPLE_TEXT}" * (self.data_args.train_file == SAMPLE_TEXT)
+                logger.info(f"for example: {command}{text}")
         warn_of_local_addresses(self.dht, self.swarm)
         if self.page:
             self.page.serve(self.dht, self.read_progress, self.curve)

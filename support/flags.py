@@ -97,6 +97,8 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
         usual = type(group)() if names else None
         for name in names:
             value = getattr(group, name)
+            if value is None:  # another flag takes its place
+                continue
             text = format_flag(name, value)
             fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
             is_told = name in typed or value != getattr(usual, name)
@@ -118,11 +120,16 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def parse_flags(
-    groups: Sequence[type], basic: Collection[str], description: str | None, before: Sequence[str] = ()
+    groups: Sequence[type],
+    basic: Collection[str],
+    may_be_empty: Collection[str],
+    description: str | None,
+    before: Sequence[str] = (),
 ) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 
     :param basic: names of the flags that --help lists where there are many; --help_all lists all
+    :param may_be_empty: names of the flags of lists that may be given without a value
     :param before: words that count only where the command line does not say otherwise
     :raises UserError: a flag is unknown, abbreviated, malformed or contradicts another one
     """
@@ -139,6 +146,8 @@ def parse_flags(
     required = "".join(f" --{action.dest} VALUE" for action in parser._actions if action.required)
     parser.usage = f"%(prog)s{required} [--FLAG VALUE ...]"
     for action in parser._actions:
+        if action.dest in may_be_empty:
+            action.nargs = "*"
         if action.dest in declared:
             describe_flag(action, is_shown=action.dest in basic or not is_short)
 

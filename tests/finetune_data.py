@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 from pathlib import Path
 
 import torch
@@ -177,6 +178,18 @@ def make_toy_gaps() -> list[dict]:
             {"idx": number, "passage": {"text": text, "entities": places}}
             | {"qas": [{"idx": number, "query": "Завтра тоже в @placeholder.", "answers": [{"text": where}]}]}
         )
+    return records
+
+
+def write_lidirus(folder: Path) -> list[dict]:
+    """Pairs in LiDiRus's schema, one in four with a wrong label."""
+    labels, draw = ("entailment", "not_entailment"), random.Random(0)
+    records = []
+    for number, pair in enumerate(make_toy_pairs()):
+        label = pair["label"] if draw.random() < 0.75 else labels[pair["label"] == "entailment"]
+        names = {"sentence1": pair["premise"], "sentence2": pair["hypothesis"]}
+        records.append(names | {"label": label, "idx": number, "logic": "Negation"})
+    write_lines(folder / "LiDiRus" / "LiDiRus.jsonl", records)
     return records
 
 

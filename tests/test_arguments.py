@@ -40,7 +40,8 @@ def test_steps_count_epochs_and_say_so():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ([], ["--experiment_prefix"]),
+        (["--initial_peers", "/ip4/127.0.0.1/tcp/1/p2p/Qm", "--no_adopt"], ["--experiment_prefix"]),
+        (["--initial_peers", "--run_id", "a"], ["--initial_peers", "expected at least one argument"]),
         (["--run_id", "a.b"], ["dot", "a_b"]),
         (["--run_id", "a", "--no_such_flag", "1"], ["--no_such_flag"]),
         (["--experiment-prefx", "a"], ["--experiment-prefx", "did you mean --experiment_prefix?"]),

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import logging
 import os
-import random
 import shutil
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from finetune_data import (
     make_toy_gaps,
     make_toy_pairs,
     make_toy_spans,
+    write_lidirus,
     write_lines,
     write_model,
     write_toy_task,
@@ -651,18 +651,6 @@ def test_wrong_old_checkpoints(old_checkpoint, tmp_path, capsys):
 
 
 # --- predictions for LiDiRus ------------------------------------------------------------------------------------------
-
-
-def write_lidirus(folder: Path) -> list[dict]:
-    """Pairs in LiDiRus's schema, one in four with a wrong label."""
-    labels, draw = ("entailment", "not_entailment"), random.Random(0)
-    records = []
-    for number, pair in enumerate(make_toy_pairs()):
-        label = pair["label"] if draw.random() < 0.75 else labels[pair["label"] == "entailment"]
-        names = {"sentence1": pair["premise"], "sentence2": pair["hypothesis"]}
-        records.append(names | {"label": label, "idx": number, "logic": "Negation"})
-    write_lines(folder / "LiDiRus" / "LiDiRus.jsonl", records)
-    return records
 
 
 def test_lidirus(terra_run, tmp_path, capsys):

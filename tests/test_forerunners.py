@@ -1,0 +1,229 @@
+"""docs/forerunners.md: each command on it runs, in swarms on loopback, and its log lines and imports are there."""
+
+import importlib
+import os
+import re
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import finetune_data as toys
+import pytest
+from hub_server import TOKEN, HubServer
+from mains import run_main
+from processes import LOOPBACK, ROOT, run_python, wait_until
+from swarms import flags, history
+
+import arguments
+import finetune_mlm
+import predict_on_lidirus
+from arguments import ModelArguments
+from experiment.model import make_model
+from text.tokenizers import load_tokenizer
+
+PAGE = (ROOT / "docs" / "forerunners.md").read_text()
+SECTIONS = {title: text for title, text in re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE)}
+#: what differs from the commands on the page, to be fast: what all peers share, and what is each peer's own
+SHARED = {"--optim": "adamw", "--learning_rate": 2e-3, "--warmup_steps": 5, "--total_steps": 1000}
+SHARED |= {"--target_batch_size": 320, "--load_state_compression": "none"}
+OWN = {"--matchmaking_time": 3, "--request_timeout": 1.5, "--averaging_timeout": 20, "--next_chunk_timeout": 8}
+OWN |= {"--default_refresh_period": 0.5, "--bandwidth": 1000}
+TRAINER = {**OWN, "--dataloader_num_workers": 0}
+
+
+def list_commands(title: str) -> list[str]:
+    """The commands in a section's blocks, in order, each in one line."""
+    blocks = "".join(re.findall(r"(?ms)^```$(.*?)^```$", SECTIONS[title]))
+    return [line for line in re.sub(r"\\\n\s*", "", blocks).splitlines() if "python " in line]
+
+
+def split(command: str, **values: object) -> list[str]:
+    """The words after `python`, as a shell splits them that knows these variables, and the page's own placeholders."""
+    command = command.partition("python ")[2]
+    placeholders = [name for name in values if name.isupper() and f"${name}" not in command]
+    for name in placeholders:
+        command = command.replace(name, str(values[name]))
+    return shlex.split(re.sub(r"\$(\w+)", lambda match: str(values.get(match[1], "")), command))
+
+
+TUTORIAL, COLAB, RULEAN, NETMIND = map(
+    list_commands, ["hivemind's ALBERT tutorial", "The notebook for Colab", "RuLeanALBERT", "NetMind's scripts"]
+)
+
+
+def find_phrases(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_the_page_has_no_other_commands():
+    blocks = re.findall(r"(?ms)^```$(.*?)^```$", PAGE)
+    in_blocks = sum(len(re.findall(r"\bpython ", block)) for block in blocks)
+    assert [len(commands) for commands in (TUTORIAL, COLAB, RULEAN, NETMIND)] == [3, 1, 6, 2] and in_blocks == 12
+
+
+@pytest.mark.parametrize(
+    "name", sorted({name for row in SECTIONS["Imports"].splitlines()[3:] for name in find_phrases(row.split("|")[2])})
+)
+def test_a_name_in_the_table_of_imports_is_there(name):
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute) if module else attribute
+
+
+def test_log_lines_on_the_page_are_those_of_the_code():
+    """Their constant beginnings; the swarm below logs the most important ones."""
+    code = "".join(
+        path.read_text()
+        for room in ("", "swarm/", "viewing/", "machine/", "text/")
+        for path in ROOT.glob(f"{room}*.py")
+    )
+    for row in SECTIONS["Log lines"].splitlines()[3:]:
+        for phrase in find_phrases(row.split("|")[2]) if row.startswith("|") else []:
+            beginning = re.split(r" ?(?:\d|outputs|checkpoint|N\b|up to )", phrase)[0]
+            assert beginning.rstrip() in code, phrase
+
+
+@pytest.mark.parametrize("words", [["--announce_maddrs"], ["--announce_maddrs", ""], []], ids=str)
+def test_an_empty_list_of_addresses_is_none(words, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run_trainer.py", "--run_id", "a", *words, "--initial_peers", "/ip4/1.2.3.4"])
+    swarm, *_ = arguments.parse_arguments(*arguments.TRAINER_ARGS)
+    assert swarm.announce_maddrs == [] and swarm.initial_peers == ["/ip4/1.2.3.4"]
+
+
+def test_a_new_run_without_a_name_gets_the_same_one_again(monkeypatch, tmp_path):
+    def name_run(*words: str) -> tuple:
+        monkeypatch.setattr(sys, "argv", ["run_trainer.py", *words])
+        swarm, *_, data, _ = arguments.parse_arguments(*arguments.TRAINER_ARGS)
+        return swarm.experiment_prefix, data.train_file
+
+    (name, text), again = (name_run("--model_name_or_path", "bert-base-uncased") for _ in range(2))
+    assert re.fullmatch(r"run-[0-9a-f]{8}", name) and (name, text) == again and (ROOT / text).exists()
+    other, _ = name_run("--output_dir", str(tmp_path))
+    assert other != name
+    # data that is given, or a run that has a name or peers, is what it was
+    assert name_run("--model_name_or_path", "a", "--train_file", "b")[1] == "b"
+    assert name_run("--model_name_or_path", "a", "--dataset_path", "b")[1] is None
+    assert name_run("--model_name_or_path", "a", "--tokenizer_path", "data/tokenizer")[1] is None
+    assert name_run("--run_id", "mine", "--model_name_or_path", "a") == ("mine", None)
+    assert name_run("--initial_peers", "127.0.0.1:1", "--model_name_or_path", "a") == ("", None)
+    assert name_run() == (name, None)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_data, tmp_path_factory) -> str:
+    """A pretrained model that the line by which others join may name: a path from the repository."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), load_tokenizer(tiny_data["--tokenizer_path"])
+    make_model(ModelArguments("configs/demo.json"), tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return os.path.relpath(folder, ROOT)
+
+
+def wait_for_joint_epochs(tmp_path: Path, names: list[str], scripts: list, number: int = 2) -> None:
+    def count() -> bool:
+        epochs = [history(tmp_path, name) for name in names]
+        joint = set(epochs[0]).intersection(*epochs[1:])
+        return sum(all(own[e]["averaged_with"] == len(names) for own in epochs) for e in joint) >= number
+
+    try:
+        wait_until(count, 150, f"epochs that {names} have averaged")
+    except AssertionError as e:
+        raise AssertionError("\n".join([str(e), *(script.text[-2000:] for script in scripts)])) from None
+
+
+def stop(*scripts) -> None:
+    for script in scripts:
+        script.interrupt()
+    for script in scripts:
+        script.assert_clean_end(60)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_guides_make_one_swarm(start, tmp_path, tiny_data, model):
+    """A monitor, an auxiliary peer, which publishes, and four trainers, of which Colab's is a client."""
+    where = {"--identity_path": tmp_path / "identity.key"}
+    monitor = split(TUTORIAL[1], YOUR_WANDB_PROJECT="Demo-run")
+    same = ["--model_name_or_path", model]
+    own = ["--refresh_period", 0.3, "--output_dir", tmp_path / "monitor", *LOOPBACK, *flags(where, SHARED), *same]
+    scripts = [start("monitor", *monitor, *own, env={"WANDB_DISABLED": "true"})]
+    peers = scripts[0].wait_for(r"(?m)^--initial_peers (/ip4/\S+)$", 120)[1]
+    name = scripts[0].wait_for(r"--experiment_prefix (run-\w{8}) ")[1]
+    port = re.search(r"/tcp/(\d+)", peers)[1]
+    values = {"EXP_NAME": name, "INITIAL_PEERS": peers, "BANDWIDTH": 1000, "LISTEN_ON": LOOPBACK[1]}
+
+    def start_trainer(label: str, words: list[str], *more: object) -> None:
+        folder = ["--output_dir", tmp_path / label]
+        scripts.append(start(label, *words, *LOOPBACK, *flags(tiny_data, TRAINER), *same, *more, *folder))
+
+    batch = {"BATCH_SIZE_FOR_YOUR_GPU": 8, "ONE_OR_MORE_PEERS": peers}
+    start_trainer("tutorial", split(TUTORIAL[2], **batch))
+    colab = split(COLAB[0], NAME_YOUR_EXPERIMENT=name, HOST="127.0.0.1")
+    start_trainer("colab", [word.replace("31337", port) for word in colab], "--logging_dir", tmp_path / "logs")
+    start_trainer("rulean", split(RULEAN[1], **values))
+    netmind = split(NETMIND[1].replace("bert_experiment", name), IP=peers)
+    start_trainer("netmind", netmind, *flags(SHARED), "--logging_dir", tmp_path / "logs")
+    with HubServer() as hub:
+        more = {"--refresh_period": 0.3, "--output_dir": tmp_path / "aux", "--save_checkpoint_epoch_interval": 2}
+        more |= {"--initial_peers": peers, "--model_name_or_path": model}
+        hub_values = {"HF_ORGANIZATION_NAME": "org", "HF_MODEL_NAME": "my-exp", "WANDB_PROJECT": "my-exp"}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"/ip4/127.0.0.1/tcp/{free.getsockname()[1]}"
+        aux = split(RULEAN[0], **values | {"LISTEN_ON": address, "ANNOUNCE_ON": address}, **hub_values)
+        env = {"WANDB_DISABLED": "true", "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN}
+        scripts.append(start("aux", *aux, *flags(OWN, more), env=env))
+        wait_for_joint_epochs(tmp_path, ["tutorial", "colab", "rulean", "netmind"], scripts)
+        wait_until(lambda: hub.commits("org/my-exp"), 150, "an upload")
+        stop(*scripts[::-1])
+    assert "in client mode" in scripts[2].text and (tmp_path / "logs").is_dir()
+    assert "helped in" in scripts[-1].text
+    seen = "".join(script.text for script in scripts)
+    for line in (
+        "To join this run, give other peers this:",
+        r"others may join through --initial_peers /ip4/\S+",
+        "Waiting for trainers, checking every",
+        r"Epoch #\d+  loss = \d+\.\d{5}  peers \d",
+        r"Epoch #\d+  loss = \d+\.\d{5}  averaged with 4 of 4 ",
+        r"Saved \S+/checkpoint-\d+ ",
+        r"Uploaded checkpoint-\d+ to ",
+    ):
+        assert re.search(line, seen), line
+
+
+def test_the_line_of_netmind_is_a_run_that_others_join(start, tmp_path, model):
+    """By the command that it logs."""
+    own = flags(TRAINER, {"--max_sequence_length": 64, "--dataset_cache_dir": tmp_path / "cache"})
+    shared = flags(SHARED, {"--target_batch_size": 96})
+
+    def start_trainer(name: str, words: list[str], *more: object):
+        return start(name, *words, *LOOPBACK, *own, *more, "--output_dir", tmp_path / name)
+
+    words = [word.replace("bert-base-uncased", model) for word in split(NETMIND[0])]
+    first = start_trainer("first", words, *shared)
+    command = first.wait_for(r"for example: python (run_trainer\.py .*)", 120)[1]
+    second = start_trainer("second", command.split())
+    wait_for_joint_epochs(tmp_path, ["first", "second"], [first, second])
+    stop(second, first)
+
+
+@pytest.mark.slow
+def test_the_other_commands_run(start, tmp_path, tiny_data, toy_model):
+    text = tmp_path / "text.txt"
+    text.write_text("It is a truth. It is acknowledged. " * 200)
+    made = {"--dataset_path": tmp_path / "dataset", "--tokenizer_path": tmp_path / "tokenizer"}
+    small = {"--text_files": text, "--tokenizer": tiny_data["--tokenizer_path"], "--seq_length": 32}
+    run_python(*split(TUTORIAL[0]), *flags(small, made), expect=0)
+    shown = run_python(*split(RULEAN[4]), *flags(made), expect=0)
+    assert "[MASK]" in shown.stdout
+    monitor = start(
+        "monitor", *split(RULEAN[5]), *LOOPBACK, "--report_to", "none", "--output_dir", tmp_path / "monitor"
+    )
+    toys.write_toy_task(tmp_path, "TERRa", toys.make_toy_pairs()[:8])
+    tuned = tmp_path / "run"
+    quick = ["--data_dir", tmp_path, "--num_train_epochs", 1, "--output_dir", tuned]
+    words = [word.replace("state.pth", str(toy_model)) for word in split(RULEAN[2])]
+    run_main(finetune_mlm, *words[1:], *quick)
+    toys.write_lidirus(tmp_path)
+    words = [word.replace("outputs/finetune/TERRa", str(tuned)) for word in split(RULEAN[3])]
+    run_main(predict_on_lidirus, *words[1:], "--data_dir", tmp_path)
+    assert (tuned / "TERRa.jsonl").exists() and len((tuned / "LiDiRus.jsonl").read_text().splitlines()) == 32
+    monitor.wait_for("--optim lamb_8bit .*--min_vector_size 4000000")
+    stop(monitor)
