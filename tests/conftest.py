@@ -1,6 +1,6 @@
 """Fixtures: scripts that are ended whatever happens, an emulated network, and a small tokenized dataset."""
 
-import functools
+import itertools
 import lzma
 import signal
 import sys
@@ -16,6 +16,7 @@ from processes import ROOT, Script, run_python
 torch.set_num_threads(1)
 
 # Seconds that the quick tests of test_*.py take on two cores, beside three other parts; of files that are not named, 3.
+# The longest files are taken first, so that the parts end together.
 # fmt: off
 SECONDS = {
     "devices": 90, "averaging": 85, "archive": 95, "checkpoint": 75, "aux_peer": 75, "states": 80, "page": 60,
@@ -29,7 +30,7 @@ SECONDS = {
 
 def pytest_addoption(parser):
     parser.addoption("--real-starts", action="store_true", help="let each program import its libraries itself")
-    parser.addoption("--part", default="1/1", metavar="N/M", help="the Nth of M parts, each of whole files")
+    parser.addoption("--claims", type=Path, help="a folder that several runs share: each file is run by one of them")
 
 
 def pytest_configure(config):
@@ -38,25 +39,32 @@ def pytest_configure(config):
     processes.IS_FORKING = sys.platform == "linux" and not config.getoption("--real-starts")
 
 
-@functools.cache
-def divide_files(count: int) -> list[set[Path]]:
-    """The files of each part: the longest of all goes first, and each to the part that has least to do by then."""
-    parts, loads = [set() for _ in range(count)], [0] * count
-    seconds = {
-        path: SECONDS.get(path.stem.removeprefix("test_"), 3)
-        for path in sorted(Path(__file__).parent.glob("**/test_*.py"))
-    }
-    for path in sorted(seconds, key=seconds.get, reverse=True):
-        part = loads.index(min(loads))
-        parts[part].add(path)
-        loads[part] += seconds[path]
-    return parts
+def estimate_seconds(path: Path) -> float:
+    return SECONDS.get(path.stem.removeprefix("test_"), 3)
 
 
-def pytest_ignore_collect(collection_path, config):
-    number, count = map(int, config.getoption("--part").split("/"))
-    is_others = collection_path.is_file() and collection_path not in divide_files(count)[number - 1]
-    return is_others or None
+def claim(path: Path, folder: Path) -> bool:
+    """Return whether no other run has claimed this file before."""
+    try:
+        (folder / path.stem).mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def pytest_runtestloop(session):
+    """Run the files that no other run has claimed by the time when this one gets to them."""
+    folder, items = session.config.getoption("--claims"), {}
+    if folder is None or session.testsfailed or session.config.option.collectonly:
+        return None  # pytest does as it always does
+    for item in session.items:
+        items.setdefault(item.path, []).append(item)
+    for path in sorted(items, key=estimate_seconds, reverse=True):
+        if claim(path, folder):
+            # after a file, fixtures of the session remain: which file is next is not known yet
+            for item, following in itertools.pairwise([*items[path], session]):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    return True
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Run pytest in several parts beside each other, as most of a swarm's time is waiting; what a part prints is shown when
-it ends. `make test` runs this:
+it ends. A part takes the next file that no other part has taken. `make test` runs this:
 
     python tests/parallel.py 4 -m "not slow"
 
@@ -8,6 +8,7 @@ The libraries are imported once: each part, and each program that a part starts,
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,10 +56,10 @@ def main(count: int, flags: list[str]) -> int:
     if IS_FORKING:
         os.environ |= processes.make_environment()  # before the libraries look at it
         fork_server.import_libraries()
-    outputs = {}
-    for number in range(1, count + 1):
+    claims, outputs = tempfile.mkdtemp(), {}
+    for _ in range(count):
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        outputs[start_part(["--part", f"{number}/{count}", *flags], output)] = output
+        outputs[start_part(["--claims", claims, *flags], output)] = output
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ends the parts
     has_failed = False
     while outputs:
@@ -67,6 +68,7 @@ def main(count: int, flags: list[str]) -> int:
         output.seek(0)
         print(output.read(), flush=True)
         has_failed |= status != 0
+    shutil.rmtree(claims)
     return int(has_failed)
 
 
