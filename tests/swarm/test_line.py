@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+import threading
 import time
 from types import SimpleNamespace
 
@@ -419,6 +420,7 @@ def test_implausible_bandwidth_is_refused(claim):
 
 def test_who_has_just_fallen_silent_counts_for_a_quorum():
     tracker, now = ProgressTracker.__new__(ProgressTracker), get_dht_time()
+    threading.Thread.__init__(tracker)  # __del__ asks whether it runs
     names, before = [b"a", b"b", b"c", b"d"], LINE._epoch_seconds.value
     tracker.local_progress, tracker.impatient_epoch = SimpleNamespace(epoch=5), -1
     tracker.others = {name: SimpleNamespace(epoch=5) for name in names} | {b"behind": SimpleNamespace(epoch=3)}
