@@ -12,14 +12,18 @@ from arguments import parse_arguments
 from support.console import UserError
 
 
-def run_main(module: ModuleType, *flags: object) -> None:
-    """A script's main() in this process, which is left as it was."""
+def run_main(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> None:
+    """A script's main() in this process, which is left as it was.
+
+    :param groups: the dataclasses of its arguments, where the script has no GROUPS
+    """
     argv, root, numbers = sys.argv, logging.getLogger(), (signal.SIGINT, signal.SIGTERM)
     handlers, level = list(root.handlers), root.level
     verbosity, old_handlers = transformers.utils.logging.get_verbosity(), list(map(signal.getsignal, numbers))
     try:
         sys.argv = [f"./{module.__name__}.py", *map(str, flags)]
-        module.main(*(parse_arguments(*module.GROUPS) if hasattr(module, "GROUPS") else ()))
+        groups = groups or getattr(module, "GROUPS", ())
+        module.main(*(parse_arguments(*groups) if groups else ()))
     finally:
         sys.argv, root.handlers = argv, handlers
         root.setLevel(level)
@@ -28,9 +32,9 @@ def run_main(module: ModuleType, *flags: object) -> None:
             signal.signal(number, handler)
 
 
-def refuse(module: ModuleType, *flags: object) -> str:
+def refuse(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> str:
     """The one line by which a script's main(), in this process, tells the user what is wrong."""
     with pytest.raises(UserError) as error:
-        run_main(module, *flags)
+        run_main(module, *flags, groups=groups)
     [line] = str(error.value).splitlines()
     return line

@@ -58,7 +58,7 @@ def written(tmp_path_factory, novel):
     documents = [{"text": "\n".join(novel[start : start + 60])} for start in range(0, 2400, 60)]
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))
     flags = ("--text_files", "documents.jsonl", "--train_tokenizer", "--vocab_size", 500, "--seq_length", 64)
-    result = tokenize(folder, *flags, is_real=True)
+    result = tokenize(folder, *flags)  # test_same_bytes... starts it for real
     assert "unigram entropy" in result.stdout
     paths = f"--dataset_path {folder / 'dataset'} --tokenizer_path {folder / 'tokenizer'}"
     assert result.stdout.splitlines()[-1] == f"python run_trainer.py {paths} --objective mlm_sop"

@@ -55,7 +55,7 @@ def test_a_model_with_a_head_of_your_own(copy, tiny_data):
     apply_recipe(copy, "experiment/model.py")
     (copy / "bert-4.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
     words = [*STEPS, "--config_path", "bert-4.json", *sum(tiny_data.items(), ())]
-    facts = run(copy, "few_steps.py", *words, is_real=True)
+    facts = run(copy, "few_steps.py", *words)
     assert (facts["model"], facts["objective"], facts["layers"]) == ("BertWithWideHead", "mlm", 4)
     assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -458,13 +457,14 @@ def test_a_saved_folder_brings_its_code(tmp_path):
     model, inputs = make_model_of({}).eval(), make_inputs()
     model.save_pretrained(tmp_path / "model")
     torch.save(inputs["input_ids"], tmp_path / "ids.pt")
-    program = """
+    program = f"""
 import torch, transformers
+transformers.dynamic_module_utils.HF_MODULES_CACHE = "{tmp_path / "cache"}"  # empty
 model = transformers.AutoModelForMaskedLM.from_pretrained("model", trust_remote_code=True)
 torch.save(model(torch.load("ids.pt")).logits, "logits.pt")
 """
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
+    run_python("-c", program, cwd=tmp_path, expect=0)
+    assert list((tmp_path / "cache").rglob("lean_albert.py"))
     assert torch.load(tmp_path / "logits.pt").equal(model(inputs["input_ids"]).prediction_logits)
 
 

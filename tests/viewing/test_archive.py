@@ -13,6 +13,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from hub_server import TOKEN, HubServer
+from mains import refuse
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from records import make_metrics
 from swarms import ALONE, flags, history, start_alone, start_monitor
@@ -31,6 +32,7 @@ from experiment.model import make_model
 from machine.checkpoint import find_checkpoints, load_state, save_model
 from support.console import UserError
 from text.tokenizers import load_tokenizer
+from viewing import archive
 from viewing.archive import PUBLIC_ARGUMENTS, CheckpointHandler, select_outdated, write_card
 from viewing.hub import Publisher, explain_failure, read_stamp, upload_checkpoint
 
@@ -222,9 +224,9 @@ def test_what_a_trainer_wrote_is_not_published(hub, save):
     (folder / "training_state.json").write_text(json.dumps(stamp))
     with pytest.raises(ValueError, match="whole command line"):
         upload_checkpoint(folder, REPOSITORY)
-    run = upload_by_hand(hub, folder.parent, TOKEN)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
-    assert f"--local_path {folder.parent}: checkpoint-5 is damaged, or a trainer's" in run.stderr
+    flags = ["--store_checkpoints", "--repo_url", REPOSITORY, "--local_path", folder.parent]
+    line = refuse(archive, *flags, groups=(ArchiveArguments,))
+    assert f"--local_path {folder.parent}: checkpoint-5 is damaged, or a trainer's" in line
     assert hub.requests == []
 
 
