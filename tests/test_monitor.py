@@ -1,16 +1,14 @@
 """The monitor as users run it, fed with records through a real DHT that joins it."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
-from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 from records import Peer, make_metrics, read_wandb_history, run_peers
 from swarms import read_epochs, start_monitor
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -73,7 +71,7 @@ def test_monitor_follows_a_run_and_ends_cleanly(start, tmp_path):
 def ask_trackio(environment: dict, prefix: str, *question: str) -> dict:
     """What the dashboard has, by the command that its users type."""
     command = [Path(sys.executable).with_name("trackio"), *question, "--project", prefix, "--json"]
-    return json.loads(subprocess.run(command, env={**os.environ, **environment}, capture_output=True).stdout)
+    return json.loads(run_python(*command, env=environment, expect=0).stdout)
 
 
 def read_trackio(environment: dict, prefix: str, run: str, metric: str) -> dict[int, float]:

@@ -226,8 +226,10 @@ def test_full_blocks_lose_nothing_but_the_last_incomplete_one(blocks, written):
 
 
 def test_blocks_and_tokenizers_are_the_same_bytes_whatever_num_proc(blocks, tmp_path):
-    _, folder, flags = blocks
-    tokenize(tmp_path, *flags, "--num_proc", 2, env={"PYTHONHASHSEED": "1"})
+    objective, folder, flags = blocks
+    # a start for real; mlm has the tokenizer of the pairs above, and the blocks of clm
+    env = {"PYTHONHASHSEED": "1"} if objective == "clm" else None
+    tokenize(tmp_path, *flags, "--num_proc", 2, env=env)
     for name in ("dataset", "tokenizer"):
         assert read_files(tmp_path / name) == read_files(folder / name)
 
