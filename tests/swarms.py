@@ -113,6 +113,14 @@ def start_peer(start, name, prefix, gradient, batch_size, others=(), flags=(), p
     return peer
 
 
+def stop(*peers: Script) -> None:
+    """Ctrl-C for all of these at once: those that come later would work on meanwhile."""
+    for peer in peers:
+        peer.interrupt()
+    for peer in peers:
+        peer.assert_clean_end()
+
+
 def epochs(peer) -> dict[int, dict]:
     return {line["epoch"]: line for line in peer.json_lines() if "epoch" in line}
 

@@ -14,6 +14,7 @@ from swarms import (
     start_monitor,
     start_peer,
     start_trainer,
+    stop,
 )
 
 from machine.checkpoint import find_checkpoints
@@ -39,12 +40,6 @@ def joint_rounds(*peers) -> list[int]:
     """Epochs in which all these peers report an average of all of them."""
     common = set.intersection(*(set(epochs(peer)) for peer in peers))
     return [e for e in sorted(common) if all(epochs(peer)[e]["averaged_with"] == len(peers) for peer in peers)]
-
-
-def stop(*peers) -> None:
-    for peer in peers:
-        peer.interrupt()
-        peer.assert_clean_end()
 
 
 @pytest.mark.slow

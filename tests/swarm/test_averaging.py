@@ -5,11 +5,12 @@ import os
 import re
 import signal
 
+import psutil
 import pytest
 import torch
 from processes import make_prefix, wait_until
 from programs.bad_donor import KINDS
-from swarms import epochs, start_peer
+from swarms import epochs, start_peer, stop
 
 from swarm.plan import drop_small_shares
 
@@ -32,7 +33,8 @@ def joint_epochs(a, b) -> list[int]:
     ],
 )
 def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
-    """Two peers give unequal numbers of samples; 8 bits fail silently on numpy >= 2.4 (note 1).
+    """Two peers give unequal numbers of samples; 8 bits fail silently on numpy >= 2.4 (note 1). Then kill -9 of the
+    other peer, in a round or before it: the survivor's samples enter its next step (note 16).
 
     Steps are compared, not parameters: a peer that joins while the others step may hold those of an epoch before until
     the next averaging of parameters, which is switched off here.
@@ -49,9 +51,27 @@ def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
             # SGD with learning rate 1: the parameter moves by the averaged gradient
             step = [a - b for a, b in zip(after, before, strict=True)]
             assert step == pytest.approx([-expected] * 3, rel=tolerance)
-    for peer in (first, second):
-        peer.interrupt()
-        peer.assert_clean_end()
+
+    second.kill()
+    last = max(epochs(second))
+
+    def recovered():
+        return [line for line in epochs(first).values() if line["epoch"] > last + 1]
+
+    wait_until(recovered, 90, "a step without the other peer")
+    after = wait_until(lambda: recovered()[1:] and recovered(), 60, "another epoch")
+    # every step of the survivor is counted exactly once: none was lost with the round, none counted twice
+    for line in after:
+        assert line["total_samples"] == 16 * line["steps"]
+        assert line["averaged_with"] == 1
+    # and it stepped by its own gradient, not by the zeros that hivemind continues with
+    before = epochs(first)[after[0]["epoch"] - 1]["parameter"][1]
+    assert after[0]["parameter"][1] == pytest.approx(before - 1.0, rel=1e-4)
+    # a peer that joins now finds the record of the dead one, which lasts for a minute, and does not count it
+    joining = start_peer(start, "joining", prefix, gradient=1.0, batch_size=16, others=[first], flags=flags)
+    joint = wait_until(lambda: joint_epochs(first, joining), 60, "an epoch with the joining peer")
+    assert [epochs(peer)[joint[0]]["others"] for peer in (first, joining)] == [1, 1]
+    stop(first, joining)
 
 
 @pytest.mark.slow
@@ -64,9 +84,7 @@ def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
     maddrs = first.json_lines()[0]["maddrs"]
     second = start("second", "-m", "tests.programs.eight_bit_peer", prefix, 2, tmp_path, *maddrs)
     joint = wait_until(lambda: len(both := joint_epochs(first, second)) >= 4 and both, 90, "4 joint epochs")
-    for peer in (first, second):
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(first, second)
     differences = []
     for epoch in joint:
         weights = {(seed, e): torch.load(tmp_path / f"{seed}-{e}.pt") for seed in (1, 2) for e in (epoch - 1, epoch)}
@@ -90,9 +108,7 @@ def test_parameters_are_averaged_every_so_many_epochs(start):
     nudged = next(line["nudged"] for line in second.json_lines() if "nudged" in line)
     mended = nudged - nudged % every + every
     wait_until(lambda: max(joint_epochs(first, second), default=0) > mended + 2, 90, "epochs after the averaging")
-    for peer in (first, second):
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(first, second)
     apart = {
         epoch: epochs(second)[epoch]["parameter"][1] - epochs(first)[epoch]["parameter"][1]
         for epoch in joint_epochs(first, second)
@@ -158,39 +174,7 @@ def test_a_peer_that_counts_fewer_samples_comes_along(start):
     assert epochs(first)[joint[-1]]["parameter"] == pytest.approx(epochs(second)[joint[-1]]["parameter"], rel=1e-5)
     # nor does the group that has formed end an epoch early
     assert all(epochs(first)[epoch]["samples"] + epochs(second)[epoch]["samples"] >= 128 for epoch in joint)
-    for peer in (first, second):
-        peer.interrupt()
-        peer.assert_clean_end()
-
-
-def test_a_survivor_loses_no_gradients(start):
-    """kill -9 of the other peer, in a round or before it: the survivor's samples enter its next step (note 16)."""
-    prefix = make_prefix()
-    survivor = start_peer(start, "survivor", prefix, gradient=1.0, batch_size=16)
-    victim = start_peer(start, "victim", prefix, gradient=3.0, batch_size=16, others=[survivor])
-    wait_until(lambda: joint_epochs(survivor, victim), 60, "a joint epoch")
-    victim.kill()
-    last = max(epochs(victim))
-
-    def recovered():
-        return [line for line in epochs(survivor).values() if line["epoch"] > last + 1]
-
-    wait_until(recovered, 90, "a step without the other peer")
-    after = wait_until(lambda: recovered()[1:] and recovered(), 60, "another epoch")
-    # every step of the survivor is counted exactly once: none was lost with the round, none counted twice
-    for line in after:
-        assert line["total_samples"] == 16 * line["steps"]
-        assert line["averaged_with"] == 1
-    # and it stepped by its own gradient, not by the zeros that hivemind continues with
-    before = epochs(survivor)[after[0]["epoch"] - 1]["parameter"][1]
-    assert after[0]["parameter"][1] == pytest.approx(before - 1.0, rel=1e-4)
-    # a peer that joins later finds the dead one's record, which lasts for a minute, and counts it as little
-    joining = start_peer(start, "joining", prefix, gradient=1.0, batch_size=16, others=[survivor])
-    joint = wait_until(lambda: joint_epochs(survivor, joining), 60, "an epoch with the joining peer")
-    assert [epochs(peer)[joint[0]]["others"] for peer in (survivor, joining)] == [1, 1]
-    for peer in (survivor, joining):
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(first, second)
 
 
 def test_fewer_than_half_of_the_swarm_take_no_step(start):
@@ -208,14 +192,10 @@ def test_fewer_than_half_of_the_swarm_take_no_step(start):
     for peer in (a, b):
         wait_until(lambda peer=peer: peer.text.count("averaging failed") >= 2, 90, "two rounds in vain")
         assert max(epochs(peer)) == 1
-    for peer in several:
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(*several)
     joint = wait_until(lambda: joint_epochs(a, b), 60, "epochs of the two")
     assert epochs(a)[joint[0]]["parameter"] == epochs(b)[joint[0]]["parameter"]
-    for peer in (a, b):
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(a, b)
 
 
 @pytest.mark.slow
@@ -229,17 +209,11 @@ def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
     leapt = next(line["leapt"] for line in client.json_lines() if "leapt" in line)
     joint = wait_until(lambda: [epoch for epoch in joint_epochs(public, client) if epoch > leapt + 1], 60, "an epoch")
     assert epochs(public)[joint[0]]["parameter"] == epochs(client)[joint[0]]["parameter"]
-    for peer in (public, client):
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(public, client)
 
 
-def test_a_peer_ends_when_its_helper_dies(start):
-    """Nobody answers a trainer whose DHT process is gone: it must say so and end instead of waiting forever."""
-    import psutil
-
-    peer = start_peer(start, "peer", make_prefix(), gradient=1.0, batch_size=16)
-    wait_until(lambda: epochs(peer), 60, "an epoch")
+def assert_it_ends_with_its_helper(peer) -> None:
+    """Nobody answers a trainer whose DHT process is gone: it says so and ends instead of waiting forever."""
     helpers = [child for child in psutil.Process(peer.process.pid).children() if "torch" not in child.name()]
     os.kill(helpers[0].pid, signal.SIGKILL)
     assert peer.wait(30) == 1
@@ -247,10 +221,8 @@ def test_a_peer_ends_when_its_helper_dies(start):
     wait_until(lambda: not peer.left_processes(), 10, "no process left")
 
 
-def test_helpers_end_when_their_parent_dies(start):
+def assert_its_helpers_end_with_it(peer) -> None:
     """kill -9 of the trainer alone, by the system that runs out of memory: no orphan keeps taking part (note 21)."""
-    peer = start_peer(start, "peer", make_prefix(), gradient=1.0, batch_size=16)
-    wait_until(lambda: epochs(peer), 60, "an epoch")
     os.kill(peer.process.pid, signal.SIGKILL)
     peer.process.wait(10)
     wait_until(lambda: not peer.left_processes(), 15, "no process left")
@@ -286,7 +258,7 @@ def test_a_bad_state_is_refused_and_another_donor_asked(start):
         assert line["values"] == [-line["epoch"]] * 3
 
     # with the bad donor alone, nothing is taken over, and it takes bounded time
-    good.kill()
+    assert_its_helpers_end_with_it(good)
     alone = start(
         "alone",
         "-m",
@@ -318,8 +290,8 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     assert megabytes == pytest.approx(16, rel=0.01)  # 4 million elements of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
     assert "cannot be used" not in newcomer.text  # who has neither state nor step to give says so
-    newcomer.interrupt()
-    newcomer.assert_clean_end()
+    stop(newcomer)
+    assert_it_ends_with_its_helper(swarm)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import make_prefix, wait_until
 from records import run_dhts
-from swarms import epochs, start_peer
+from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
@@ -44,9 +44,7 @@ def test_what_all_have_come_moves_the_anchor(start, density):
     one = start_peer(start, "one", prefix, 1.0, BATCH, flags=flags)
     two = start_peer(start, "two", prefix, 3.0, BATCH, [one], flags)
     wait_until(lambda: min(map(max, (epochs(one) or [0], epochs(two) or [0]))) >= FROM + 4, 90, "epochs of local steps")
-    for peer in (one, two):
-        peer.interrupt()
-        peer.assert_clean_end()
+    stop(one, two)
     last = min(max(epochs(one)), max(epochs(two)))
     lines = [{e: line for e, line in epochs(peer).items() if e <= last} for peer in (one, two)]
     assert all(line["averaged_with"] == 2 for of in lines for e, line in of.items() if e > FROM)
