@@ -16,11 +16,13 @@ from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise tha
 import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner, AveragingMode
+from hivemind.averaging.control import StepControl
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.averaging.partition import BannedException
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 
 from support.console import format_number
@@ -67,6 +69,20 @@ class PeersGone(AllreduceException):
 
     def __str__(self) -> str:
         return f"no answer from {name_peers(self.args[0])}"
+
+
+class PromptStep(StepControl):
+    """A step that ends when it is cancelled.
+
+    hivemind tells the averager's process to stop before it marks the step as cancelled. If that process looks in
+    between, it keeps looking for a group of this epoch forever, and all later steps wait for that (note 84).
+    """
+
+    def cancel(self) -> bool:
+        is_cancelled = MPFuture.cancel(self)
+        self._trigger.cancel()
+        self._cancel.set_result(None)
+        return is_cancelled
 
 
 class PromptRunner(AllReduceRunner):
@@ -398,7 +414,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     def step(self, *args, allow_retries: bool = False, **kwargs):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
         # for others who have moved on
-        return super().step(*args, allow_retries=allow_retries, **kwargs)
+        step = super().step(*args, allow_retries=allow_retries, **kwargs)
+        if isinstance(step, StepControl):  # hivemind makes it from a fixed class
+            step.__class__ = PromptStep
+        return step
 
     def set_expected_peers(self, peer_ids: Iterable[bytes], at_least: int = 1, silent: Iterable[bytes] = ()) -> None:
         """A group with these other peers in it is complete and starts at once, also one that has formed already.
