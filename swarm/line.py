@@ -187,6 +187,12 @@ class Line:
         return self._fixed["matchmaking"].value or max(5.0, 2.5 * self.request_timeout, share)
 
     @property
+    def looking_time(self) -> float:
+        """Seconds for which a peer says that it looks for a group, which breaks up then. It looks before its epoch
+        ends, and waits as long for late peers. The same for all peers, because the one that began first leads."""
+        return 2 * (self._fixed["matchmaking"].value or LONGEST_MATCHMAKING)
+
+    @property
     def averaging_timeout(self) -> float:
         """Seconds after which a round is given up, matchmaking included."""
         return self._fixed["averaging"].value or max(30.0, 3 * self._round_seconds.value) + self.matchmaking_time

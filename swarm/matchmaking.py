@@ -11,6 +11,7 @@ from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
+from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
@@ -20,6 +21,9 @@ from swarm.plan import PLAUSIBLE_MBITS
 from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
+
+LOOK_PERIOD = 1.0  # seconds between two looks who leads a group
+ASK_AGAIN_AFTER = 0.5  # seconds after which a peer that has not let this one join its group is asked once more
 
 
 def read_gathered(data: bytes) -> tuple[AveragingMode, object, float | None]:
@@ -62,8 +66,14 @@ class PromptKeyManager(GroupKeyManager):
     of the group waits (note 78).
     """
 
-    async def declare_averager(self, *args, looking_for_group: bool = True, **kwargs) -> bool:
-        declared = super().declare_averager(*args, looking_for_group=looking_for_group, **kwargs)
+    #: the latest time until which this peer has said that it looks for a group; in seconds of the DHT's time
+    declared_until = -math.inf
+
+    async def declare_averager(
+        self, group_key: str, peer_id: PeerID, expiration_time: float, looking_for_group: bool = True
+    ) -> bool:
+        self.declared_until = max(self.declared_until, expiration_time)
+        declared = super().declare_averager(group_key, peer_id, expiration_time, looking_for_group)
         if looking_for_group:
             return await declared
         self.declaring = asyncio.create_task(declared)  # kept, or the garbage collector might end it
@@ -107,9 +117,13 @@ class PromptMatchmaking(Matchmaking):
         if leader.to_bytes() in self.silent:
             return None
         self.joining = joining = asyncio.create_task(super()._request_join_group(leader))
-        self.asked = leader
+        self.asked, began, loop = leader, time.monotonic(), asyncio.get_running_loop()
         try:
-            return await asyncio.shield(joining)
+            if (group := await asyncio.shield(joining)) is None:
+                # while it asks, others cannot join this one: for a third of the time at most
+                pause = min(max(ASK_AGAIN_AFTER, 2 * (time.monotonic() - began)), self.request_timeout)
+                loop.call_later(pause, self.allow_to_ask, leader)
+            return group
         except asyncio.CancelledError:
             # it is this peer that does not look for a group any more
             if not joining.cancelled() or asyncio.current_task().cancelling():
@@ -117,6 +131,13 @@ class PromptMatchmaking(Matchmaking):
                 await asyncio.wait({joining})
                 raise
             return None
+
+    def allow_to_ask(self, leader: PeerID) -> None:
+        """Ask this leader again, if it still looks for a group. hivemind asks each leader once (note 83): one that was
+        slow at that moment, or was asking another peer, would do without this peer in the whole round."""
+        leaders = self.potential_leaders
+        leaders.past_attempts -= {attempt for attempt in leaders.past_attempts if attempt[0] == leader}
+        leaders.update_triggered.set()
 
     async def follower_assemble_group(self, leader: PeerID, message: averaging_pb2.MessageFromLeader) -> GroupInfo:
         """hivemind's, where the leader passes on what the members have said, this peer among them; else PeersLied."""
@@ -140,7 +161,25 @@ class PromptMatchmaking(Matchmaking):
 
     async def look_for_group(self, step):
         self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = LINE.matchmaking_time
-        return await super().look_for_group(step)
+        # the DHT keeps, of two records, the one that lasts longer: where matchmaking_time has become shorter, no other
+        # peer would see that this one looks for a group again, while this one waits to be asked (note 82)
+        until = max(step.scheduled_time, self.group_key_manager.declared_until + 1e-3)
+        if self.at_least > 1:
+            until = max(until, get_dht_time() + LINE.looking_time)
+        if step.scheduled_time < until < step.deadline:
+            step.scheduled_time = until
+        looking = asyncio.create_task(self.look_again())
+        try:
+            return await super().look_for_group(step)
+        finally:
+            looking.cancel()
+
+    async def look_again(self) -> None:
+        """hivemind looks for no new leader any longer where it knows of peers that would go after this one: those that
+        come later would do so too, if matchmaking_time were the same for all (note 82)."""
+        while True:
+            await asyncio.sleep(LOOK_PERIOD)
+            self.potential_leaders.update_triggered.set()
 
     @property
     def target_group_size(self) -> int | None:
