@@ -57,6 +57,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         #: how often each has lied, and to how many rounds in a row it has not come
         self.lies: Counter[PeerID] = Counter()
         self.absences: Counter[bytes] = Counter()
+        #: until when nobody waits for those who do not come, in seconds of the DHT's time
+        self.unawaited: dict[bytes, float] = {}
         #: ids of peers that have been in rounds with this one, and of those that its --initial_peers vouch for
         self.partners: set[bytes] = set()
         self.vouched: set[bytes] = set()
@@ -128,6 +130,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         for peer_id in withdrawn & before.keys() - self.others.keys():
             logger.info(f"peer {PeerID(peer_id)} left")
         newest = {peer_id: item for peer_id, item in newest.items() if peer_id == own_id or peer_id in self.others}
+        self.unawaited = {peer_id: until for peer_id, until in self.unawaited.items() if get_dht_time() < until}
         for peer_id, since in list(self.silent.items()):
             record, now = self.others.get(peer_id), get_dht_time()
             if record is None:
@@ -140,7 +143,8 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             others = format_count(len(self.present), "other peer")
             logger.info(f"no answer from peer {name_peers(gone)}: continuing with {others}")
         self.unexplained.clear()
-        counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id not in self.silent}
+        here = {own_id, *self.present}
+        counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id in here}
         # a peer that claims an epoch has a state for it to serve
         known = [record for peer_id, record in self.present.items() if peer_id in self.trusted]
         others = known or self.present.values()
@@ -180,8 +184,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
 
     @property
     def present(self) -> dict[bytes, LocalTrainingProgress]:
-        """Newest records of the other peers that are not silent, by peer id."""
-        return {peer_id: record for peer_id, record in list(self.others.items()) if peer_id not in self.silent}
+        """Newest records of the other peers that are neither silent nor absent from all rounds, by peer id."""
+        others, out = list(self.others.items()), self.silent.keys() | self.unawaited.keys()
+        return {peer_id: record for peer_id, record in others if peer_id not in out}
 
     @property
     def quorum(self) -> int:
@@ -194,7 +199,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             for peer_id, record in list(self.others.items())
             # neither silent for long, nor banned, which is until later
             if record.epoch >= self._least_epoch and now - LINE.grace <= self.silent.get(peer_id, now) <= now
-        }
+        } - self.unawaited.keys()
         return 1 + (1 + len(members & known or members)) // 2
 
     def ask_who_works(self) -> None:
@@ -317,15 +322,15 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         self.partners |= set(took_part)
         for peer_id in took_part:
             del self.absences[peer_id]
+            self.unawaited.pop(peer_id, None)
         # not who is behind, and may be making the step of the others; nor who is busy, and says nothing
         said = [p for p in absent if waited_since is not None and present[p].time >= waited_since]
         self.absences.update(p for p in said if present[p].epoch >= self.local_progress.epoch)
         for peer_id in [peer_id for peer_id in absent if self.absences[peer_id] >= MAX_ABSENCES]:
             del self.absences[peer_id]
-            self.silent[peer_id] = get_dht_time() + BAN_SECONDS
-            logger.warning(
-                f"peer {PeerID(peer_id)} says that it is there, and comes to no round: no rounds with it for a while"
-            )
+            # no ban: it may be slow, and is welcome in any group that it finds in time
+            self.unawaited[peer_id] = get_dht_time() + BAN_SECONDS
+            logger.warning(f"peer {PeerID(peer_id)} says that it is there, and comes to no round: not waiting for it")
         return absent
 
     def set_target(self, samples: int) -> None:

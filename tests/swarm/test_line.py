@@ -425,6 +425,7 @@ def test_who_has_just_fallen_silent_counts_for_a_quorum():
     tracker.local_progress, tracker.impatient_epoch = SimpleNamespace(epoch=5), -1
     tracker.others = {name: SimpleNamespace(epoch=5) for name in names} | {b"behind": SimpleNamespace(epoch=3)}
     tracker.partners, tracker.vouched = set(names[:2]) | {b"behind"}, set(names[2:])
+    tracker.unawaited = {}
     try:
         LINE.note_epoch(40)
         assert LINE.grace == 10
