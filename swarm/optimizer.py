@@ -38,8 +38,8 @@ LEAST_DOWNLOAD_TIMEOUT, SHUTDOWN_TIMEOUT = 600.0, 5.0
 STOP_PATIENCE, MAX_STOP_PATIENCE, END_PATIENCE = 2.0, 30.0, 120.0
 RETRY_PERIOD = 10.0  # between two downloads of the state when nobody sent it the first time
 
-# A peer one epoch behind is waited for, for half of a round's time: at 20 Mbit/s it makes the step of the others while
-# they accumulate the next one, and would come too late forever. After a wait in vain not again in so many epochs.
+# A peer one epoch behind is waited for like any other where all go in step: it makes the step of the others while they
+# accumulate the next one, and would come too late forever. After a wait in vain not again in so many epochs.
 PATIENT_EVERY = 5
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
@@ -586,7 +586,8 @@ class CollaborativeOptimizer:
         """
         start = last = time.monotonic()
         asked, next_look, next_sign = get_dht_time(), start + FIRST_LOOK, start + SIGN_PERIOD
-        patience = LINE.round_seconds / 2 if self.local_epoch >= self._patient_from else 0.0
+        patience = self.matchmaking_time if self._averages_in_step() else LINE.round_seconds / 2
+        patience *= self.local_epoch >= self._patient_from
         answer, self._waited_since, at_least = None, None, 1
         while True:
             deadline = start + self.averaging_timeout  # which follows the group's bandwidths
@@ -616,6 +617,7 @@ class CollaborativeOptimizer:
             waited = time.monotonic() - start
             if waited > self.matchmaking_time and self._waited_since is None:
                 self._waited_since = asked
+                self._stop_waiting_for_late()
                 # where there are more, they may be busy with long steps: most of the swarm will do
                 self.tracker.leave_out_idle(asked, len(self.tracker.peers_at_epoch) // 2 * self._averages_in_step())
             others = self.tracker.peers_at_epoch
@@ -632,13 +634,17 @@ class CollaborativeOptimizer:
             answer, next_look = None, time.monotonic() + FIRST_LOOK
             if self._has_missed_the_round():
                 raise AllreduceException("the others have stepped without this peer")
-            if waited > patience and not self.tracker.is_impatient:
-                before = len(self.tracker.peers_at_epoch)
-                self.tracker.impatient_epoch = self.local_epoch
-                if patience and len(self.tracker.peers_at_epoch) < before:  # in vain
-                    self._patient_from = self.local_epoch + PATIENT_EVERY
+            if waited > patience:
+                self._stop_waiting_for_late()
             if not self.tracker.peers_at_epoch or self.tracker.is_cut_off:
                 raise AllreduceException("too few others are there")
+
+    def _stop_waiting_for_late(self) -> None:
+        """In this epoch, the round needs nobody any longer who is an epoch behind."""
+        before = len(self.tracker.peers_at_epoch)
+        self.tracker.impatient_epoch = self.local_epoch
+        if self.local_epoch >= self._patient_from and len(self.tracker.peers_at_epoch) < before:  # in vain
+            self._patient_from = self.local_epoch + PATIENT_EVERY
 
     def _count_needed(self, others: Sequence[bytes]) -> int:
         """Peers that a round takes: these others, as long as they are waited for, and most of the swarm in any case."""
