@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 
 from hivemind.averaging.allreduce import AveragingMode

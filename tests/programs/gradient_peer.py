@@ -12,6 +12,9 @@ import time
 from functools import partial
 
 import torch
+from hivemind.averaging.matchmaking import Matchmaking, PotentialLeaders
+from hivemind.p2p import PeerID
+from hivemind.utils import MPFuture
 
 from arguments import AveragingArguments, SwarmArguments
 from models.state_codecs import COMPRESSIONS
@@ -19,6 +22,7 @@ from support.console import setup_logging
 from swarm.gradients import GradientAverager
 from swarm.joining import make_dht
 from swarm.line import LINE
+from swarm.matchmaking import PromptMatchmaking
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.progress import ProgressTracker
@@ -89,6 +93,30 @@ def collect_and_run(averager: GradientAverager, run=GradientAverager.run) -> Non
     run(averager)
 
 
+def ask_in_vain(matchmaking: PromptMatchmaking, leader: PeerID, ask=Matchmaking._request_join_group):
+    """As where each leader is busy when it is asked first, and refuses."""
+
+    async def refuse():
+        return None
+
+    leaders = matchmaking.potential_leaders
+    is_first = leaders.past_attempts - leaders.asked_before
+    leaders.asked_before |= leaders.past_attempts
+    return refuse() if is_first else ask(matchmaking, leader)
+
+
+def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_result) -> None:
+    """As where the processor has other work after each message to a helper."""
+
+    def tell_and_pause(future: MPFuture, result) -> None:
+        set_result(future, result)
+        time.sleep(0.5)
+
+    MPFuture.set_result = tell_and_pause
+    optimizer.scheduled_grads.cancel()
+    MPFuture.set_result = set_result
+
+
 def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
     """Until so many other peers are there, and not behind this one."""
 
@@ -128,8 +156,17 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=1.0, help="of local steps")
     parser.add_argument("--counts_less", action="store_true", help="than the others: for it, no epoch is ever over")
     parser.add_argument("--nudge_by", type=float, default=1.0)
+    parser.add_argument("--matchmaking", type=float, nargs=2, help="seconds for it, before and from epoch 2 on")
+    parser.add_argument("--asks_in_vain", action="store_true", help="the first time, whomever it asks to lead")
+    parser.add_argument("--skips", type=int, help="this epoch: it makes no step until the others have")
+    parser.add_argument(
+        "--cancels_at", type=int, help="this epoch: its first search for a group; then it goes on slowly"
+    )
+    parser.add_argument("--slow_downloads", type=float, default=0.0, help="seconds that each takes at least")
     args = parser.parse_args()
     setup_logging("peer")
+    if args.asks_in_vain:
+        PotentialLeaders.asked_before, Matchmaking._request_join_group = set(), ask_in_vain
 
     options = dict(host_maddrs=[f"/ip4/{args.host}/tcp/0"], client_mode=args.client_mode)
     swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, **options)
@@ -145,6 +182,8 @@ def main() -> None:
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
         optimizer.state_averager.offer_states()
+    load_step = optimizer.state_averager.load_step_from_peers
+    optimizer.state_averager.load_step_from_peers = lambda *own: time.sleep(args.slow_downloads) or load_step(*own)
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
     epoch = steps = 0
@@ -152,6 +191,11 @@ def main() -> None:
         if optimizer.local_epoch >= args.others_at:
             wait_for_others(optimizer, args.others, stop)
             args.others = 0  # once
+        if args.matchmaking:
+            LINE.fix(args.matchmaking[optimizer.local_epoch >= 2], 1.0, args.averaging_timeout, 4.0)
+        while optimizer.local_epoch == args.skips and optimizer.tracker.global_epoch == args.skips:
+            optimizer.tracker.announce()
+            time.sleep(0.2)
         time.sleep(args.step_seconds)  # stands for the work of computing a gradient
         if args.auxiliary:
             optimizer.step()
@@ -159,6 +203,9 @@ def main() -> None:
             parameter.grad = torch.full_like(parameter, args.gradient)
             optimizer.step(batch_size=args.batch_size)
         steps += 1
+        if optimizer.local_epoch == args.cancels_at and optimizer.scheduled_grads.stage.name == "LOOKING_FOR_GROUP":
+            args.cancels_at = None
+            cancel_slowly(optimizer)
         if args.leap_at and optimizer.local_epoch >= args.leap_at:
             args.leap_at = None
             optimizer.state_averager.set_epoch(optimizer.local_epoch + 1)

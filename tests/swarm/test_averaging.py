@@ -177,6 +177,36 @@ def test_a_peer_that_counts_fewer_samples_comes_along(start):
     stop(first, second)
 
 
+def test_late_peers_are_in_the_next_round(start):
+    """Of four peers, one takes less time for matchmaking than before (note 82), and later cancels a step (note 84).
+    Another is refused whenever it first asks a leader (note 83), and misses a round, whose step it downloads slowly."""
+    prefix, names, common = (
+        make_prefix(),
+        ["a", "b", "hurried", "late"],
+        ("--group_size", 4, "--target_batch_size", 192),
+    )
+    own = {
+        "hurried": ("--matchmaking", 20, 5.5, "--cancels_at", 4),
+        "late": ("--matchmaking", 20, 20, "--asks_in_vain"),
+    }
+    own["late"] += ("--skips", 5, "--slow_downloads", 4)
+    peers = []
+    for name in names:
+        flags = (*common, "--others", 3, *own.get(name, ("--matchmaking", 6, 6)))
+        peers.append(start_peer(start, name, prefix, gradient=1.0, batch_size=16, others=peers[:1], flags=flags))
+    wait_until(lambda: all(7 in epochs(peer) for peer in peers), 120, "seven epochs")
+    counts = {
+        name: [epochs(peer)[epoch]["averaged_with"] for epoch in (3, 4, 5, 6, 7)]
+        for name, peer in zip(names, peers, strict=True)
+    }
+    together = [4, 4, 4, 3, 4]
+    assert counts == {"a": together, "b": together, "hurried": together, "late": [4, 4, 4, 1, 4]}
+    # what it had computed for the round that it has missed is in the next one
+    line = epochs(peers[-1])[7]
+    assert line["total_samples"] == 16 * line["steps"]
+    stop(*peers)
+
+
 def test_fewer_than_half_of_the_swarm_take_no_step(start):
     """Three of five say that they are there, and come to no round, as if they were busy with one of their own: a step
     of the two others would be another one than theirs."""

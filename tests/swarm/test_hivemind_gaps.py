@@ -14,6 +14,7 @@ from hivemind.averaging.matchmaking import Matchmaking, PotentialLeaders
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage
 from hivemind.optim.progress_tracker import ProgressTracker
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import PeerID
@@ -123,6 +124,30 @@ def test_a_round_begins_when_the_dht_knows_that_no_group_is_looked_for():
     assert "await cancel_and_wait(declare_averager_task)" in inspect.getsource(PotentialLeaders.begin_search)
     ended = inspect.getsource(PotentialLeaders._declare_averager_periodically).split("finally:")[1]
     assert "await key_manager.declare_averager(" in ended and "looking_for_group=False" in ended
+
+
+def test_the_dht_refuses_a_record_that_expires_earlier():
+    """Note 82; PromptMatchmaking.look_for_group."""
+    storage, soon = DHTLocalStorage(), get_dht_time() + 10
+    key = DHTID.generate()
+    assert storage.store_subkey(key, "peer", b"looks for a group", soon + 20)
+    assert not storage.store_subkey(key, "peer", b"looks for another one", soon)
+    declare = inspect.getsource(PotentialLeaders._declare_averager_periodically)
+    assert "get_dht_time() + self.min_matchmaking_time" in declare
+
+
+def test_each_leader_is_asked_once():
+    """Note 83; PromptMatchmaking.allow_to_ask."""
+    assert "self.past_attempts.add(" in inspect.getsource(PotentialLeaders.pop_next_leader)
+    assert "past_attempts" not in inspect.getsource(Matchmaking)
+
+
+def test_a_step_is_told_to_stop_before_it_is_cancelled():
+    """Note 84; PromptStep in swarm/rounds.py."""
+    before, after = inspect.getsource(StepControl.cancel).split("self._cancel.set_result(None)")
+    assert "super().cancel()" in after and "super()" not in before
+    step = inspect.getsource(hivemind.DecentralizedAverager._step)
+    assert "if step.cancelled():\n                        matchmaking_task.cancel()" in step
 
 
 def test_progress_is_locked_while_the_dht_is_asked():
