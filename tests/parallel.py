@@ -59,7 +59,7 @@ def main(count: int, flags: list[str]) -> int:
     claims, outputs = tempfile.mkdtemp(), {}
     for _ in range(count):
         output = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        outputs[start_part(["--claims", claims, *flags], output)] = output
+        outputs[start_part([f"--claims={claims}", *flags], output)] = output
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which ends the parts
     has_failed = False
     while outputs:
