@@ -54,7 +54,7 @@ from experiment.tasks import (
     predict_majority,
 )
 from machine.checkpoint import save_model
-from models.build import find_longest_sequence, list_names, warn_of_weights
+from models.build import find_longest_sequence, warn_of_weights
 from models.ruleanalbert import load_ruleanalbert
 from support.files import lock_folder, write_file
 from text.batches import group_by_length
@@ -199,14 +199,10 @@ def load_weights(auto_class: type, pretrained: Pretrained, is_tuned: bool = Fals
         )
     if not pretrained.is_reported:
         inside, prefix = {*model.base_model.parameters()}, f"{model.base_model_prefix}."
-        heads = [name for name, param in absent.items() if param not in inside]
-        old_heads = [name for name in info["unexpected_keys"] if not name.startswith(prefix)]
-        if heads:
-            # as it should be: the task's head is new, and that of the pretraining has nothing to do
-            logger.info(f"the head starts from random values: {list_names(heads)}")
-        if old_heads:
-            logger.info(f"the pretraining's head is not used: {list_names(old_heads)}")
-        warn_of_weights(pretrained.name, model, absent.keys() - heads, {*info["unexpected_keys"]} - {*old_heads})
+        # not of heads: the task's is new, and that of the pretraining has nothing to do
+        lacking = [name for name, param in absent.items() if param in inside]
+        unused = [name for name in info["unexpected_keys"] if name.startswith(prefix)]
+        warn_of_weights(pretrained.name, model, lacking, unused)
         pretrained.is_reported = True
     return model
 

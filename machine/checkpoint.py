@@ -74,9 +74,9 @@ def save_model(
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
         disable_progress_bar()  # "Writing model shards" would break into the log at each checkpoint
-        weights = model.state_dict() if state is None else state["model"]
-        write_weights(model, weights, unfinished)
+        write_weights(model, state and state["model"], unfinished)
         if state is not None:
+            weights = state["model"]
             files = [safe_open(file, "pt") for file in unfinished.glob("*.safetensors")]
             stored = weights.keys() & {name for file in files for name in file.keys()}  # noqa: SIM118 (no dictionary)
             # by address: safetensors keep one of the names of tied weights
@@ -95,17 +95,19 @@ def save_model(
     return write_whole(folder, write, folder.parent)
 
 
-def write_weights(model, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write configuration and weights as from_pretrained reads them.
+def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) -> None:
+    """Write configuration and weights (None: the model's present ones) as from_pretrained reads them.
 
     transformers saves some weights under other names than the model's (mixtures of experts, gpt_neox), others not at
     all, and of a model with adapters these alone.
     """
-    model.save_pretrained(folder, state_dict=dict(weights))  # a copy of the dictionary, which it empties
+    # a copy of the dictionary, which it empties
+    model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     if (folder / "adapter_config.json").exists():
         # beside its adapters, the model that they adapt: the folder opens as a whole
         with torch.device("meta"):
             plain = type(model)(model.config)
+        weights = model.state_dict() if weights is None else weights
         adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
         plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
 

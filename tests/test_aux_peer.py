@@ -114,6 +114,7 @@ def test_a_public_trainer_takes_over_the_state_of_clients(start):
     stop(first, second, public, aux)
 
 
+@pytest.mark.slow
 def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(start, tmp_path, tiny_data):
     """The scripts that users run: an auxiliary peer, which is the first of its run, and two trainers that accept no
     connection. It saves a state that one of them has given it."""

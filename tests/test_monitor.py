@@ -14,6 +14,7 @@ from swarms import read_epochs, start_monitor
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import run_training_monitor
+from experiment.objectives import OBJECTIVES
 from machine.checkpoint import find_checkpoints, save_checkpoint
 from utils import peer_label
 
@@ -176,7 +177,9 @@ def model_and_tokenizer():
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")))
     shape = {"embedding_size": 8, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8}
-    return AlbertForMaskedLM(AlbertConfig(vocab_size=20_000, **shape)), tokenizer
+    model = AlbertForMaskedLM(AlbertConfig(vocab_size=20_000, **shape))
+    model.objective = OBJECTIVES["mlm"]
+    return model, tokenizer
 
 
 def test_checkpoints_are_whole_and_few(model_and_tokenizer, tmp_path):

@@ -183,7 +183,9 @@ def main() -> None:
     if args.auxiliary:
         optimizer.state_averager.offer_states()
     load_step = optimizer.state_averager.load_step_from_peers
-    optimizer.state_averager.load_step_from_peers = lambda *own: time.sleep(args.slow_downloads) or load_step(*own)
+    optimizer.state_averager.load_step_from_peers = lambda *own, **more: (
+        time.sleep(args.slow_downloads) or load_step(*own, **more)
+    )
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
     epoch = steps = 0

@@ -207,6 +207,7 @@ def test_late_peers_are_in_the_next_round(start):
     stop(*peers)
 
 
+@pytest.mark.slow
 def test_fewer_than_half_of_the_swarm_take_no_step(start):
     """Three of five say that they are there, and come to no round, as if they were busy with one of their own: a step
     of the two others would be another one than theirs."""

@@ -241,7 +241,9 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         assert time.time() - 60 < tab.run("status.ended") < time.time()
         news, figures = tab.run("$('news').innerText"), tab.run("$('figures').innerText")
         end = r"Ended .* at epoch [\d,]+ of 5,000 because all trainers left"
-        result = r"training loss \d+\.\d+, validation loss \d+\.\d+ at epoch [\d,]+, [\d,]+ samples by 2 contributors\."
+        result = (
+            r"training loss \d+\.\d+, validation loss \d+\.\d+ at epoch [\d,]+, [\d,]+ samples by [12] contributors?\."
+        )
         assert re.match(f"{end}; .* Result: {result}$", news), news
         assert re.search(r"peers now\s+0\b", figures) and re.search(r"samples/s\s+0", figures), figures
         assert "ends in" not in figures and tab.run("document.title").startswith("ended")
