@@ -115,6 +115,7 @@ def end_helpers(helpers: list) -> None:
         for helper in helpers:
             with contextlib.suppress(psutil.NoSuchProcess):
                 send(helper)
+                helper.resume()
         _, helpers = psutil.wait_procs(helpers, timeout=HELPER_TIMEOUT)
 
 
@@ -140,13 +141,22 @@ def begin_end() -> None:
 
 def end_process(code: int, helpers: list = ()) -> None:
     """End the helper processes, then this process, at once."""
+    import psutil
+
     begin_end()
     sys.stdout.flush()
     sys.stderr.flush()
     # other threads find that their helpers are gone, and have nothing to say about it
     logging.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno())
-    end_helpers([*find_helpers(), *helpers])
+    frozen = [*helpers]
+    # a helper that dies just as it starts another process would leave that one behind
+    while new := [helper for helper in find_helpers() if helper not in frozen]:
+        for helper in new:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                helper.suspend()
+        frozen += new
+    end_helpers(frozen)
     for clean_up in reversed(CLEANUPS):
         clean_up()
     # not sys.exit: threads of hivemind that wait for dead helpers would keep the interpreter from ending

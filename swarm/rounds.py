@@ -121,11 +121,11 @@ class PromptRunner(AllReduceRunner):
         rests = iter([] if residual is None else residual.split([len(part) for part, _ in parts]))
         #: what of each part does not arrive, by the peer that averages it
         self.rests = [list(islice(rests, count)) for count in self.tensor_part_container.num_parts_by_peer]
-        #: what peers did that cannot be honest
+        #: peers that sent invalid data, and how it was invalid
         self.lies: dict[PeerID, str] = {}
-        #: the peer that broke the round, and the one that said so: the same one where its stream just ended
+        #: the peer that broke the round, and the peer that said so: the same one if its stream just ended
         self.cause: tuple[PeerID, PeerID] | None = None
-        #: what others have said of that as they ended the round; and the peers that have broken it as seen from here
+        #: whom the other peers blamed as they ended the round; and the peers that this peer has seen break it
         self.blamed: dict[PeerID, PeerID] = {}
         self.broken = {peer: asyncio.Event() for peer in self.ordered_peer_ids}
         self.has_slowed, self.share, self.turn, self.takes_all = has_slowed, share, turn, takes_all
@@ -262,7 +262,7 @@ class PromptRunner(AllReduceRunner):
     async def check_blame(self, messages: AsyncIterator, peer_id: PeerID):
         """Pass a peer's messages on; the last one of a round that it has ended says because of whom.
 
-        Its word alone proves nothing: what it blames on another peer should soon be seen here too.
+        Its word alone proves nothing: if it is right, this peer should soon see the same.
         """
         async for message in messages:
             if message.peer_id and (blamed := PeerID(message.peer_id)) in self.ordered_peer_ids:

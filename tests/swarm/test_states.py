@@ -116,7 +116,7 @@ def test_state_of_known_contributors_wins_over_a_larger_group(start):
     "agreeing, chosen", [("AAAB", "AAA"), ("AABB", ""), ("ABBx", ""), ("BBBBA", "BBBB"), ("A", "A")]
 )
 def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
-    """Letters are states, x one that has not answered; B is also that of three unknown peers, who do not count."""
+    """Letters are states, x is a peer without an answer. Three unknown peers with state B do not count."""
     voters = [PeerID(bytes([number])) for number in range(len(agreeing))]
     groups = {state: [] for state in agreeing}
     for peer, state in zip(voters, agreeing, strict=True):
@@ -135,7 +135,7 @@ def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
     "epochs, expected", [([], 0), ([7], 7), ([8, 7], 7), ([9, 9, 7, 7], 7), ([8, 8, 7], 8), ([0, 0, 0, 7, 6], 6)]
 )
 def test_swarm_epoch_is_that_of_more_than_half(epochs, expected):
-    """Also beside two of five who are ahead, of which this peer is one; new peers, at epoch 0, have no say."""
+    """Two of four others that claim a later epoch do not lift it. New peers, at epoch 0, have no say."""
     assert find_majority_epoch(epochs) == expected
 
 
