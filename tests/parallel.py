@@ -34,6 +34,8 @@ def start_part(flags: list[str], output: IO) -> int:
     os.dup2(output.fileno(), 2)
     # a child of the part's, which becomes the parent of what the server starts
     processes.FORK_SERVER = processes.ForkServer(fork_the_server)
+    # nothing here uses the plugins of installed packages, and pytest warns that anyio is imported before it can look
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest  # not before: programs have no such thing
 
     sys.exit(pytest.main(flags))
