@@ -141,14 +141,14 @@ def begin_end() -> None:
 
 def end_process(code: int, helpers: list = ()) -> None:
     """End the helper processes, then this process, at once."""
-    import psutil
-
     begin_end()
     sys.stdout.flush()
     sys.stderr.flush()
     # other threads find that their helpers are gone, and have nothing to say about it
     logging.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno())
+    import psutil
+
     frozen = [*helpers]
     # a helper that dies just as it starts another process would leave that one behind
     while new := [helper for helper in find_helpers() if helper not in frozen]:
