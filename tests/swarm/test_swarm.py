@@ -184,7 +184,7 @@ def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
     own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "silent", "--initial_peers": address}
     command = ("-m", "tests.programs.silent_trainer", *LOOPBACK, *flags(TRAINER, tiny_data, own))
     silent = start("silent", *command, *patient)
-    silent.wait_for("silent from now on")
+    silent.wait_for("silent from now on", 150)
     trainer.interrupt()
     start_time = time.monotonic()
     trainer.assert_clean_end(30)
