@@ -265,7 +265,8 @@ class PromptRunner(AllReduceRunner):
         Its word alone proves nothing: if it is right, this peer should soon see the same.
         """
         async for message in messages:
-            if message.peer_id and (blamed := PeerID(message.peer_id)) in self.ordered_peer_ids:
+            is_last = message.code != averaging_pb2.AVERAGED_PART
+            if is_last and message.peer_id and (blamed := PeerID(message.peer_id)) in self.ordered_peer_ids:
                 self.blamed[peer_id] = blamed
                 if blamed not in (peer_id, self.peer_id):
                     signs = [asyncio.create_task(self.broken[peer].wait()) for peer in (peer_id, blamed)]

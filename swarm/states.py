@@ -617,7 +617,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         voters: Sequence[PeerID],
     ) -> list[Donor]:
         """Those of these peers that have what is asked for, see read_request and read_description; nobody waits much
-        longer than for the first of them, or for more than half of the voters: liars may be quick."""
+        longer than for the first of them, or for more than half of the voters: a malicious peer may be quick."""
 
         async def ask(peer: PeerID) -> Donor:
             stream = await self._request(peer, request)
