@@ -12,7 +12,7 @@ from hivemind.compression import CompressionBase
 
 from swarm.guard import SKETCH_SIZE, find_odd, sketch
 from swarm.matchmaking import read_gathered, sign_standing
-from swarm.rounds import OutOfStep, VerifiedAverager
+from swarm.rounds import NobodyInStep, OutOfStep, VerifiedAverager
 
 
 def is_round_state(item: object) -> bool:
@@ -185,7 +185,7 @@ class GradientAverager(VerifiedAverager):
                 # not that of the next epoch: a group may form long before its epoch ends
                 raise OutOfStep(chosen[0], [group_info.peer_ids[index].to_bytes() for index in agreeing])
             if len(agreeing) == 1:
-                raise AllreduceException(f"nobody else of the same state in a group of {len(trainers)} trainers")
+                raise NobodyInStep(f"nobody else of the same state in a group of {len(trainers)} trainers")
             staying = [index for index in range(len(of_group)) if index not in trainers or index in agreeing]
             if all(of_group[index][0] == AveragingMode.CLIENT for index in staying):
                 raise AllreduceException(f"none of the {len(staying)} peers of the same state accepts connections")

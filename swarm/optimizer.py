@@ -24,7 +24,7 @@ from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_when_dead
 from swarm.progress import FIRST_LOOK, ProgressTracker
-from swarm.rounds import OutOfStep, PeersGone
+from swarm.rounds import NobodyInStep, OutOfStep, PeersGone
 from swarm.states import StateAverager, list_params
 
 logger = logging.getLogger("swarm")
@@ -743,6 +743,8 @@ class CollaborativeOptimizer:
         elif self._has_missed_the_round():
             self.load_state_from_peers()
         else:
+            if isinstance(cause, NobodyInStep):  # nor can they come up, as long as rounds begin here
+                self._stop_waiting_for_late()
             # one of them may have ended the round by its death
             self.tracker.question(self.tracker.present, quiet_for=0.0)
             self._retry_after = time.monotonic() + RETRY_AFTER

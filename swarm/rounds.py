@@ -64,6 +64,10 @@ class OutOfStep(AllreduceException):
         return f"the group continues from another state, that of epoch {self.args[0]}"
 
 
+class NobodyInStep(AllreduceException):
+    """All others of the group are behind this peer's state."""
+
+
 class PeersGone(AllreduceException):
     """The round has failed, and these peers (ids, bytes) neither send anything nor answer. Argument: the ids."""
 

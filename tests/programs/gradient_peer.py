@@ -142,6 +142,7 @@ def main() -> None:
     parser.add_argument("--client_mode", action="store_true")
     parser.add_argument("--auxiliary", action="store_true", help="no gradient: average for the others")
     parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
+    parser.add_argument("--download_from", type=int, default=0, help="epoch of the swarm: before, it takes over no state")
     parser.add_argument("--average_state_every", type=int, default=10**6)
     parser.add_argument("--mbits", type=float, help="of this peer's line, upwards")
     parser.add_argument("--averaging_timeout", type=float, default=10.0)
@@ -182,6 +183,7 @@ def main() -> None:
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
         optimizer.state_averager.offer_states()
+    optimizer._download_from = args.download_from
     load_step = optimizer.state_averager.load_step_from_peers
     optimizer.state_averager.load_step_from_peers = lambda *own, **more: (
         time.sleep(args.slow_downloads) or load_step(*own, **more)
@@ -212,6 +214,9 @@ def main() -> None:
             args.leap_at = None
             optimizer.state_averager.set_epoch(optimizer.local_epoch + 1)
             optimizer.state_averager.history_digest = "leapt"
+            with optimizer.tracker.pause_updates():
+                optimizer.tracker.update_epoch(optimizer.local_epoch)
+            optimizer._must_be_exact = False
             print(json.dumps({"leapt": optimizer.local_epoch}), flush=True)
         if args.nudge_at and optimizer.local_epoch >= args.nudge_at:
             args.nudge_at = None

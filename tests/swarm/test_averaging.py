@@ -243,6 +243,20 @@ def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
     stop(public, client)
 
 
+def test_who_is_ahead_goes_on_without_a_peer_that_cannot_follow_yet(start):
+    """One epoch behind, with a state that arrived late, it takes over that of the next epoch: of which there would be
+    none as long as the other one waits for it in each round."""
+    prefix = make_prefix()
+    ahead = start_peer(start, "ahead", prefix, gradient=1.0, batch_size=16, flags=("--others", 1, "--leap_at", 2))
+    behind = start_peer(
+        start, "behind", prefix, gradient=3.0, batch_size=16, others=[ahead], flags=("--download_from", 4)
+    )
+    joint = wait_until(lambda: [epoch for epoch in joint_epochs(ahead, behind) if epoch > 4], 60, "an epoch of both")
+    assert epochs(ahead)[4]["averaged_with"] == 1 and epochs(ahead)[4]["failed_rounds"] >= 1
+    assert epochs(ahead)[joint[0]]["parameter"] == epochs(behind)[joint[0]]["parameter"]
+    stop(ahead, behind)
+
+
 def assert_it_ends_with_its_helper(peer) -> None:
     """Nobody answers a trainer whose DHT process is gone: it says so and ends instead of waiting forever."""
     helpers = [child for child in psutil.Process(peer.process.pid).children() if "torch" not in child.name()]
