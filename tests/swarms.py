@@ -70,13 +70,17 @@ def read_epochs(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def choose_trainer(pace: float | None) -> list:
+    """Return the words that start a trainer whose batches take this many seconds at least, at little work."""
+    return ["run_trainer.py"] if pace is None else ["benchmarks/paced_trainer.py", pace]
+
+
 def start_trainer(
     start, tmp_path: Path, name: str, prefix: str, peers: str, *groups: dict, pace: float | None = None, **options
 ) -> Script:
     """:param pace: seconds that each batch takes, at little work for the processor"""
     own = {"--experiment_prefix": prefix, "--initial_peers": peers, "--output_dir": tmp_path / name}
-    script = ["run_trainer.py"] if pace is None else ["benchmarks/paced_trainer.py", pace]
-    return start(name, *script, *LOOPBACK, *flags(TRAINER, own, *groups), **options)
+    return start(name, *choose_trainer(pace), *LOOPBACK, *flags(TRAINER, own, *groups), **options)
 
 
 def history(tmp_path: Path, name: str) -> dict[int, dict]:
@@ -92,9 +96,11 @@ def largest_difference(tmp_path: Path, *names: str) -> float:
     return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
 
 
-def start_alone(start, name: str, output_dir: Path, prefix: str, *groups: dict, **options) -> Script:
+def start_alone(
+    start, name: str, output_dir: Path, prefix: str, *groups: dict, pace: float | None = None, **options
+) -> Script:
     own = {"--experiment_prefix": prefix, "--output_dir": output_dir}
-    return start(name, "run_trainer.py", *LOOPBACK, *flags(ALONE, own, *groups), **options)
+    return start(name, *choose_trainer(pace), *LOOPBACK, *flags(ALONE, own, *groups), **options)
 
 
 GRADIENT_PEER = ("tests.programs.gradient_peer",)

@@ -171,7 +171,7 @@ def test_an_auxiliary_peer_with_other_settings_is_one_line(start, tmp_path, tiny
     early = start("early", *command, "--output_dir", tmp_path / "early", "--initial_peers", peers)
     early.wait_for(r"others may join through --initial_peers /ip4/")
     endless = {"--target_batch_size": 64, "--max_steps": 1_000_000}
-    trainer = start_trainer(start, tmp_path, "trainer", prefix, peers, {**tiny_data, **endless})
+    trainer = start_trainer(start, tmp_path, "trainer", prefix, peers, {**tiny_data, **endless}, pace=0.1)
     assert early.wait(90) == 2
     peers = trainer.wait_for(r"--initial_peers (/ip4/\S+)").group(1)
     late = start("late", *command, "--output_dir", tmp_path / "late", "--initial_peers", peers)

@@ -339,7 +339,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
     assert len(find_checkpoints(tmp_path / "out")) == 3
     assert max(first) - 2 <= epoch <= max(first)
 
-    second = start_alone(start, "second", tmp_path / "out", prefix, own, is_real=True)
+    second = start_alone(start, "second", tmp_path / "out", prefix, own)
     second.wait_for(f"resuming from .*checkpoint-{epoch}, epoch {epoch}")
     second.wait_for(f"Epoch #{epoch + 3} ")
     with pytest.raises(UserError):

@@ -60,8 +60,8 @@ def make_gradient_optimizer(
         min_vector_size=0,
         average_state_every=average_state_every,
         robust_averaging="clip" if is_robust else "none",
-        min_refresh_period=0.2,
-        default_refresh_period=0.3,
+        min_refresh_period=0.5,
+        default_refresh_period=0.5,
         metadata_expiration=60.0,
         **settings,
     )
@@ -142,7 +142,9 @@ def main() -> None:
     parser.add_argument("--client_mode", action="store_true")
     parser.add_argument("--auxiliary", action="store_true", help="no gradient: average for the others")
     parser.add_argument("--leap_at", type=int, help="at this epoch, once: be an epoch ahead, with a state of its own")
-    parser.add_argument("--download_from", type=int, default=0, help="epoch of the swarm: before, it takes over no state")
+    parser.add_argument(
+        "--download_from", type=int, default=0, help="epoch of the swarm: before, it takes over no state"
+    )
     parser.add_argument("--average_state_every", type=int, default=10**6)
     parser.add_argument("--mbits", type=float, help="of this peer's line, upwards")
     parser.add_argument("--averaging_timeout", type=float, default=10.0)

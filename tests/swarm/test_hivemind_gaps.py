@@ -2,13 +2,16 @@
 good news: hivemind has fixed one of them, and the workaround that the test names can go."""
 
 import asyncio
+import contextlib
 import inspect
 import logging
+from types import SimpleNamespace
 
 import hivemind
 import pytest
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.control import StepControl
+from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import Matchmaking, PotentialLeaders
 from hivemind.dht.crypto import RSASignatureValidator
@@ -28,6 +31,7 @@ from arguments import AveragingArguments
 from support.console import UserError
 from swarm.dht import SteadyControlClient
 from swarm.line import Line
+from swarm.matchmaking import PromptKeyManager
 from swarm.processes import is_worth_a_line
 
 
@@ -140,6 +144,30 @@ def test_each_leader_is_asked_once():
     """Note 83; PromptMatchmaking.allow_to_ask."""
     assert "self.past_attempts.add(" in inspect.getsource(PotentialLeaders.pop_next_leader)
     assert "past_attempts" not in inspect.getsource(Matchmaking)
+
+
+@pytest.mark.parametrize("kind, least, most", [(GroupKeyManager, 100, 10**9), (PromptKeyManager, 4, 6)])
+def test_hivemind_alone_looks_for_leaders_without_a_pause(kind, least, most):
+    """Note 85; PromptKeyManager.get_averagers. As often as the DHT answers that no other peer looks for a group."""
+
+    class EmptyDHT:
+        peer_id, looks = PeerID(b"a"), 0
+
+        def get(self, *_, **__) -> asyncio.Future:
+            self.looks += 1
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_result(None)
+            return answer
+
+    async def search() -> int:
+        manager, leaders = kind(EmptyDHT(), "run_averager", "", 2), PotentialLeaders(PeerID(b"a"), 5.0, 2)
+        step = SimpleNamespace(scheduled_time=get_dht_time() + 5, deadline=get_dht_time() + 5)
+        async with leaders.begin_search(step, manager, declare=False):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(leaders.pop_next_leader(), 1.0)
+        return manager.dht.looks
+
+    assert least <= asyncio.run(search()) <= most
 
 
 def test_a_step_is_told_to_stop_before_it_is_cancelled():

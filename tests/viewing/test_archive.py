@@ -406,7 +406,7 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
     record = {"repo_id": REPOSITORY, "checkpoint": stamp["time"], "time": 0}
     (folder / "uploaded.json").write_text(json.dumps(record))
     trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--save_total", "--dataset")
-    shared = {**ALONE, **tiny_data, "--target_batch_size": 256, "--total_steps": 400}
+    shared = {**ALONE, **tiny_data, "--target_batch_size": 64, "--total_steps": 400}
     shared = {name: value for name, value in shared.items() if not name.startswith(trainers_only)}
     interval = {"--save_checkpoint_epoch_interval": 4, "--keep_one_in": 2, "--upload_interval": 1}
     faults = [hub.fail("POST", "repos/create", 401), hub.fail("POST", "/commit/", "cut")]
@@ -418,8 +418,8 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
         "--store_checkpoints",
         env={"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN},
     )
-    own = {**tiny_data, "--target_batch_size": 256, "--total_steps": 400, "--initial_peers": peers}
-    trainer = start_alone(start, "trainer", tmp_path / "trainer", prefix, own)
+    own = {**tiny_data, "--target_batch_size": 64, "--total_steps": 400, "--initial_peers": peers}
+    trainer = start_alone(start, "trainer", tmp_path / "trainer", prefix, own, pace=0.15)
     donor = trainer.wait_for(r"parameters, peer (\w+)").group(1)
 
     commits = wait_until(lambda: hub.commits(REPOSITORY), 120, "an upload")
@@ -466,7 +466,7 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
         (copy / name).write_bytes(content)
         assert not any(secret.encode() in content for secret in secrets), name
     state = load_state(copy)
-    assert state["arguments"].keys() <= PUBLIC_ARGUMENTS and state["arguments"]["target_batch_size"] == 256
+    assert state["arguments"].keys() <= PUBLIC_ARGUMENTS and state["arguments"]["target_batch_size"] == 64
     for kind in (AlbertForPreTraining, AutoModelForMaskedLM):
         loaded, info = kind.from_pretrained(copy, output_loading_info=True)
         assert not info["missing_keys"]

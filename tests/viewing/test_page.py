@@ -19,7 +19,7 @@ import pytest
 from mains import refuse
 from processes import LOOPBACK, make_prefix, wait_until
 from records import make_metrics
-from swarms import flags, history, start_monitor, start_trainer
+from swarms import choose_trainer, flags, history, start_monitor, start_trainer
 
 import run_trainer
 from swarm.status import MAX_PAGE_BYTES
@@ -161,7 +161,7 @@ def test_names_are_signed_text(tmp_path):
 
 
 # two are a full group, which averages at once
-SETTINGS = {"--target_batch_size": 256, "--target_group_size": 2, "--total_steps": 5000, "--do_eval": True}
+SETTINGS = {"--target_batch_size": 128, "--target_group_size": 2, "--total_steps": 5000, "--do_eval": True}
 SETTINGS |= {"--eval_steps": 4, "--max_eval_samples": 32}
 
 
@@ -173,7 +173,7 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *options, "--status_port", port)
     port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
     settings = {**SETTINGS, "--status_port": 0, **tiny_data}
-    trainer = start_trainer(start, tmp_path, "one", prefix, peers, settings, {"--username": HOSTILE})
+    trainer = start_trainer(start, tmp_path, "one", prefix, peers, settings, {"--username": HOSTILE}, pace=0.1)
     pictures = Path(os.environ.get("KEEP_PICTURES", tmp_path))
     with browser.open_browser(tmp_path / "profile") as tab:
         tab.set_width(1400)
@@ -195,7 +195,8 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         words = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True).stdout.splitlines()
         own = {"--output_dir": tmp_path / "two", "--bandwidth": 1000, "--dataloader_num_workers": 0, **tiny_data}
         own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3, "--request_timeout": 1.5}
-        other = start("two", *words, *LOOPBACK, *flags(own))
+        assert words[0] == "run_trainer.py"
+        other = start("two", *choose_trainer(0.1), *words[1:], *LOOPBACK, *flags(own))
         wait_until(lambda: any(e["averaged_with"] == 2 for e in history(tmp_path, "two").values()), 240, "an average")
         tab.wait_for("document.querySelectorAll('#contributors tr').length === 2", 60)
         tab.click("[data-copies=peers]")
