@@ -77,17 +77,17 @@ def test_clients_join_and_survive_the_loss_of_an_auxiliary_peer(start):
     one = start_aux(start, prefix, "one")
     two = start_aux(start, prefix, "two", [one])
     first, second = start_clients(start, prefix, [one, two])
-    wait_until(lambda: len(joint_rounds(first, second)) >= 3, 120, "3 joint rounds")
+    wait_until(lambda: len(joint_rounds(first, second)) >= 2, 120, "2 joint rounds")
     (late,) = start_clients(start, prefix, [one, two], ["late"])
-    wait_until(lambda: len(joint_rounds(first, second, late)) >= 3, 90, "3 joint rounds of three")
-    joined = joint_rounds(first, second, late)[2]
+    wait_until(lambda: len(joint_rounds(first, second, late)) >= 2, 90, "2 joint rounds of three")
+    joined = joint_rounds(first, second, late)[1]
     parameters = [epochs(peer)[joined]["parameter"][1] for peer in (first, second, late)]
     assert parameters == pytest.approx([parameters[0]] * 3, rel=1e-5)
-    assert joined > 5 and parameters[0] < -5  # it was no new run
+    assert joined > 3 and parameters[0] < -3  # it was no new run
 
     one.kill()
     last = max(epochs(first))
-    wait_until(lambda: joint_rounds(first, second, late)[-1] > last + 3, 90, "joint rounds without the first")
+    wait_until(lambda: joint_rounds(first, second, late)[-1] > last + 1, 90, "joint rounds without the first")
     newest = joint_rounds(first, second, late)[-1]
     parameters = [epochs(peer)[newest]["parameter"][1] for peer in (first, second, late)]
     assert parameters == pytest.approx([parameters[0]] * 3, rel=1e-5)

@@ -13,7 +13,7 @@ import pytest
 from hub_server import TOKEN, HubServer
 from mains import run_main
 from processes import LOOPBACK, ROOT, run_python, wait_until
-from swarms import flags, history
+from swarms import choose_trainer, flags, history
 
 import arguments
 import finetune_mlm
@@ -194,6 +194,8 @@ def test_the_line_of_netmind_is_a_run_that_others_join(start, tmp_path, model):
     shared = flags(SHARED, {"--target_batch_size": 96})
 
     def start_trainer(name: str, words: list[str], *more: object):
+        assert words[0] == "run_trainer.py"
+        words = [*choose_trainer(0.1), *words[1:]]
         return start(name, *words, *LOOPBACK, *own, *more, "--output_dir", tmp_path / name)
 
     words = [word.replace("bert-base-uncased", model) for word in split(NETMIND[0])]

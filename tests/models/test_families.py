@@ -422,6 +422,7 @@ def test_a_model_that_does_not_name_its_output_layer_has_the_same_loss(write, mo
     torch.testing.assert_close(compute_losses(other, batch)["loss"], expected)
 
 
+@pytest.mark.slow
 @needs_minilm
 def test_a_pretrained_model_learns_faster_than_from_scratch(tmp_path):
     """A real BERT whose masked-LM head is new, on the sample corpus."""

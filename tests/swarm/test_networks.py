@@ -51,6 +51,7 @@ def stop(*scripts: Script) -> None:
         script.assert_clean_end(60)
 
 
+@pytest.mark.slow
 def test_a_firewalled_peer_becomes_a_client_by_itself_and_contributes(start, net, tmp_path, tiny_data):
     """It joins by the monitor's HOST:PORT, finds that nobody reaches it, and that a public trainer is there."""
     net.host("server", rtt_ms=20)

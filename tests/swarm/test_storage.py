@@ -126,7 +126,7 @@ def test_a_peer_is_given_little_room(peers):
     assert entries < 400, entries
 
 
-@pytest.mark.parametrize("kind, to_store, to_get", [(hivemind.dht.node.DHTNode, 9, 9), (DHTNode, 0, 5)])
+@pytest.mark.parametrize("kind, to_store, to_get", [(hivemind.dht.node.DHTNode, 6, 6), (DHTNode, 0, 5)])
 def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(kind, to_store, to_get):
     """Note 76: by hivemind's nodes, both are sent all that others hold of a key."""
 
@@ -134,7 +134,7 @@ def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(k
         nodes, copies = [], 0
         options = dict(host_maddrs=[LOOPBACK[1]], cache_nearest=0)
         try:
-            for _ in range(10):
+            for _ in range(7):
                 maddrs = [str(maddr) for maddr in await nodes[0].get_visible_maddrs()] if nodes else []
                 nodes.append(await kind.create(initial_peers=maddrs, **options))
             for number, node in enumerate(nodes):  # so that all know all, and each holds some

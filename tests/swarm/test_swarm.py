@@ -25,7 +25,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights. Batches
     are paced, so that the epochs do not end before it is there."""
     prefix, epochs = make_prefix(), 12
-    together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3}
+    together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3, "--target_batch_size": 192}
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
     names = ["first", "second", "third"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.1) for name in names[:2]]
@@ -40,7 +40,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     assert set(re.findall(r"--\w+", taken)) == shared & TRAINER.keys() | {"--experiment_prefix", "--target_group_size"}
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
-    assert "target_batch_size: the run has 384, you have 64" in stranger.text
+    assert "target_batch_size: the run has 192, you have 64" in stranger.text
     wait_until(lambda: not stranger.left_processes(), 5, "no process left")
     for trainer in trainers:
         trainer.assert_clean_end(120)

@@ -165,6 +165,7 @@ SETTINGS = {"--target_batch_size": 128, "--target_group_size": 2, "--total_steps
 SETTINGS |= {"--eval_steps": 4, "--max_eval_samples": 32}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 def test_the_page_in_a_browser(start, tmp_path, tiny_data):
     """The curve grows, a hostile name stays text, the copied command joins, and a monitor may go and come back."""
