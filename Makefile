@@ -18,7 +18,7 @@ demo: setup
 	@.venv/bin/python demo.py
 
 test: setup
-	@.venv/bin/python tests/parallel.py 4 -m "not slow"
+	@.venv/bin/python tests/parallel.py 5 -m "not slow"
 
 # and each script that the tests start imports its libraries itself
 test-all: setup

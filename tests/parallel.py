@@ -1,7 +1,7 @@
 """Run pytest in several parts beside each other, as most of a swarm's time is waiting; what a part prints is shown when
 it ends. A part takes the next file that no other part has taken. `make test` runs this:
 
-    python tests/parallel.py 4 -m "not slow"
+    python tests/parallel.py 5 -m "not slow"
 
 The libraries are imported once: each part, and each program that a part starts, is a fork of this process.
 """

