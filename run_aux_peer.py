@@ -28,6 +28,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 from swarm.addresses import select_for_others
 from swarm.adoption import adopt, find_settings
+from swarm.identity import make_identity
 from swarm.line import LINE
 from swarm.processes import clean_end
 from viewing.observer import Observer
@@ -41,6 +42,7 @@ def main(*groups) -> None:
     setup_logging("aux")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
+    make_identity(groups[0])
     observer = Observer(*adopt(groups, find_settings(groups[0])))
     stop = observer.begin()
     maddrs = select_for_others(observer.dht.get_visible_maddrs())

@@ -25,6 +25,7 @@ import math
 import platform
 import time
 from functools import partial
+from pathlib import Path
 
 from arguments import TRAINER_ARGS as GROUPS
 from arguments import parse_arguments
@@ -52,6 +53,7 @@ from models.build import find_longest_sequence
 from support.flags import describe_shared
 from swarm.adoption import adopt, find_settings, require_vouched
 from swarm.contract import join_run
+from swarm.identity import KEY_FILE, keep_identity, make_identity
 from swarm.joining import make_dht
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
@@ -72,12 +74,15 @@ def main(*groups) -> None:
     if args.num_train_epochs and data_args.streaming:
         raise UserError("--num_train_epochs: --streaming reads text endlessly, not in passes: give --max_steps instead")
     if args.preflight:
+        make_identity(groups[0])
         raise SystemExit(run_preflight(*adopt(groups, find_settings(groups[0]))))
     with start_ranks(args) as ranks:
         logger.info(
             f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"python {platform.python_version()}, {ranks.device}{f' and {ranks.count - 1} more' * (ranks.count > 1)}"
         )
+        if ranks.number == 0:
+            make_identity(groups[0], kept_at=Path(args.output_dir) / KEY_FILE)
         # what was not given, the peers of the run know
         settings = ranks.share(find_settings(groups[0]) if ranks.number == 0 else [])
         train(ranks, *adopt(groups, settings))
@@ -97,6 +102,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
             check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
             warn_of(check_machine(model.num_parameters(), args))
             claim_folders(args)
+            keep_identity(swarm, Path(args.output_dir) / KEY_FILE)
             saved_state = choose_state(args, model, swarm.experiment_prefix)
 
     # swarm and optimizer

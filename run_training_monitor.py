@@ -36,6 +36,7 @@ import hivemind
 
 from swarm.addresses import select_for_others
 from swarm.adoption import adopt, find_settings
+from swarm.identity import make_identity
 from swarm.processes import clean_end
 from swarm.status import format_join
 from viewing.curves import plot_run
@@ -81,6 +82,7 @@ def main(*groups) -> None:
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
+    make_identity(swarm)
     groups = swarm, args, *_ = adopt(groups, find_settings(swarm))
     if args.watch:
         watch_swarm(swarm, args.refresh_period)

@@ -21,7 +21,6 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import multihash
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
@@ -248,26 +247,6 @@ def name_peer(label: str, username: str | None) -> str:
 def peer_label(public_key: bytes) -> str:
     """A short name for a peer, the same in every process that sees its key: eight hexadecimal digits of SHA-256."""
     return hashlib.sha256(public_key).hexdigest()[:8]
-
-
-def keep_signing_key(path: Path) -> None:
-    """From now on, sign with the key in this file, which is made if it does not exist: call it before the DHT starts.
-
-    The public key is who a peer is in metrics: with one of its own, each restart of a trainer would be another peer,
-    whose total_samples count again what its checkpoint remembers.
-    """
-    key, unfinished = RSAPrivateKey(), path.with_name(f".{path.name}.unfinished")
-    try:
-        if path.exists():
-            key.__setstate__({"_private_key": path.read_bytes()})
-        else:
-            unfinished.touch(mode=0o600)
-            unfinished.write_bytes(key.to_bytes())
-            unfinished.rename(path)
-    except (OSError, ValueError, TypeError) as e:
-        key, reason = RSAPrivateKey(), getattr(e, "strerror", None) or "it holds no key"
-        logger.warning(f"{path}: {reason}; with a key for this start only, others take this trainer for a new one")
-    RSAPrivateKey._process_wide_key = key  # hivemind has no other way in; it signs its progress with it too
 
 
 def fetch_dictionary(dht: DHT, key: str, timeout: float, latest: bool = True) -> dict[bytes, ValueWithExpiration]:

@@ -40,7 +40,6 @@ from arguments import TrainerArguments
 from models.build import describe_architecture
 from support.console import UserError
 from support.files import describe_file, lock_folder, make_folder, write_whole
-from utils import keep_signing_key
 
 logger = logging.getLogger("checkpoint")
 
@@ -244,13 +243,11 @@ def check_files(folder: Path) -> None:
 
 
 def claim_folders(args: TrainerArguments) -> None:
-    """Make --output_dir and the folder of --state_path, keep other peers out of the former, and sign with the key that
-    is kept there."""
+    """Make --output_dir and the folder of --state_path, and keep other peers out of the former."""
     if args.state_path and os.path.isdir(args.state_path):
         raise UserError(f"--state_path {args.state_path} is a folder: name a file, e.g. {args.state_path}/state.pt")
     make_folder("--state_path", os.path.dirname(args.state_path or ""))
     lock_folder("--output_dir", args.output_dir)
-    keep_signing_key(Path(args.output_dir) / "signing_key")
 
 
 def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:

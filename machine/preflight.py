@@ -62,6 +62,7 @@ from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_other
 from swarm.adoption import adopt, find_settings, require_vouched
 from swarm.contract import compare_with_run
 from swarm.dht import raise_file_limit
+from swarm.identity import make_identity
 from swarm.joining import check_addresses, start_dht
 from swarm.line import LINE
 from swarm.outside import explain_unreachable
@@ -423,6 +424,7 @@ def main(*groups) -> None:
     :param groups: instances of GROUPS
     """
     setup_logging("preflight")
+    make_identity(groups[0])
     groups = adopt(groups, find_settings(groups[0]))
     _, model_args, *_, data_args, args = groups
     args = dataclasses.replace(args, per_device_train_batch_size="auto")

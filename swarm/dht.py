@@ -11,8 +11,6 @@ import hivemind
 import numpy
 import torch
 from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings import p2pclient
-from hivemind.utils.crypto import RSAPrivateKey
 
 from support.console import UserError
 from support.files import temporary_folder
@@ -20,32 +18,13 @@ from support.signals import hold_signals
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
 from swarm.membership import MEMBERS, keep_members
+from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
 from swarm.storage import DHTNode, DHTProtocol
 from swarm.vouching import Statement
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
 TOUCHES = 60  # pings after which a lost peer is given up
-
-# Among relays to choose from, p2pd waits three minutes for a fourth one (note 30); fixed ones it asks at once.
-P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
-# Seconds: hivemind's 15 are short for a loaded machine (note 13), also where it looks whether an identity is in use.
-P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60
-# A new identity is the key that this process signs with: a record can be traced to the peer that has to prove its id.
-hivemind.p2p.p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
-
-
-class SteadyControlClient(p2pclient.ControlClient):
-    """Goes on listening to its daemon when an answer has come just as its question was given up, where hivemind's never
-    hears anything again: no answer, and no question of another peer (note 80)."""
-
-    async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
-        while not reader.at_eof():
-            with contextlib.suppress(asyncio.InvalidStateError):
-                await super()._read_from_persistent_conn(reader)
-
-
-p2pclient.ControlClient = SteadyControlClient
 
 
 def check_versions(numpy_version: str = numpy.__version__) -> None:
@@ -100,6 +79,7 @@ class DHT(hivemind.DHT):
     vouched: Statement | None = None
 
     def __init__(self, *args, identity_path: str | None = None, **kwargs):
+        install()
         with hold_signals():  # torch starts its manager of shared memory, and would wait forever for one that has died
             torch.empty(1).share_memory_()
         with temporary_folder() as folder:  # p2pd reads a new key there, and it is needed no more
@@ -114,7 +94,7 @@ class DHT(hivemind.DHT):
         self.keeping = self.run_coroutine(keep_members, return_future=True)
 
     def run(self) -> None:
-        hivemind.dht.node.DHTProtocol, hivemind.dht.dht.DHTNode = DHTProtocol, DHTNode  # there is no other way in
+        install_in_dht_process(DHTProtocol, DHTNode)
         try:
             super().run()
         except EOFError:

@@ -9,7 +9,6 @@ import dataclasses
 import http.client
 import ipaddress
 import logging
-import os
 import re
 import socket
 import threading
@@ -20,8 +19,6 @@ from functools import partial
 import hivemind
 from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2PDaemonError
-from hivemind.proto.crypto_pb2 import PrivateKey
-from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import SwarmArguments
 from support.console import UserError
@@ -49,7 +46,7 @@ from swarm.reachability import (
 )
 from swarm.status import resolve_initial_peers
 from swarm.vouching import answer_vouching, ask_initial_peers
-from utils import RecordValidator, make_validators
+from utils import make_validators
 
 logger = logging.getLogger("joining")
 
@@ -110,8 +107,6 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     for maddr in swarm.announce_maddrs:
         if get_host_port(maddr)[2] == 0:
             raise UserError(f"--announce_maddrs {maddr} has no port: give the one that others connect to")
-    if swarm.identity_path:
-        check_identity(swarm.identity_path)
     MEMBERS.enter(swarm)
     return swarm
 
@@ -143,21 +138,6 @@ def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
         )
     logger.info(f"announcing {' '.join(announced)}: this port has to be open")
     return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)
-
-
-def check_identity(path: str) -> None:
-    """Sign with the key in this file, if there is one: the peer's id is made of it. A UserError when it holds none."""
-    if os.path.exists(path):
-        try:
-            with open(path, "rb") as f:
-                RSAPrivateKey.process_wide().__setstate__({"_private_key": PrivateKey.FromString(f.read()).data})
-            RecordValidator()  # it may be a key of another kind or length
-        except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
-            reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
-            raise UserError(
-                f"--identity_path {path} is not a key file ({reason}): name one that a peer has made, or one that does "
-                "not exist yet"
-            ) from e
 
 
 def start_dht(swarm: SwarmArguments, validators: list, is_first: bool = True, **options) -> DHT:

@@ -113,6 +113,12 @@ class PromptMatchmaking(Matchmaking):
     # where all answers are slow, hivemind's fixed time would pass everybody over
     request_timeout = from_line("request_timeout")
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
+        # target_group_size for the auxiliary peers in it
+        self.group_key_manager.target_group_size = None
+
     def expect(self, peer_ids: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
         """These should come now, which may make a group complete; those that do not answer lead none."""
         if silent != self.silent:
@@ -196,9 +202,13 @@ class PromptMatchmaking(Matchmaking):
         """With so many peers it begins: never, as long as this one's epoch goes on."""
         return self.size_limit if self.is_over else None
 
+    @target_group_size.setter
+    def target_group_size(self, size: int | None) -> None:
+        self._trainers_of_group = size
+
     @property
     def size_limit(self) -> int | None:
-        size = self.__dict__["target_group_size"]
+        size = self._trainers_of_group
         if size is None or self.step_control is None:
             return size
         of_group = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]
@@ -278,4 +288,8 @@ class PromptMatchmaking(Matchmaking):
         hivemind keeps looking."""
         if len(self.list_here() & self.wanted) < self.at_least or not self.is_over:
             return len(self.current_followers) + 2
-        return self.__dict__["min_group_size"]
+        return self._least_group_size
+
+    @min_group_size.setter
+    def min_group_size(self, size: int) -> None:
+        self._least_group_size = size

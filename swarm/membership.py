@@ -38,6 +38,7 @@ from swarm.passes import (
     read_pass,
     read_revocations,
 )
+from swarm.patches import replace_client
 from utils import MAX_RECORD_LIFETIME, RecordValidator, find_owner, find_peer_id
 
 logger = logging.getLogger("members")
@@ -117,8 +118,8 @@ class Members:
     issuer: Authority | None = None
 
     def enter(self, swarm: SwarmArguments) -> None:
-        """Take part in the closed run that --invite or --authority_key is for, if any. Call it before helpers are
-        forked; again where another key may have been chosen since.
+        """Take part in the closed run that --invite or --authority_key is for, if any. Call it after `make_identity`,
+        and before helpers are forked.
 
         :raises UserError: the invitation or key cannot be used
         """
@@ -127,7 +128,6 @@ class Members:
         self.issuer, self.invite = None, swarm.invite
         if swarm.invite:
             invitation = load_invitation(swarm.invite)
-            RSAPrivateKey.process_wide().__setstate__(invitation.key.__getstate__())
             own, self.public_key = invitation.data, invitation.authority
             member = read_pass(own, self.public_key)
             self.prefix, self.username = member.prefix, member.username
@@ -145,7 +145,7 @@ class Members:
         self.known = SharedDictionary(size, {"pass": own, "revocations": b"", "peers": {}})
         self.strangers = SharedDictionary(2**16, {})
         self.look_at_ledger()
-        p2pclient.Client = MemberClient  # hivemind has no other way in
+        replace_client(MemberClient)
 
     def issue_own(self) -> bytes:
         own_id = find_peer_id(RecordValidator().local_public_key)

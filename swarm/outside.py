@@ -18,6 +18,7 @@ from support.console import UserError
 from support.files import temporary_folder
 from swarm.addresses import explain_silence, get_peer_id
 from swarm.membership import MEMBERS
+from swarm.patches import install
 from swarm.vouching import ANSWER_SECONDS, Statement, ask_for_statements, choose_asked
 
 CONNECT_SECONDS = 15.0
@@ -27,6 +28,7 @@ NOBODY = PeerID(b"\x12\x20" + bytes(32))  # an id whose key is not known to anyb
 @contextlib.asynccontextmanager
 async def open_client() -> AsyncIterator[P2P]:
     """A daemon that is no part of any swarm; of a closed run's member, as which it may ask."""
+    install()
     options = dict(no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
     with temporary_folder() as folder:
         identity = {"identity_path": f"{folder}/identity"} if MEMBERS.prefix else {}

@@ -16,13 +16,11 @@ from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise tha
 import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner, AveragingMode
-from hivemind.averaging.control import StepControl
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.averaging.partition import BannedException
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 
 from support.console import format_number
@@ -34,14 +32,13 @@ from swarm.guard import (
     NO_WEIGHT,
     REVERSED,
     TRUST_WEIGHT,
-    GuardedContainer,
-    GuardedReducer,
     Lie,
     PeersLied,
     find_own_shares,
 )
 from swarm.line import LINE, from_line
-from swarm.matchmaking import PromptKeyManager, PromptMatchmaking, read_gathered
+from swarm.matchmaking import read_gathered
+from swarm.patches import install_in_averager_process
 from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
 from swarm.sparse import SparseCompression
 
@@ -75,20 +72,6 @@ class PeersGone(AllreduceException):
         return f"no answer from {name_peers(self.args[0])}"
 
 
-class PromptStep(StepControl):
-    """A step that ends when it is cancelled.
-
-    hivemind tells the averager's process to stop before it marks the step as cancelled. If that process looks in
-    between, it keeps looking for a group of this epoch forever, and all later steps wait for that (note 84).
-    """
-
-    def cancel(self) -> bool:
-        is_cancelled = MPFuture.cancel(self)
-        self._trigger.cancel()
-        self._cancel.set_result(None)
-        return is_cancelled
-
-
 class PromptRunner(AllReduceRunner):
     """A round that ends as soon as it cannot succeed any more: hivemind's continues to its end without the parts of a
     reducer that has failed, and tells nobody why."""
@@ -116,8 +99,6 @@ class PromptRunner(AllReduceRunner):
         """
         super().__init__(*args, **kwargs)
         sparse = kwargs["compression"] if isinstance(kwargs["compression"], SparseCompression) else None
-        # hivemind makes them from fixed classes
-        self.tensor_part_reducer.__class__, self.tensor_part_container.__class__ = GuardedReducer, GuardedContainer
         self.tensor_part_reducer.guard(max_weight, are_parameters, sparse)
         own = self.ordered_peer_ids.index(self.peer_id)
         self.tensor_part_container.guard(are_parameters and max_weight is not None, own if sparse else None)
@@ -371,6 +352,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._steps: set[asyncio.Task] = set()
         super().__init__(*args, **kwargs)
 
+    def run(self) -> None:
+        install_in_averager_process()
+        super().run()
+
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """hivemind's, which has this process ignore Ctrl-C from then on (note 36)."""
         self.start()
@@ -419,10 +404,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     def step(self, *args, allow_retries: bool = False, **kwargs):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
         # for others who have moved on
-        step = super().step(*args, allow_retries=allow_retries, **kwargs)
-        if isinstance(step, StepControl):  # hivemind makes it from a fixed class
-            step.__class__ = PromptStep
-        return step
+        return super().step(*args, allow_retries=allow_retries, **kwargs)
 
     def set_expected_peers(self, peer_ids: Iterable[bytes], at_least: int = 1, silent: Iterable[bytes] = ()) -> None:
         """A group with these other peers in it is complete and starts at once, also one that has formed already.
@@ -436,18 +418,12 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
 
     async def _set_expected_peers(self, expected: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
         """Runs in the averager's process."""
-        # hivemind makes them from fixed classes (hivemind/averaging/averager.py, matchmaking.py)
-        self._matchmaking.__class__ = PromptMatchmaking
-        self._matchmaking.group_key_manager.__class__ = PromptKeyManager
-        # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
-        # target_group_size for the auxiliary peers in it
-        self._matchmaking.group_key_manager.target_group_size = None
         self._matchmaking.expect(expected, at_least, silent)
         await self._matchmaking.start_when_complete()
 
     @property
     def _silent(self) -> frozenset[bytes]:
-        return getattr(self._matchmaking, "silent", frozenset())
+        return self._matchmaking.silent
 
     async def _step(self, *, step, **kwargs) -> None:
         task, start = asyncio.current_task(), asyncio.create_task(self._start_when_triggered(step))
@@ -466,8 +442,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             await asyncio.sleep(0)
         await step.wait_for_trigger()
         matchmaking = self._matchmaking
-        if isinstance(matchmaking, PromptMatchmaking):
-            await matchmaking.start_when_complete()
+        await matchmaking.start_when_complete()
         if self.gives_up_early:
             await asyncio.sleep(matchmaking.min_matchmaking_time + matchmaking.request_timeout)
             is_looking = matchmaking.step_control is step and matchmaking.current_leader is None

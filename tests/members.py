@@ -15,6 +15,7 @@ from processes import LOOPBACK
 
 from arguments import SwarmArguments
 from swarm.dht import DHT
+from swarm.identity import make_identity
 from swarm.joining import check_addresses, start_dht
 from swarm.membership import MEMBERS, explain_refusal
 from swarm.passes import Authority, Invitation
@@ -37,7 +38,9 @@ def run_peer(prefix: str, *others: DHT, **swarm):
     """A node as make_dht starts it, in a process of its own; what this one knows of members is not its any more."""
     leave()
     try:
-        args = check_addresses(SwarmArguments(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm))
+        args = SwarmArguments(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm)
+        make_identity(args)
+        args = check_addresses(args)
         dht = start_dht(args, make_validators(args.experiment_prefix)[0], client_mode=args.client_mode)
     finally:
         leave()

@@ -29,9 +29,9 @@ from processes import run_python
 
 from arguments import AveragingArguments
 from support.console import UserError
-from swarm.dht import SteadyControlClient
 from swarm.line import Line
 from swarm.matchmaking import PromptKeyManager
+from swarm.patches import CancellableStep, ResilientControlClient, install
 from swarm.processes import is_worth_a_line
 
 
@@ -69,7 +69,7 @@ def test_the_daemon_dials_without_reusing_ports():
 
 
 def test_a_peer_asks_fixed_relays_at_once_only_where_we_say_so():
-    """Note 30; P2P.FORCE_REACHABILITY_MAPPING["relayed"] in swarm/dht.py."""
+    """Note 30; P2P.FORCE_REACHABILITY_MAPPING["relayed"] in swarm/patches.py."""
     assert "relayDiscovery" not in inspect.getsource(hivemind.p2p.P2P)
 
 
@@ -81,7 +81,7 @@ def test_reachability_is_validated_through_the_connection_that_the_peer_has_open
 
 @pytest.mark.slow  # beside other tests, which slow threads of the daemon down, the small one wins every other time
 def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
-    """GOMAXPROCS in swarm/__init__.py and force_reachability in swarm/joining.py."""
+    """GOMAXPROCS in swarm/patches.py and force_reachability in swarm/joining.py."""
     run = run_python("-m", "tests.programs.relay_limits")
     plain, *ours = run.stdout.split()
     assert plain == str(2**17), run.stderr
@@ -171,9 +171,10 @@ def test_hivemind_alone_looks_for_leaders_without_a_pause(kind, least, most):
 
 
 def test_a_step_is_told_to_stop_before_it_is_cancelled():
-    """Note 84; PromptStep in swarm/rounds.py."""
+    """Note 84; CancellableStep in swarm/patches.py."""
     before, after = inspect.getsource(StepControl.cancel).split("self._cancel.set_result(None)")
     assert "super().cancel()" in after and "super()" not in before
+    assert CancellableStep.cancel is not StepControl.cancel
     step = inspect.getsource(hivemind.DecentralizedAverager._step)
     assert "if step.cancelled():\n                        matchmaking_task.cancel()" in step
 
@@ -287,12 +288,13 @@ async def answer_late(client: ControlClient) -> bytes | BaseException:
 
 
 def test_an_answer_to_a_question_that_was_just_given_up_leaves_nobody_deaf():
-    """Note 80; SteadyControlClient in swarm/dht.py."""
-    clients = (kind(None, _initialized_with_create=True) for kind in (ControlClient, SteadyControlClient))
+    """Note 80; ResilientControlClient in swarm/patches.py."""
+    clients = (kind(None, _initialized_with_create=True) for kind in (ControlClient, ResilientControlClient))
     deaf, steady = (asyncio.run(answer_late(client)) for client in clients)
     assert isinstance(deaf, asyncio.InvalidStateError)
     assert steady == b"answer"
-    assert hivemind.p2p.p2p_daemon_bindings.p2pclient.ControlClient is SteadyControlClient
+    install()
+    assert hivemind.p2p.p2p_daemon_bindings.p2pclient.ControlClient is ResilientControlClient
 
 
 def test_iterators_of_the_standard_library_are_not_recognised_in_requests():

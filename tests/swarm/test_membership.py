@@ -23,6 +23,7 @@ from arguments import InviteArguments, SwarmArguments, parse_arguments
 from support.console import UserError
 from swarm.adoption import find_settings
 from swarm.dht import DHT
+from swarm.identity import make_identity
 from swarm.membership import MEMBERS, SHOW, explain_refusal
 from swarm.passes import Authority, Pass, load_invitation, read_pass
 from swarm.reachability import DIAL_BACK, MEASURE
@@ -75,7 +76,9 @@ def join(*dhts: DHT, prefix: str = "", **swarm) -> list[str]:
     """What a newcomer is told at its first question, before it joins."""
     leave()
     try:
-        return find_settings(SwarmArguments(prefix, addresses(*dhts), **swarm))
+        args = SwarmArguments(prefix, addresses(*dhts), **swarm)
+        make_identity(args)
+        return find_settings(args)
     finally:
         leave()
 

@@ -24,8 +24,6 @@ from utils import (
     RunContract,
     SwarmMetrics,
     aggregate_metrics,
-    keep_signing_key,
-    make_validators,
     peer_label,
 )
 from viewing.curves import draw_learning_curve
@@ -141,22 +139,6 @@ def test_contributors_are_bounded(monkeypatch):
     assert [row["samples"] for row in rows[:10]] == list(range(79, 69, -1))
     assert rows[10]["peer"] == "40 others" and rows[10]["samples"] == sum(range(30, 70))
     assert all(row.keys() == rows[0].keys() for row in rows)
-
-
-def test_a_signing_key_is_kept(tmp_path, monkeypatch):
-    from hivemind.utils.crypto import RSAPrivateKey
-
-    monkeypatch.setattr(RSAPrivateKey, "_process_wide_key", None)
-    path, labels = tmp_path / "signing_key", []
-    for _ in range(2):
-        keep_signing_key(path)
-        labels.append(peer_label(make_validators("run")[1]))
-        assert path.stat().st_mode & 0o777 == 0o600
-        RSAPrivateKey._process_wide_key = None
-    assert labels[0] == labels[1]
-    path.write_bytes(b"no key")
-    keep_signing_key(path)
-    assert peer_label(make_validators("run")[1]) != labels[0]
 
 
 def write_history(folder: Path, prefix: str, epochs: int) -> None:

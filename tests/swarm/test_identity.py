@@ -1,0 +1,48 @@
+"""The key of a peer: where it comes from, and that a restarted trainer has the same one."""
+
+import pytest
+from hivemind.proto import crypto_pb2
+from hivemind.utils.crypto import RSAPrivateKey
+
+from arguments import SwarmArguments
+from support.console import UserError
+from swarm.identity import keep_identity, make_identity
+from utils import make_validators, peer_label
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(kept_at, **flags) -> label of the peer that a process with these flags is"""
+    monkeypatch.setattr(RSAPrivateKey, "_process_wide_key", None)
+
+    def start_process(kept_at=None, **flags) -> str:
+        RSAPrivateKey._process_wide_key = None
+        swarm = SwarmArguments("run", **flags)
+        make_identity(swarm, kept_at)
+        if kept_at:
+            keep_identity(swarm, kept_at)
+        return peer_label(make_validators("run")[1])
+
+    return start_process
+
+
+def test_a_kept_key_survives_a_restart(start, tmp_path):
+    path = tmp_path / "signing_key"
+    label = start(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert start(path) == label
+    path.write_bytes(b"no key")
+    assert start(path) != label
+    assert path.read_bytes() == b"no key"
+
+
+def test_a_given_identity_comes_before_a_kept_one(start, tmp_path):
+    path, kept = tmp_path / "peer.id", tmp_path / "signing_key"
+    key = RSAPrivateKey()
+    identity = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=key.to_bytes())
+    path.write_bytes(identity.SerializeToString())
+    assert start(kept, identity_path=str(path)) == peer_label(make_validators("run", key)[1])
+    assert not kept.exists()
+    path.write_bytes(b"no key")
+    with pytest.raises(UserError, match="is not a key file"):
+        start(kept, identity_path=str(path))
