@@ -48,13 +48,13 @@ from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import format_join
-from swarm.vouching import Statement, vouch
+from swarm.vouching import RunAttestation, vouch
 from utils import (
     MAX_WORKERS,
+    ContributorRegistry,
     Evaluation,
     LocalMetrics,
     RunContract,
-    Workers,
     aggregate_metrics,
     compute_seconds,
     describe_evaluation,
@@ -128,7 +128,7 @@ class CollaborativeCallback:
         self.saved_epoch = 0
         self.history = Path(self.args.output_dir) / "history.jsonl"
         #: for the page: this trainer's epochs, and what a look at the swarm has shown, not more often than pages ask
-        self.curve, self.contributions, self.workers = History(), Contributions({}), Workers()
+        self.curve, self.contributions, self.workers = History(), Contributions({}), ContributorRegistry()
         self.swarm_metrics, self.next_look = None, 0.0
         # a bar for a terminal, lines for a log file
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
@@ -337,7 +337,9 @@ class CollaborativeCallback:
         # where nobody has worked, it may be this trainer that has the wrong settings
         is_sure = has_worked or not self.dht.vouched or self.dht.vouched.contract
         contract = self.contract if is_sure else None
-        vouch(self.dht, Statement(prefix=self.prefix, contract=contract, flags=self.contract.flags, workers=workers))
+        vouch(
+            self.dht, RunAttestation(prefix=self.prefix, contract=contract, flags=self.contract.flags, workers=workers)
+        )
 
     def publish(self) -> None:
         """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""

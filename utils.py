@@ -268,7 +268,7 @@ def name_worker(peer_id: bytes) -> str:
     return str(PeerID(peer_id))[-WORKER_NAME:]
 
 
-class Workers:
+class ContributorRegistry:
     """Which peers have worked for a run: others that have worked name them as partners in their averages. What
     strangers publish, be it under 10,000 keys, counts for nothing.
 
@@ -314,7 +314,11 @@ class Workers:
 
 
 def fetch_records(
-    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: Workers | None = None, latest: bool = True
+    dht: DHT,
+    prefix: str,
+    timeout: float = FETCH_TIMEOUT,
+    workers: ContributorRegistry | None = None,
+    latest: bool = True,
 ) -> dict[str, tuple[LocalMetrics, float]]:
     """All peers' newest metrics by label, each with its expiration time, which tells a newer record from an older one.
 
@@ -335,7 +339,7 @@ def fetch_records(
 
 
 def fetch_metrics(
-    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: Workers | None = None
+    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: ContributorRegistry | None = None
 ) -> list[tuple[str, LocalMetrics]]:
     """The same as (peer label, metrics), in the order of labels."""
     return [(label, metrics) for label, (metrics, _) in fetch_records(dht, prefix, timeout, workers).items()]

@@ -22,7 +22,7 @@ from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.guard import GuardedContainer, GuardedReducer, sketch
+from swarm.guard import RobustReducer, VerifyingContainer, sketch
 from swarm.matchmaking import is_signed, sign_standing
 from utils import find_peer_id
 
@@ -34,7 +34,7 @@ MAX_WEIGHT = 512
 async def reduce(gradients: torch.Tensor, is_guarded: bool) -> None:
     """Average a vector of each sender, part by part."""
     shapes = [part.shape for part in gradients[0].split(PART)]
-    reducer = (GuardedReducer if is_guarded else TensorPartReducer)(shapes, len(gradients))
+    reducer = (RobustReducer if is_guarded else TensorPartReducer)(shapes, len(gradients))
     if is_guarded:
         reducer.guard(MAX_WEIGHT, are_parameters=False)
 
@@ -47,7 +47,7 @@ async def reduce(gradients: torch.Tensor, is_guarded: bool) -> None:
 
 def take_back(gradient: torch.Tensor, peers: int, is_guarded: bool) -> None:
     """Register what each of the others has averaged."""
-    container = (GuardedContainer if is_guarded else TensorPartContainer)([gradient], [1 / peers] * peers)
+    container = (VerifyingContainer if is_guarded else TensorPartContainer)([gradient], [1 / peers] * peers)
     if is_guarded:
         container.guard(are_parameters=False)
     for index in range(peers):

@@ -28,9 +28,9 @@ import run_trainer
 import swarm.dht
 import swarm.rounds
 from swarm.gradients import GradientAverager, is_round_state
-from swarm.matchmaking import PromptMatchmaking
+from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.plan import PLAUSIBLE_MBITS
-from swarm.rounds import PromptRunner
+from swarm.rounds import FailFastAllReduceRunner
 from swarm.states import StateAverager, list_params
 
 # --- in rounds: what it gives to an average, and what it gives out as one ---------------------------------------------
@@ -53,7 +53,7 @@ SPOILS = {
 }
 
 
-class HostileSender(PromptRunner):
+class HostileSender(FailFastAllReduceRunner):
     """Takes part in rounds, and gives nothing that an average could use."""
 
     kind: str
@@ -94,7 +94,7 @@ class HostileSender(PromptRunner):
             yield message
 
 
-class HostileReducer(PromptRunner):
+class HostileReducer(FailFastAllReduceRunner):
     """Averages as it should, and gives out something else."""
 
     kind: str
@@ -119,12 +119,12 @@ class HostileReducer(PromptRunner):
 
 def send(kind: str, content: str = "gradients") -> None:
     HostileSender.kind, HostileSender.content = kind, content
-    swarm.rounds.PromptRunner = HostileSender
+    swarm.rounds.FailFastAllReduceRunner = HostileSender
 
 
 def reduce(kind: str) -> None:
     HostileReducer.kind = kind
-    swarm.rounds.PromptRunner = HostileReducer
+    swarm.rounds.FailFastAllReduceRunner = HostileReducer
     claim_bandwidth(PLAUSIBLE_MBITS[1])  # the whole average is left to this peer
 
 
@@ -148,7 +148,7 @@ def claim_and_fall_silent(mbits: float) -> None:
 # --- as a leader: what it says that its followers have said -----------------------------------------------------------
 
 
-class HostileLeader(PromptMatchmaking):
+class HostileLeader(EarlyStartMatchmaking):
     """Follows nobody, declares to start sooner than others, and gives each follower a standing of its own, far behind:
     so that all believe that the group continues from this peer's state."""
 
@@ -174,7 +174,7 @@ class HostileLeader(PromptMatchmaking):
 
 
 def lead() -> None:
-    swarm.rounds.PromptMatchmaking = HostileLeader
+    swarm.rounds.EarlyStartMatchmaking = HostileLeader
     poison_state()
 
 

@@ -34,7 +34,7 @@ from experiment.data import load_data, make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from machine.training import evaluate, move_batch
-from swarm.sparse import SparseCompression
+from swarm.sparse import TopKCompression
 
 CPU = torch.device("cpu")
 PEERS, MBITS = 4, 20
@@ -210,8 +210,8 @@ class Run:
 
     def train_locally(self) -> None:
         s, size, chance = self.setting, len(self.anchor), random.Random(self.setting.seed)
-        codec = SparseCompression(s.density, s.bits) if s.density else None
-        answer_codec = SparseCompression(s.answer_density, s.answer_bits)
+        codec = TopKCompression(s.density, s.bits) if s.density else None
+        answer_codec = TopKCompression(s.answer_density, s.answer_bits)
         adams = [self.adam.copy() for _ in range(s.peers)]
         starts = [self.anchor] * s.peers
         unsent, samples = [torch.zeros(size) for _ in range(s.peers)], [0] * s.peers
@@ -265,7 +265,7 @@ class Run:
         return worker.weights.clone()
 
 
-def transmit(tensor: torch.Tensor, codec: SparseCompression | None) -> tuple[torch.Tensor, int]:
+def transmit(tensor: torch.Tensor, codec: TopKCompression | None) -> tuple[torch.Tensor, int]:
     """(what arrives, bytes); without a codec 16 bits."""
     if codec is None:
         return tensor.half().float(), 2 * len(tensor)

@@ -45,9 +45,9 @@ import numpy
 import psutil
 from processes import Script, make_prefix
 
-from swarm.sparse import SparseCompression
+from swarm.sparse import TopKCompression
 
-SPARSE = SparseCompression(density=0.03, bits=2)
+SPARSE = TopKCompression(density=0.03, bits=2)
 BYTES_PER_NUMBER = {"none": 4, "float16": 2, "8bit": 1, "sparse": 4 * SPARSE.estimate_compression_ratio(None)}
 BATCH_SIZE, STEPS_PER_EPOCH, STEP_SECONDS = 32, 5, 1.0
 PING_PERIOD, PING_TIMEOUT = 0.5, 30.0

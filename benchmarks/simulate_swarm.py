@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 
-from swarm.sparse import SparseCompression
+from swarm.sparse import TopKCompression
 
 NUMBERS = 64  # that each peer has
 STEADY_ROUNDS = 100
@@ -107,7 +107,7 @@ def report_distances(args: argparse.Namespace) -> None:
 
 
 def count_bytes(
-    peers: int, codec: SparseCompression, answers: SparseCompression, common: float
+    peers: int, codec: TopKCompression, answers: TopKCompression, common: float
 ) -> tuple[float, float, float]:
     """(bytes a parameter of an offer, of an average as it is sent, density of the whole average)."""
     generator = torch.Generator().manual_seed(0)
@@ -121,8 +121,8 @@ def count_bytes(
 
 
 def report_bytes(args: argparse.Namespace) -> None:
-    codec = SparseCompression(args.density, args.bits)
-    kinds = {f"{bits} bits": SparseCompression(1.0, bits) for bits in (8, 4)}
+    codec = TopKCompression(args.density, args.bits)
+    kinds = {f"{bits} bits": TopKCompression(1.0, bits) for bits in (8, 4)}
     print("\n| group | common | averages | offer | average | its density | sent by a peer | 16 bits | ratio |")
     print("|---" * 9 + "|")
     for peers in (3, 8, 16):

@@ -20,7 +20,7 @@ from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.contract import describe_averaging
 from swarm.optimizer import CollaborativeOptimizer
-from swarm.sparse import SparseCompression, spare_zeros
+from swarm.sparse import TopKCompression, spare_zeros
 from swarm.states import initialize_optimizer_state_, list_params
 
 
@@ -122,7 +122,7 @@ def make_optimizer(
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
         gradients=COMPRESSIONS[averaging.compression],
-        local_steps=SparseCompression(averaging.density, bits=2) if is_sparse else None,
+        local_steps=TopKCompression(averaging.density, bits=2) if is_sparse else None,
         state_averaging=COMPRESSIONS[averaging.state_compression],
         load_state=spare_zeros(load_state) if is_sparse else load_state,
         client_mode=client_mode,

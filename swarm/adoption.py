@@ -19,7 +19,7 @@ from swarm.addresses import check_multiaddrs
 from swarm.membership import MEMBERS
 from swarm.outside import ask_from_outside, find_problem
 from swarm.status import resolve_initial_peers
-from swarm.vouching import Statement, combine
+from swarm.vouching import RunAttestation, combine
 
 logger = logging.getLogger("joining")
 
@@ -52,7 +52,7 @@ def find_settings(swarm: SwarmArguments) -> list[str]:
     return [f"--experiment_prefix={found.prefix}", *settings]
 
 
-def list_settings(statement: Statement) -> list[str]:
+def list_settings(statement: RunAttestation) -> list[str]:
     """Return the flags that bind a peer that hears this, as --NAME=VALUE."""
     flags = statement.contract.flags if statement.contract else statement.flags
     return [*filter(is_for_all, (flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag))]
@@ -85,7 +85,7 @@ def require_settings(settings: Iterable[str], groups: tuple) -> None:
         )
 
 
-def require_vouched(vouched: Statement | None, groups: tuple) -> None:
+def require_vouched(vouched: RunAttestation | None, groups: tuple) -> None:
     """Raise a UserError if the flags differ from those that bind the first trainers; later, a contract binds.
 
     `adopt` has compared them before, unless --no_adopt or --use_ipfs left that out, or the peer that vouches for them

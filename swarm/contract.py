@@ -43,7 +43,7 @@ def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
 
 
 @dataclasses.dataclass
-class RunSchedule:
+class TrainingSchedule:
     """What the contracts of a run's trainers say about its course."""
 
     target_batch_size: int | None = None  # samples that make an epoch
@@ -56,14 +56,14 @@ class RunSchedule:
         return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - (self.local_steps_from or 0)))
 
 
-def read_schedule(contract: RunContract) -> RunSchedule:
+def read_schedule(contract: RunContract) -> TrainingSchedule:
     """What a contract says of its run's course."""
 
     def find_numbers(name: str, pattern: str) -> list[int | None]:
         match = re.fullmatch(pattern, contract.contract.get(name, ""), re.ASCII)
         return [int(number) for number in match.groups()] if match else []
 
-    return RunSchedule(
+    return TrainingSchedule(
         *(find_numbers("target_batch_size", r"(\d{1,9})") or [None]),
         *(find_numbers("schedule", r".*\btotal (\d{1,9})") or [None]),
         *find_numbers("local steps", r"(\d{1,9}) from epoch (\d{1,9}),.*"),

@@ -21,7 +21,7 @@ from swarm.membership import MEMBERS, keep_members
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
 from swarm.storage import DHTNode, DHTProtocol
-from swarm.vouching import Statement
+from swarm.vouching import RunAttestation
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
 TOUCHES = 60  # pings after which a lost peer is given up
@@ -76,7 +76,7 @@ class DHT(hivemind.DHT):
     as in each clean stop, or the peer itself, killed."""
 
     #: what the peers in --initial_peers say of the run; None where nobody does
-    vouched: Statement | None = None
+    vouched: RunAttestation | None = None
 
     def __init__(self, *args, identity_path: str | None = None, **kwargs):
         install()

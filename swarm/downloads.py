@@ -43,11 +43,11 @@ PLAIN_TYPES = (int, float, str, type(None))
 NUMBER_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 
 
-class UnusableState(Exception):
+class InvalidStateError(Exception):
     """A peer's state that this peer cannot or should not take over."""
 
 
-class StaleState(UnusableState):
+class StaleStateError(InvalidStateError):
     """A peer's state of an earlier epoch than the one that is wanted."""
 
 
@@ -108,7 +108,7 @@ def read_request(data: bytes) -> list | None:
         return None
 
 
-class Snapshot:
+class StateSnapshot:
     """A state, or the gradients of a step, that a donor keeps while it is being fetched."""
 
     def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo]):
@@ -198,47 +198,47 @@ def read_description(
     """
     :param tensors: this peer's own, and the optimizer's state: the donor's have to be like these
     :param optimizer: None where only tensors are wanted
-    :raises UnusableState: something is missing or wrong
+    :raises InvalidStateError: something is missing or wrong
     """
     if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
-        raise UnusableState("it has no history digest")
+        raise InvalidStateError("it has no history digest")
     if len(metadata["lineage"].encode()) > MAX_HISTORY_DIGEST:
-        raise UnusableState("its history digest is too long")
+        raise InvalidStateError("its history digest is too long")
     if type(metadata.get("epoch")) is not int:
-        raise UnusableState("it has no epoch")
+        raise InvalidStateError("it has no epoch")
     if metadata["epoch"] < min_epoch:
-        raise StaleState(f"it is of epoch {metadata['epoch']}, {min_epoch} is wanted")
+        raise StaleStateError(f"it is of epoch {metadata['epoch']}, {min_epoch} is wanted")
     expected, plain_numbers = list(tensors), []
     own, own_tensors = dump_optimizer_state(optimizer) if optimizer else ([], [])
     theirs, count = metadata.get("optimizer_metadata", []), 0
     if not isinstance(theirs, list) or len(theirs) != len(own):
-        raise UnusableState("its optimizer differs")
+        raise InvalidStateError("its optimizer differs")
     for item, own_item in zip(theirs, own, strict=True):
         own_tensor = own_tensors[own_item["index"]] if own_item["type"] == "tensor" else torch.zeros(())
         if item == {"type": "tensor", "index": count}:
             expected.append((own_tensor, TensorRole.OPTIMIZER))
             count += 1
         elif own_tensor.ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
-            raise UnusableState("its optimizer differs")
+            raise InvalidStateError("its optimizer differs")
         elif isinstance(item["value"], (int, float)):
             plain_numbers.append([float(item["value"])] * 2)
     described = metadata.get("tensors")
     if not isinstance(described, list) or len(described) != len(expected):
-        raise UnusableState(f"it does not have {len(expected)} tensors")
+        raise InvalidStateError(f"it does not have {len(expected)} tensors")
     infos = []
     for index, ((tensor, role), (name, *shape)) in enumerate(zip(expected, described, strict=True)):
         if shape != list(tensor.shape):
-            raise UnusableState(f"tensor {index} has the shape {tuple(shape)[:9]}")
+            raise InvalidStateError(f"tensor {index} has the shape {tuple(shape)[:9]}")
         types = {str(tensor.dtype).removeprefix("torch."): tensor.dtype} | (NUMBER_TYPES if not shape else {})
         if name not in types:
-            raise UnusableState(f"tensor {index} is of type {str(name)[:20]}")
+            raise InvalidStateError(f"tensor {index} is of type {str(name)[:20]}")
         infos.append(CompressionInfo(index, TensorDescriptor(tensor.shape, types[name]), role))
     digests = torch.frombuffer(bytearray(metadata["digests"]), dtype=torch.float32).view(-1, 2)
     if len(digests) != len(list_blocks(infos)):
-        raise UnusableState("its digests are not those of its tensors")
+        raise InvalidStateError("its digests are not those of its tensors")
     digests = torch.cat((digests, torch.tensor(plain_numbers).view(-1, 2)))
     if not digests.isfinite().all():
-        raise UnusableState("it is not finite")
+        raise InvalidStateError("it is not finite")
     return Donor(peer, metadata, infos, digests)
 
 
@@ -258,7 +258,7 @@ def select_agreed(groups: Sequence[list[Donor]], voters: Sequence[PeerID]) -> li
     return [g for g in groups if not voters or 2 * sum(donor.peer in voters for donor in g) > len(voters)]
 
 
-class Download:
+class MultiSourceDownload:
     """A state that is put together from blocks of several donors, which have the same one.
 
     :param request: asks a peer for something, see `read_request`, and returns the stream of its answer
@@ -301,7 +301,7 @@ class Download:
                 patience = SHORT_PATIENCE if len(self.donors) > 1 else self.patience()
                 left = donor.heard + patience - time.monotonic()
                 if left <= 0:
-                    raise UnusableState(f"nothing has come from it for {patience:.0f} s")
+                    raise InvalidStateError(f"nothing has come from it for {patience:.0f} s")
                 done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
@@ -332,8 +332,10 @@ class Download:
         return taken
 
     async def fetch_blocks(self, donor: Donor, asked: list[int]) -> None:
-        """One request: those blocks that arrive come off the list. Raises UnusableState, or what the network and the
-        bytes cause."""
+        """Ask for these blocks in one request; those that arrive come off the list.
+
+        :raises InvalidStateError: they are not what the donor has described; or whatever the network causes
+        """
         parts: list = []
         size = 0
         stream = await self.request(donor.peer, [*donor.key, list(asked)])
@@ -343,20 +345,20 @@ class Download:
                 self.received[0] += message.ByteSize()
                 self.received[2] = int(1000 * (donor.heard - self.start))
                 if message.metadata:
-                    raise UnusableState(f"it no longer has the state of epoch {donor.key[0]}")
+                    raise InvalidStateError(f"it no longer has the state of epoch {donor.key[0]}")
                 if message.tensor_part.dtype and parts:  # the first part of a block names its type
                     self.complete(donor, asked, parts)
                     parts, size = [], 0
                 size += len(message.tensor_part.buffer)
                 if not asked or size > 16 * BLOCK:
-                    raise UnusableState("it sent more than it was asked for")
+                    raise InvalidStateError("it sent more than it was asked for")
                 parts.append(message.tensor_part)
             if parts:
                 self.complete(donor, asked, parts)
         finally:
             await stream.aclose()
         if asked:
-            raise UnusableState(f"it ended {len(asked)} blocks too early")
+            raise InvalidStateError(f"it ended {len(asked)} blocks too early")
 
     def complete(self, donor: Donor, asked: list[int], parts: list) -> None:
         """Check the first of these blocks, and put it where it belongs."""
@@ -366,16 +368,16 @@ class Download:
         while hasattr(codec, "choose_compression"):
             codec = codec.choose_compression(self.infos[index])
         if message.compression != codec.compression_type:
-            raise UnusableState("it compresses states in another way: --load_state_compression differs")
+            raise InvalidStateError("it compresses states in another way: --load_state_compression differs")
         if list(message.size) != [stop - start]:
-            raise UnusableState(f"tensor {index} has blocks of the shape {tuple(message.size)[:9]}")
+            raise InvalidStateError(f"tensor {index} has blocks of the shape {tuple(message.size)[:9]}")
         block = codec.extract(message)
         if block.dtype != target.dtype:
-            raise UnusableState(f"tensor {index} is of type {block.dtype}")
+            raise InvalidStateError(f"tensor {index} is of type {block.dtype}")
         if not block.isfinite().all():
-            raise UnusableState(f"tensor {index} is not finite")
+            raise InvalidStateError(f"tensor {index} is not finite")
         if differ(donor.digests[asked[0]], digest(block)):
-            raise UnusableState(f"tensor {index} is not the one that it has described")
+            raise InvalidStateError(f"tensor {index} is not the one that it has described")
         target.copy_(block)
         self.received[1] += len(block)
         donor.elements += len(block)

@@ -12,7 +12,7 @@ from hivemind.compression import CompressionBase
 
 from swarm.guard import SKETCH_SIZE, find_odd, sketch
 from swarm.matchmaking import read_gathered, sign_standing
-from swarm.rounds import NobodyInStep, OutOfStep, VerifiedAverager
+from swarm.rounds import PeersBehindError, StateDivergedError, VerifyingAverager
 
 
 def is_round_state(item: object) -> bool:
@@ -22,7 +22,7 @@ def is_round_state(item: object) -> bool:
     return is_list and len(item[3]) == SKETCH_SIZE and all(type(number) is float for number in item[3])
 
 
-class GradientAverager(VerifiedAverager):
+class GradientAverager(VerifyingAverager):
     """Holds what this peer has not yet sent. Steps add to it; a round that has succeeded has taken out what it has sent
     of it, and one that has failed nothing.
 
@@ -183,9 +183,9 @@ class GradientAverager(VerifiedAverager):
             agreeing = [index for at, index in enumerate(agreeing) if at not in odd]
             if self.mode != AveragingMode.AUX and self.peer_id not in [group_info.peer_ids[i] for i in agreeing]:
                 # not that of the next epoch: a group may form long before its epoch ends
-                raise OutOfStep(chosen[0], [group_info.peer_ids[index].to_bytes() for index in agreeing])
+                raise StateDivergedError(chosen[0], [group_info.peer_ids[index].to_bytes() for index in agreeing])
             if len(agreeing) == 1:
-                raise NobodyInStep(f"nobody else of the same state in a group of {len(trainers)} trainers")
+                raise PeersBehindError(f"nobody else of the same state in a group of {len(trainers)} trainers")
             staying = [index for index in range(len(of_group)) if index not in trainers or index in agreeing]
             if all(of_group[index][0] == AveragingMode.CLIENT for index in staying):
                 raise AllreduceException(f"none of the {len(staying)} peers of the same state accepts connections")

@@ -13,7 +13,7 @@ from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
 from hivemind.proto import runtime_pb2
 
-from swarm.sparse import SparseCompression
+from swarm.sparse import TopKCompression
 
 MAX_LENGTH = 2.0  # of a sender's gradient, in terms of the median's (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with all the others together, below which a gradient does not count
@@ -31,11 +31,11 @@ MAX_ODD = 0.05  # of the length of the parameters: by how much those of a peer m
 NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of nothing else infinite
 
 
-class Lie(AllreduceException):
+class ProtocolViolation(AllreduceException):
     """What a peer has sent cannot be honest."""
 
 
-class PeersLied(AllreduceException):
+class MaliciousPeersError(AllreduceException):
     """These peers have made rounds fail. Argument: what each has done, in words."""
 
     def __str__(self) -> str:
@@ -65,11 +65,11 @@ def choose_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor
     return factors
 
 
-class GuardedReducer(TensorPartReducer):
+class RobustReducer(TensorPartReducer):
     """Averages the parts of all senders so that one of them cannot bend the average: gradients are weighed, see
     `choose_factors`; of parameters, which are the same everywhere but for rounding, each number's median counts."""
 
-    def guard(self, max_weight: float | None, are_parameters: bool, sparse: SparseCompression | None) -> None:
+    def guard(self, max_weight: float | None, are_parameters: bool, sparse: TopKCompression | None) -> None:
         """
         :param max_weight: samples for which a sender counts at most; None: only lies are refused
         :param are_parameters: and not gradients
@@ -85,11 +85,11 @@ class GuardedReducer(TensorPartReducer):
         self.counts = torch.zeros(self.num_senders, dtype=torch.float64)
 
     async def accumulate_part(self, sender_index: int, part_index: int, tensor_part, weight: float = 1.0):
-        """hivemind's; raises Lie instead of counting what cannot be averaged."""
+        """hivemind's; raises ProtocolViolation instead of counting what cannot be averaged."""
         if tensor_part.shape != self.part_shapes[part_index]:
-            raise Lie(f"sent a part of the shape {tuple(tensor_part.shape)[:9]}")
+            raise ProtocolViolation(f"sent a part of the shape {tuple(tensor_part.shape)[:9]}")
         if not 0 <= weight < math.inf or not (tensor_part @ tensor_part).isfinite():
-            raise Lie("sent a part that is not finite")
+            raise ProtocolViolation("sent a part that is not finite")
         if self.max_weight is not None:
             weight = min(weight, self.max_weight)
             self.sent[sender_index] = tensor_part, weight
@@ -126,7 +126,7 @@ class GuardedReducer(TensorPartReducer):
         return (weights * factors) @ parts / weights.sum()
 
 
-class GuardedContainer(TensorPartContainer):
+class VerifyingContainer(TensorPartContainer):
     """Takes from a peer that averages only what an average can be."""
 
     def guard(self, are_parameters: bool, sparse_index: int | None) -> None:
@@ -142,13 +142,13 @@ class GuardedContainer(TensorPartContainer):
     def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
         own = self._input_parts_by_peer[peer_index][part_index][0]
         if part.shape != own.shape:
-            raise Lie(f"sent an average of the shape {tuple(part.shape)[:9]}")
+            raise ProtocolViolation(f"sent an average of the shape {tuple(part.shape)[:9]}")
         if self.sparse_index not in (None, peer_index):
             part = part - own
         average = own + part
         products = torch.stack([own @ own, average @ average, own @ average])
         if not products.isfinite().all():
-            raise Lie("sent an average that is not finite")
+            raise ProtocolViolation("sent an average that is not finite")
         if products[0]:  # else the part was not sent
             self.sums[peer_index] += torch.tensor([*products, len(own)], dtype=torch.float64)
             squares, with_own = (
@@ -160,7 +160,7 @@ class GuardedContainer(TensorPartContainer):
             own_square, average_square, product, count = self.sums[peer_index]
             of_all, of_each = MAX_CHANGE
             if own_square + average_square - 2 * product > of_all**2 * own_square + of_each**2 * count:
-                raise Lie("sent parameters that are not near anybody's")
+                raise ProtocolViolation("sent parameters that are not near anybody's")
         super().register_processed_part(peer_index, part_index, part)
 
     def find_share(self, own_weight: float, peer_indices: Iterable[int]) -> float:
@@ -173,8 +173,8 @@ class GuardedContainer(TensorPartContainer):
         return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios else 1.0
 
 
-def find_own_shares(container: GuardedContainer, own_index: int, own_weight: float) -> dict[int, float]:
-    """How much of this peer's gradient is in what each of the others has averaged, see GuardedContainer.find_share;
+def find_own_shares(container: VerifyingContainer, own_index: int, own_weight: float) -> dict[int, float]:
+    """How much of this peer's gradient is in what each of the others has averaged, see VerifyingContainer.find_share;
     FAR_TOO_LONG where it cannot be an average.
 
     :returns: by index. None where this peer averages nothing: it may itself be the odd one; nor where its gradient is

@@ -33,7 +33,7 @@ from swarm.addresses import (
     select_for_others,
 )
 from swarm.dht import DHT, check_versions, raise_file_limit
-from swarm.membership import MEMBERS, PassValidator
+from swarm.membership import MEMBERS, CredentialValidator
 from swarm.outside import find_problem
 from swarm.processes import exit_when_dead, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
@@ -154,7 +154,7 @@ def start_dht(swarm: SwarmArguments, validators: list, is_first: bool = True, **
             announce_maddrs=swarm.announce_maddrs or None,
             identity_path=swarm.identity_path,
             use_relay=swarm.use_relay,
-            record_validators=[*validators, *([PassValidator(validators[1])] if MEMBERS.prefix else [])],
+            record_validators=[*validators, *([CredentialValidator(validators[1])] if MEMBERS.prefix else [])],
             # hivemind's 15 s are short for a loaded machine (note 13)
             startup_timeout=60,
             **options,

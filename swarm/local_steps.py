@@ -10,7 +10,7 @@ import torch
 from hivemind.compression import CompressionBase
 
 from swarm.gradients import GradientAverager
-from swarm.sparse import SparseCompression
+from swarm.sparse import TopKCompression
 from swarm.states import list_params
 
 
@@ -154,7 +154,7 @@ class LocalStepsAverager(GradientAverager):
     # the epoch of the last round of local steps, and the one after the last that succeeded
     _taken_epoch, _expected_epoch = 0, 0
 
-    def __init__(self, *args, sparse: SparseCompression | None, **kwargs):
+    def __init__(self, *args, sparse: TopKCompression | None, **kwargs):
         """:param sparse: how it is sent then; default: like gradients"""
         self.sparse, self._is_local = sparse, multiprocessing.Value(ctypes.c_bool)
         super().__init__(*args, **kwargs)

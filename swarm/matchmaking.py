@@ -16,7 +16,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
-from swarm.guard import PeersLied
+from swarm.guard import MaliciousPeersError
 from swarm.line import LINE, from_line
 from swarm.plan import PLAUSIBLE_MBITS
 from utils import find_peer_id
@@ -61,7 +61,7 @@ def is_signed(standing: object, peer_id: PeerID) -> bool:
         return False
 
 
-class PromptKeyManager(GroupKeyManager):
+class NonBlockingKeyManager(GroupKeyManager):
     """Tells beside the round that no group is looked for any more.
 
     hivemind begins the round only when the DHT has stored that, which dead nodes delay by many seconds, while the rest
@@ -90,7 +90,7 @@ class PromptKeyManager(GroupKeyManager):
         return await super().get_averagers(group_key, only_active)
 
 
-class PromptMatchmaking(Matchmaking):
+class EarlyStartMatchmaking(Matchmaking):
     """Starts a group as soon as the epoch has ended here and every peer that is known to be there has come.
 
     hivemind waits for a full group or until matchmaking_time has passed: a swarm smaller than target_group_size waits
@@ -156,18 +156,21 @@ class PromptMatchmaking(Matchmaking):
         leaders.update_triggered.set()
 
     async def follower_assemble_group(self, leader: PeerID, message: averaging_pb2.MessageFromLeader) -> GroupInfo:
-        """hivemind's, where the leader passes on what the members have said, this peer among them; else PeersLied."""
+        """Check what the leader says of the members.
+
+        :raises MaliciousPeersError: it does not pass on what they have said, this peer among them
+        """
         own = self.step_control.data_for_gather
         said = dict(zip(map(PeerID, message.ordered_peer_ids), message.gathered, strict=False))
         is_true = said.get(self.peer_id) == own and len(said) == len(message.gathered)
         try:
             parsed = {peer: read_gathered(data)[1] for peer, data in said.items()}
         except ValueError as e:  # an honest leader has refused it
-            raise PeersLied({leader: f"leads a group of which a member {e}"}) from e
+            raise MaliciousPeersError({leader: f"leads a group of which a member {e}"}) from e
         if is_true and isinstance(parsed[self.peer_id], list):
             is_true = all(is_signed(gathered, peer) for peer, gathered in parsed.items())
         if not is_true:
-            raise PeersLied({leader: "forges what its followers say of themselves"})
+            raise MaliciousPeersError({leader: "forges what its followers say of themselves"})
         return await super().follower_assemble_group(leader, message)
 
     async def leader_assemble_group(self) -> GroupInfo:
@@ -221,7 +224,7 @@ class PromptMatchmaking(Matchmaking):
             is_awaited = self.is_looking_for_group and context.remote_id.to_bytes() in self.expected
             if is_awaited and self.current_leader is None and not self.assembled_group.done():
                 # this search ends, the optimizer bans the peer, and the next search does not wait for it
-                self.assembled_group.set_exception(PeersLied({context.remote_id: str(e)}))
+                self.assembled_group.set_exception(MaliciousPeersError({context.remote_id: str(e)}))
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         try:

@@ -73,7 +73,7 @@ def explain_refusal(error: Exception) -> str | None:
     return REASONS.get(match[1]) if match else None
 
 
-class SharedDictionary:
+class SharedMemoryDict:
     """A small dictionary that this process and its helpers, forked later, share."""
 
     def __init__(self, size: int, value: dict):
@@ -142,10 +142,10 @@ class Members:
             own = self.issue_own()
         self.own_id = find_peer_id(RecordValidator().local_public_key)
         size = 64 * MAX_MEMBERS + MAX_LIST_BYTES + MAX_PASS_BYTES
-        self.known = SharedDictionary(size, {"pass": own, "revocations": b"", "peers": {}})
-        self.strangers = SharedDictionary(2**16, {})
+        self.known = SharedMemoryDict(size, {"pass": own, "revocations": b"", "peers": {}})
+        self.strangers = SharedMemoryDict(2**16, {})
         self.look_at_ledger()
-        replace_client(MemberClient)
+        replace_client(AuthenticatedP2PClient)
 
     def issue_own(self) -> bytes:
         own_id = find_peer_id(RecordValidator().local_public_key)
@@ -347,7 +347,7 @@ def forget_records(node: DHTNode, peer_ids: frozenset[bytes]) -> None:
                     del item.value[subkey]
 
 
-class MemberClient(p2pclient.Client):
+class AuthenticatedP2PClient(p2pclient.Client):
     """hivemind's connection to its daemon, which all calls from and to other peers pass."""
 
     async def add_unary_handler(self, proto, handler, balanced=False):
@@ -400,7 +400,7 @@ class MemberClient(p2pclient.Client):
         return await super().stream_open(peer_id, protocols)
 
 
-class PassValidator(RecordValidatorBase):
+class CredentialValidator(RecordValidatorBase):
     """Under every key, only records of members: each carries the pass of its owner."""
 
     priority = 20  # outside of the signature

@@ -18,13 +18,13 @@ from hivemind.utils import get_dht_time
 
 from arguments import AveragingArguments
 from swarm.gradients import GradientAverager
-from swarm.guard import PeersLied
+from swarm.guard import MaliciousPeersError
 from swarm.line import LINE, from_line
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_when_dead
 from swarm.progress import FIRST_LOOK, ProgressTracker
-from swarm.rounds import NobodyInStep, OutOfStep, PeersGone
+from swarm.rounds import PeersBehindError, PeersUnreachableError, StateDivergedError
 from swarm.states import StateAverager, list_params
 
 logger = logging.getLogger("swarm")
@@ -44,7 +44,7 @@ PATIENT_EVERY = 5
 MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop that slept for hours has older ones
 
 
-class AveragingFailed(Exception):
+class AveragingError(Exception):
     """A gradient averaging round failed; its gradients are kept."""
 
 
@@ -534,18 +534,18 @@ class CollaborativeOptimizer:
         """Ban the peers that have made one of these rounds fail, or the search for its group."""
         for ended in controls:
             is_failure = ended is not None and ended.done() and not ended.cancelled()
-            if is_failure and isinstance(ended.exception(), PeersLied):
+            if is_failure and isinstance(ended.exception(), MaliciousPeersError):
                 self.tracker.ban(ended.exception().args[0])
 
     def _finish_round(self, control: StepControl, epoch: int) -> None:
         """Wait for the averaged gradients of this epoch, which are the optimizer's then.
 
-        :raises AveragingFailed: the round has failed, and its gradients go into the next one
+        :raises AveragingError: the round has failed, and its gradients go into the next one
         """
         try:
             group = self._wait_for_round(control)
         except (Exception, asyncio.CancelledError) as e:
-            if isinstance(e, PeersLied):
+            if isinstance(e, MaliciousPeersError):
                 self.tracker.ban(e.args[0])
             if not control.done():
                 control.cancel()
@@ -557,9 +557,9 @@ class CollaborativeOptimizer:
                 text = f"epoch {epoch}: averaging failed ({type(e).__name__}: {e}); the gradients of {samples} samples "
                 advice = ". Is this machine or its line too busy? --preflight tells" * (self._failures % 3 == 0)
                 logger.log(logging.WARNING if advice else logging.INFO, f"{text}go into the next round{advice}")
-                if isinstance(e, PeersGone):
+                if isinstance(e, PeersUnreachableError):
                     self.tracker.leave_out(e.args[0])
-            raise AveragingFailed("a round has failed") from e  # hivemind logs it where the round was in the background
+            raise AveragingError("a round has failed") from e  # hivemind logs it where the round was in the background
         group_id, *sent, lies = next(iter(group.values()))
         self._count_round(self.grad_averager.finish(*sent))
         self.tracker.ban(lies)
@@ -685,7 +685,7 @@ class CollaborativeOptimizer:
         try:
             with self.tracker.pause_updates():
                 self._average_and_step()
-        except AveragingFailed as e:
+        except AveragingError as e:
             self._try_again(e.__cause__)
             return
         self._offer_last_step(*before)
@@ -697,7 +697,7 @@ class CollaborativeOptimizer:
         self.rounds, self._failures = self.rounds + 1, 0
 
     def _average_and_step(self) -> None:
-        """:raises AveragingFailed: the round has failed, and nothing has changed"""
+        """:raises AveragingError: the round has failed, and nothing has changed"""
         averager, finish = self.state_averager, None
         if self.overlap:
             self._finish_background(self.averaging_timeout)
@@ -738,12 +738,12 @@ class CollaborativeOptimizer:
             self._retry_after = time.monotonic()
             self.tracker.fetch_soon(0.0)
             return
-        if isinstance(cause, OutOfStep):
+        if isinstance(cause, StateDivergedError):
             self.load_state_from_peers(*cause.args)
         elif self._has_missed_the_round():
             self.load_state_from_peers()
         else:
-            if isinstance(cause, NobodyInStep):  # nor can they come up, as long as rounds begin here
+            if isinstance(cause, PeersBehindError):  # nor can they come up, as long as rounds begin here
                 self._stop_waiting_for_late()
             # one of them may have ended the round by its death
             self.tracker.question(self.tracker.present, quiet_for=0.0)

@@ -19,7 +19,7 @@ from support.files import temporary_folder
 from swarm.addresses import explain_silence, get_peer_id
 from swarm.membership import MEMBERS
 from swarm.patches import install
-from swarm.vouching import ANSWER_SECONDS, Statement, ask_for_statements, choose_asked
+from swarm.vouching import ANSWER_SECONDS, RunAttestation, ask_for_statements, choose_asked
 
 CONNECT_SECONDS = 15.0
 NOBODY = PeerID(b"\x12\x20" + bytes(32))  # an id whose key is not known to anybody
@@ -61,7 +61,7 @@ async def find_peer(place: str) -> str | None:
     return None
 
 
-async def ask_from_outside(maddrs: list[str]) -> dict[PeerID, Statement]:
+async def ask_from_outside(maddrs: list[str]) -> dict[PeerID, RunAttestation]:
     """The statements of those of these peers that answer."""
     places = defaultdict(list)
     for maddr in maddrs:

@@ -22,8 +22,8 @@ from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.guard import GuardedContainer, GuardedReducer
-from swarm.matchmaking import PromptKeyManager, PromptMatchmaking
+from swarm.guard import RobustReducer, VerifyingContainer
+from swarm.matchmaking import EarlyStartMatchmaking, NonBlockingKeyManager
 
 ENVIRONMENT = {
     # Two public peers that dial each other at the same moment can both fail, and a round is lost: 10 of 20 first dials
@@ -81,10 +81,10 @@ def install_in_dht_process(protocol: type, node: type) -> None:
 
 def install_in_averager_process() -> None:
     """Replace matchmaking (notes 11, 22, 78, 82, 83, 85) and the parts of an all-reduce, in an averager's process."""
-    hivemind.averaging.averager.Matchmaking = PromptMatchmaking
-    hivemind.averaging.matchmaking.GroupKeyManager = PromptKeyManager
-    hivemind.averaging.allreduce.TensorPartContainer = GuardedContainer
-    hivemind.averaging.allreduce.TensorPartReducer = GuardedReducer
+    hivemind.averaging.averager.Matchmaking = EarlyStartMatchmaking
+    hivemind.averaging.matchmaking.GroupKeyManager = NonBlockingKeyManager
+    hivemind.averaging.allreduce.TensorPartContainer = VerifyingContainer
+    hivemind.averaging.allreduce.TensorPartReducer = RobustReducer
 
 
 def replace_client(client: type[p2pclient.Client]) -> None:

@@ -65,7 +65,7 @@ def count_bits(
 
 
 @dataclasses.dataclass
-class RoundPlan:
+class AllReducePlan:
     """What each peer of a group does in a round, in the group's order; all make the same plan of what all have
     gathered."""
 
@@ -77,7 +77,7 @@ class RoundPlan:
 
 def plan_round(
     bits: float, fractions: Sequence[float], modes: Sequence[AveragingMode], bandwidths: Sequence[float | None]
-) -> RoundPlan:
+) -> AllReducePlan:
     """Spare the others a long wait for a peer whose line is much slower: it averages nothing for them, and sends so
     many of its parts as it can in the time that the others need.
 
@@ -106,7 +106,7 @@ def plan_round(
         (own * (1 - part[i]) / shares[i] + (senders - (own > 0)) * part[i] * bits / rates[i])
         for i, own in enumerate(alone)
     )
-    return RoundPlan(fractions, modes, shares, min(seconds, 2 * longest))
+    return AllReducePlan(fractions, modes, shares, min(seconds, 2 * longest))
 
 
 def is_other_share(share: int, before: int) -> bool:

@@ -17,7 +17,7 @@ from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, 
 from support.console import format_count
 from swarm.dht import find_answering_peers, name_peers
 from swarm.line import LINE
-from swarm.vouching import Statement, ask_to_vouch, choose_asked
+from swarm.vouching import RunAttestation, ask_to_vouch, choose_asked
 from utils import find_peer_id, select_believable
 
 logger = logging.getLogger("swarm")
@@ -211,7 +211,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 lambda done: done.cancelled() or done.exception() or self._hear(done.result())
             )
 
-    def _hear(self, answers: dict[PeerID, Statement]) -> None:
+    def _hear(self, answers: dict[PeerID, RunAttestation]) -> None:
         workers = {worker for it in answers.values() if it.prefix == self.prefix for worker in it.workers}
         self.vouched = workers or self.vouched
 

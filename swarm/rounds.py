@@ -32,15 +32,15 @@ from swarm.guard import (
     NO_WEIGHT,
     REVERSED,
     TRUST_WEIGHT,
-    Lie,
-    PeersLied,
+    MaliciousPeersError,
+    ProtocolViolation,
     find_own_shares,
 )
 from swarm.line import LINE, from_line
 from swarm.matchmaking import read_gathered
 from swarm.patches import install_in_averager_process
 from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
-from swarm.sparse import SparseCompression
+from swarm.sparse import TopKCompression
 
 logger = logging.getLogger("swarm")
 
@@ -51,7 +51,7 @@ MAX_STRIKES = 3  # rounds in a row that a peer has broken, after which others do
 CONFIRM_SECONDS = 2.0  # until the failure that a peer blames on another one should show here too
 
 
-class OutOfStep(AllreduceException):
+class StateDivergedError(AllreduceException):
     """The group continues without this peer, which has to take over the state of one of those that do.
 
     Arguments: the epoch of that state, and the ids (bytes) of the peers that have it.
@@ -61,18 +61,18 @@ class OutOfStep(AllreduceException):
         return f"the group continues from another state, that of epoch {self.args[0]}"
 
 
-class NobodyInStep(AllreduceException):
+class PeersBehindError(AllreduceException):
     """All others of the group are behind this peer's state."""
 
 
-class PeersGone(AllreduceException):
+class PeersUnreachableError(AllreduceException):
     """The round has failed, and these peers (ids, bytes) neither send anything nor answer. Argument: the ids."""
 
     def __str__(self) -> str:
         return f"no answer from {name_peers(self.args[0])}"
 
 
-class PromptRunner(AllReduceRunner):
+class FailFastAllReduceRunner(AllReduceRunner):
     """A round that ends as soon as it cannot succeed any more: hivemind's continues to its end without the parts of a
     reducer that has failed, and tells nobody why."""
 
@@ -93,12 +93,12 @@ class PromptRunner(AllReduceRunner):
         :param share: send each so many-th part of the tensors; the weight of the others is 0
         :param turn: with which of them to begin
         :param takes_all: take the average of all parts anyway; otherwise keep the own values of those not sent
-        :param max_weight, are_parameters: see GuardedReducer
+        :param max_weight, are_parameters: see RobustReducer
         :param residual: of as many numbers as all tensors have, 0 in the beginning: what of them does not arrive. The
             tensors are then what others got, plus what comes back
         """
         super().__init__(*args, **kwargs)
-        sparse = kwargs["compression"] if isinstance(kwargs["compression"], SparseCompression) else None
+        sparse = kwargs["compression"] if isinstance(kwargs["compression"], TopKCompression) else None
         self.tensor_part_reducer.guard(max_weight, are_parameters, sparse)
         own = self.ordered_peer_ids.index(self.peer_id)
         self.tensor_part_container.guard(are_parameters and max_weight is not None, own if sparse else None)
@@ -206,7 +206,7 @@ class PromptRunner(AllReduceRunner):
                 yield answer
         except BannedException:
             logger.debug(f"sender {sender_index} is out of this round already")
-        except Lie as e:
+        except ProtocolViolation as e:
             self.note_lie(self.sender_peer_ids[sender_index], e)
             raise
         finally:
@@ -305,7 +305,7 @@ class PromptRunner(AllReduceRunner):
                 for rest, missing in zip(self.rests[index], reducer.missing, strict=True):
                     rest.add_(missing, alpha=sum(reducer.weights) / self.weight)
         except Exception as e:
-            if isinstance(e, Lie) and peer_id != self.peer_id:
+            if isinstance(e, ProtocolViolation) and peer_id != self.peer_id:
                 self.note_lie(peer_id, e)
             self.end_after(peer_id, e)
             raise
@@ -321,7 +321,7 @@ class PromptRunner(AllReduceRunner):
             raise self._future.exception()  # auxiliary peers take it for a success
 
 
-class VerifiedAverager(hivemind.DecentralizedAverager):
+class VerifyingAverager(hivemind.DecentralizedAverager):
     """Tells whose data verifiably entered the average, as hivemind reports success for rounds that failed.
 
     The result of a round maps each peer that took part completely, as seen from here, to what it gathered: no sender
@@ -333,7 +333,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
     is_urgent = False
     #: what it averages, in words
     content = "parameters"
-    #: of a round, shared with the averager's process, see PromptRunner
+    #: of a round, shared with the averager's process, see FailFastAllReduceRunner
     residual: torch.Tensor | None = None
     # each so many-th part of the tensors is sent in a round, the next one is that of this number
     _share, _turn = 1, 0
@@ -457,7 +457,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         bandwidths = [read_gathered(data)[2] for data in group_info.gathered]
         codec, part_size = kwargs["compression"], choose_part_size(bandwidths)
         bits = count_bits(tensors, codec, kwargs["tensor_infos"])
-        if isinstance(codec, SparseCompression):
+        if isinstance(codec, TopKCompression):
             part_size = codec.part_size
             bits *= codec.estimate_both_ways(sum(mode != AveragingMode.AUX for mode in modes))
         make_plan = partial(plan_round, bits, peer_fractions, modes)
@@ -475,7 +475,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         own_seconds = 2 * bits / (1e6 * LINE.mbits) if LINE.mbits else 0.0
         LINE.expect_round(plan.seconds, own_seconds)
         started = time.monotonic()
-        runner = PromptRunner(
+        runner = FailFastAllReduceRunner(
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
@@ -518,10 +518,10 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             # another peer was first to find out, and has left the round; ask to the end, or the next group would wait
             if (running := self._running_groups[group_info.group_id]).done():
                 if lies := running.result().lies:
-                    raise PeersLied(lies) from e
+                    raise MaliciousPeersError(lies) from e
                 await asyncio.wait({watch}, timeout=2 * self._patience + 0.5)
             if watch.done() and not watch.exception() and watch.result():
-                raise PeersGone(watch.result()) from e
+                raise PeersUnreachableError(watch.result()) from e
             if running.done():
                 self._strike(running.result().list_suspects())
             raise
@@ -542,8 +542,8 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._rounds_with.update(averaged)
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
-    def _judge(self, runner: PromptRunner) -> None:
-        """Raises PeersLied for those whose averages have for some rounds not been what they should."""
+    def _judge(self, runner: FailFastAllReduceRunner) -> None:
+        """Raises MaliciousPeersError for those whose averages have for some rounds not been what they should."""
         if not runner.weight:
             return
         weight = min(runner.weight, self.max_weight)
@@ -556,13 +556,15 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             self._trust[peer] += TRUST_WEIGHT * weight * (share - self._trust[peer])
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
             self._trust |= dict.fromkeys(out, 2 * LEAST_TRUST)  # when they are back
-            raise PeersLied(dict.fromkeys(out, "sends averages that own gradients are no part of"))
+            raise MaliciousPeersError(dict.fromkeys(out, "sends averages that own gradients are no part of"))
         is_reversed = container.find_share(weight, range(container.group_size)) < MOSTLY_REVERSED
         if is_reversed or any(share < REVERSED and self._trust[peer] < DOUBT for peer, share in shares.items()):
             raise AllreduceException("an average points away from what was sent for it")
 
     def _strike(self, suspects: list[PeerID]) -> None:
-        """Count a broken round, which may be chance; raises PeersLied for a peer that has broken several in a row.
+        """Count a broken round, which may be chance.
+
+        :raises MaliciousPeersError: a peer has broken several in a row
 
         Of two peers, of which one blames the other, the one with fewer rounds behind it counts: an attacker has to work
         for long before it can turn honest peers against each other.
@@ -573,7 +575,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
         self._strikes[peer] += 1
         if self._strikes[peer] >= MAX_STRIKES:
             self._strikes.clear()
-            raise PeersLied({peer: f"has broken {MAX_STRIKES} rounds in a row"})
+            raise MaliciousPeersError({peer: f"has broken {MAX_STRIKES} rounds in a row"})
 
     @property
     def _patience(self) -> float:
@@ -602,7 +604,7 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
             laggards = runner.list_laggards(are_reducers=looks < -10) if looks < 0 else []
             if 0 < 2 * len(laggards) < runner.group_size:  # else it is this peer's own line that is slow
                 runner.lies |= dict.fromkeys(laggards, "keeps a round waiting")
-                runner.end(laggards[0], PeersLied(runner.lies))
+                runner.end(laggards[0], MaliciousPeersError(runner.lies))
                 return []
             quiet_since = time.monotonic() - quiet_for
             # clients cannot be asked
@@ -620,6 +622,6 @@ class VerifiedAverager(hivemind.DecentralizedAverager):
                 silent = [peer for peer in quiet if runner.heard[peer] < quiet_since]
             if silent:
                 gone = [peer.to_bytes() for peer in silent]
-                runner.end(silent[0], PeersGone(gone))
+                runner.end(silent[0], PeersUnreachableError(gone))
                 return gone
         return []

@@ -48,7 +48,7 @@ def count_low_bits(numbers: int, count: int) -> int:
     return max(1, numbers // max(1, count)).bit_length() - 1
 
 
-class SparseCompression(CompressionBase):
+class TopKCompression(CompressionBase):
     """The largest entries of each chunk, in a few bits; what is 0 is never sent.
 
     It travels under the name of a codec of hivemind's that nobody uses here, whose place among the deserializers it
@@ -132,14 +132,14 @@ class SparseCompression(CompressionBase):
     def answer(self, average: torch.Tensor) -> runtime_pb2.Tensor:
         """The message of an average of what such messages held: all of it, in 4 bits, which a model learns as well from
         as from 8."""
-        return SparseCompression(density=1.0, bits=4).compress(average)
+        return TopKCompression(density=1.0, bits=4).compress(average)
 
     def estimate_compression_ratio(self, info: CompressionInfo | None) -> float:
         return min(1.0, (self.density * (self.bits + 2 - math.log2(self.density)) + 32 / CHUNK) / 32)
 
     def estimate_both_ways(self, senders: int) -> float:
         """Bits of a message and of the answer of so many senders' average, in messages, halved."""
-        answer = SparseCompression(1 - (1 - self.density) ** max(1, senders), bits=4)  # no two send the same
+        answer = TopKCompression(1 - (1 - self.density) ** max(1, senders), bits=4)  # no two send the same
         return (1 + answer.estimate_compression_ratio(None) / self.estimate_compression_ratio(None)) / 2
 
     @property
@@ -154,8 +154,8 @@ def spare_zeros(codec: CompressionBase) -> CompressionBase:
     """
     if isinstance(codec, RoleAdaptiveCompression):
         codec = copy.copy(codec)
-        codec.role_compressions = codec.role_compressions | {TensorRole.GRADIENT: SparseCompression()}
+        codec.role_compressions = codec.role_compressions | {TensorRole.GRADIENT: TopKCompression()}
     return codec
 
 
-serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = SparseCompression()
+serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = TopKCompression()

@@ -35,10 +35,10 @@ from hivemind.utils.asyncio import aiter_with_timeout
 from swarm.downloads import (
     MAX_HISTORY_DIGEST,
     Donor,
-    Download,
-    Snapshot,
-    StaleState,
-    UnusableState,
+    InvalidStateError,
+    MultiSourceDownload,
+    StaleStateError,
+    StateSnapshot,
     copy_together,
     group_donors,
     read_description,
@@ -49,7 +49,7 @@ from swarm.gradients import GradientAverager
 from swarm.line import LINE
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED
-from swarm.rounds import VerifiedAverager
+from swarm.rounds import VerifyingAverager
 
 logger = logging.getLogger("swarm")
 
@@ -106,7 +106,7 @@ def name_step(digest: str) -> str:
     return f"{digest} step"
 
 
-class StateAverager(TrainingStateAverager, VerifiedAverager):
+class StateAverager(TrainingStateAverager, VerifyingAverager):
     """Gives states to peers that join, and takes them: from several donors, of which some may fail, in bounded time.
 
     hivemind (note 25) tries forever, believes what it gets, and ends with the first answer that is truncated.
@@ -128,7 +128,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
         self._lock_step = threading.Lock()
         self._history_digest = multiprocessing.Array(ctypes.c_char, MAX_HISTORY_DIGEST)
         # kept for those who fetch them, and to whom states are given: when each has asked last
-        self._snapshots: list[Snapshot] = []
+        self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots, self._asked = asyncio.Lock(), {}
         # what the averager's process asks the other one for: a state, or the last step
         self._wants_step = multiprocessing.Value(ctypes.c_bool)
@@ -239,7 +239,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             description = snapshot.description
         yield averaging_pb2.DownloadData(metadata=self.serializer.dumps(description))
 
-    async def _take_snapshot(self, peer: PeerID, epoch: int, digest: str | None) -> Snapshot | None:
+    async def _take_snapshot(self, peer: PeerID, epoch: int, digest: str | None) -> StateSnapshot | None:
         """The present state, or the last one that was kept when there is no room for another; or a step, if that is
         the last one and no round has begun since."""
         async with self._lock_snapshots:
@@ -258,7 +258,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 metadata = self.serializer.loads(metadata)
                 if metadata["epoch"] < epoch or digest is not None and metadata["lineage"] != wanted:
                     return None
-                snapshot = await asyncio.to_thread(Snapshot, metadata, tensors, infos)
+                snapshot = await asyncio.to_thread(StateSnapshot, metadata, tensors, infos)
                 if len(self._snapshots) >= MAX_SNAPSHOTS:
                     self._snapshots.remove(min(unused, key=lambda snapshot: snapshot.last_use))
                 self._snapshots.append(snapshot)
@@ -266,7 +266,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
             snapshot.used[peer] = time.monotonic()
             return snapshot
 
-    async def _drop_when_unused(self, snapshot: Snapshot) -> None:
+    async def _drop_when_unused(self, snapshot: StateSnapshot) -> None:
         while (left := min(snapshot.last_use + KEPT, snapshot.taken + LONGEST_KEPT) - time.monotonic()) > 0:
             await asyncio.sleep(min(left, KEPT))
         with contextlib.suppress(ValueError):  # it has made room for another
@@ -592,19 +592,21 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
     ) -> list[torch.Tensor] | None:
         """What all of these donors have, unless all of them fail."""
         self.received[:] = 0, 0, 0
-        download = Download(group, self._request, self.patience, self.state_compression, self.received)
+        download = MultiSourceDownload(group, self._request, self.patience, self.state_compression, self.received)
         note_failure = partial(self._note_failure, failures)
         try:
             if await asyncio.wait_for(download.fetch(note_failure), timeout):
                 return download.tensors
         except TimeoutError:
             for donor in download.donors:
-                note_failure(donor.peer, UnusableState(f"it has not come within {timeout:.0f} s"))
+                note_failure(donor.peer, InvalidStateError(f"it has not come within {timeout:.0f} s"))
         return None
 
     def _note_failure(self, failures: dict[PeerID, int], peer: PeerID, error: Exception) -> None:
         failures[peer] += 1
-        reason = str(error) if isinstance(error, UnusableState) else f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = (
+            str(error) if isinstance(error, InvalidStateError) else f"{type(error).__name__}: {error}".splitlines()[0]
+        )
         logger.info(f"the state of peer {peer} cannot be used ({reason}), asking another one")
 
     async def _ask_for_descriptions(
@@ -625,7 +627,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 async for message in stream:
                     metadata = self.serializer.loads(message.metadata)
                     return read_description(peer, metadata, request[0], wanted, optimizer)
-                raise UnusableState("it sent none")
+                raise InvalidStateError("it sent none")
             finally:
                 await stream.aclose()
 
@@ -638,7 +640,7 @@ class StateAverager(TrainingStateAverager, VerifiedAverager):
                 for task in done:
                     try:
                         donors.append(task.result())
-                    except StaleState:
+                    except StaleStateError:
                         continue
                     except Exception as e:  # a stranger's bytes and a broken network raise whatever they like
                         self._note_failure(failures, asked[task], e)

@@ -26,7 +26,7 @@ VOUCH = "vouch"  # the name of the request
 ANSWER_SECONDS, ASKED = 5.0, 8  # to wait for an answer; peers that are asked
 
 
-class Statement(BaseModel):
+class RunAttestation(BaseModel):
     """What a peer says of its run."""
 
     prefix: constr(strict=True, max_length=256)
@@ -37,7 +37,7 @@ class Statement(BaseModel):
 
 async def answer_vouching(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None:
     """Runs in the DHT's process: from now on, tell newcomers what `vouch` has said last."""
-    await set_statement(dht, node, Statement(prefix=prefix))
+    await set_statement(dht, node, RunAttestation(prefix=prefix))
 
     async def tell(_: BytesValue, context: P2PContext) -> BytesValue:
         return BytesValue(value=MSGPackSerializer.dumps(node.statement.dict()))
@@ -45,30 +45,30 @@ async def answer_vouching(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None
     await node.p2p.add_protobuf_handler(VOUCH, tell, BytesValue)
 
 
-async def set_statement(_: hivemind.DHT, node: DHTNode, statement: Statement) -> None:
+async def set_statement(_: hivemind.DHT, node: DHTNode, statement: RunAttestation) -> None:
     node.statement = statement
 
 
-def vouch(dht: hivemind.DHT, statement: Statement) -> None:
+def vouch(dht: hivemind.DHT, statement: RunAttestation) -> None:
     """Tell this to newcomers from now on, without waiting."""
     dht.run_coroutine(partial(set_statement, statement=statement), return_future=True)
 
 
-async def ask_to_vouch(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, Statement]:
+async def ask_to_vouch(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """Runs in the DHT's process: the statements of those of these peers that answer."""
     return await ask_for_statements(node.p2p, peers)
 
 
-async def ask_for_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, Statement]:
+async def ask_for_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """:raises UserError: all that answer say that this peer is not a member of their run"""
 
-    async def ask(peer: PeerID) -> Statement:
+    async def ask(peer: PeerID) -> RunAttestation:
         answer = await p2p.call_protobuf_handler(peer, VOUCH, BytesValue(), BytesValue)
-        return Statement.parse_obj(MSGPackSerializer.loads(answer.value))
+        return RunAttestation.parse_obj(MSGPackSerializer.loads(answer.value))
 
     calls = (asyncio.wait_for(ask(peer), ANSWER_SECONDS) for peer in peers)
     answers = await asyncio.gather(*calls, return_exceptions=True)  # of whatever kind others' bytes make it
-    found = {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, Statement)}
+    found = {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, RunAttestation)}
     for peer, answer in zip(peers, answers, strict=True):
         if not found and (reason := explain_refusal(answer)):
             raise UserError(f"peer {peer} in --initial_peers does not let this one in: {reason}")
@@ -77,7 +77,7 @@ async def ask_for_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, Stat
 
 def ask_initial_peers(
     dht: hivemind.DHT, prefix: str, initial_peers: Iterable[str], is_new_run: bool
-) -> Statement | None:
+) -> RunAttestation | None:
     """What the peers in --initial_peers say of this run, see `combine`."""
     peers = choose_asked(initial_peers)
     return combine(dht.run_coroutine(partial(ask_to_vouch, peers=peers)) if peers else {}, prefix, is_new_run)
@@ -87,7 +87,7 @@ def choose_asked(initial_peers: Iterable[str]) -> list[PeerID]:
     return list(dict.fromkeys(map(get_peer_id, initial_peers)))[:ASKED]
 
 
-def combine(answers: dict[PeerID, Statement], prefix: str, is_new_run: bool) -> Statement | None:
+def combine(answers: dict[PeerID, RunAttestation], prefix: str, is_new_run: bool) -> RunAttestation | None:
     """What these say together of a run; None where none of them answers, or knows it.
 
     :param prefix: the run's; empty: that which they serve
@@ -125,4 +125,6 @@ def combine(answers: dict[PeerID, Statement], prefix: str, is_new_run: bool) -> 
     workers = list(dict.fromkeys(worker for answer in found.values() for worker in answer.workers))
     contract = next(iter(contracts.values()), None)
     flags = max(flags.values(), key=len, default="")
-    return Statement(prefix=prefix, contract=contract, flags=flags, workers=workers[:MAX_WORKERS]) if found else None
+    return (
+        RunAttestation(prefix=prefix, contract=contract, flags=flags, workers=workers[:MAX_WORKERS]) if found else None
+    )

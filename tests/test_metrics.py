@@ -20,8 +20,8 @@ import swarm  # noqa: F401 (it sets what hivemind's daemon reads: without, two p
 from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,
+    ContributorRegistry,
     RunContract,
-    Workers,
     aggregate_metrics,
     fetch_metrics,
     make_validators,
@@ -219,7 +219,7 @@ def name(peer_ids: list[bytes]) -> list[str]:
 
 def test_figures_are_those_of_peers_that_have_worked(monkeypatch):
     honest, strangers, late = make_ids("honest", 3), make_ids("stranger", 2000), make_ids("late", 1)[0]
-    workers = Workers()
+    workers = ContributorRegistry()
     assert workers.select({}) == set()
     first = {peer_id: make_metrics(1, partners=name([p for p in honest if p != peer_id])) for peer_id in honest}
     assert workers.select({honest[0]: first[honest[0]]}) == {honest[0]}  # who reports first
@@ -245,6 +245,6 @@ def test_figures_are_those_of_peers_that_have_worked(monkeypatch):
     # where none of them has made an epoch for long, anybody may begin
     monkeypatch.setattr("utils.WORKER_PATIENCE", -1.0)
     others = {peer_id: make_metrics(1, epoch_seconds=0.0) for peer_id in strangers[:2]}
-    known = Workers(honest)
+    known = ContributorRegistry(honest)
     known.select({peer_id: make_metrics(7, epoch_seconds=0.0) for peer_id in honest})
     assert known.select(others) == set(strangers[:2])

@@ -37,7 +37,7 @@ from machine.checkpoint import (
     set_aside,
     write_code,
 )
-from swarm.contract import RunSchedule
+from swarm.contract import TrainingSchedule
 from swarm.optimizer import CollaborativeOptimizer
 from utils import SwarmMetrics
 from viewing.history import pick
@@ -251,7 +251,7 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
     objective = model.objective
     trust = ", trust_remote_code=True" * model.is_remote_code()
     heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
-    samples = RunSchedule(**pick(settings, RunSchedule)).count_samples(stamp["epoch"])
+    samples = TrainingSchedule(**pick(settings, TrainingSchedule)).count_samples(stamp["epoch"])
     hours = (history[-1]["time"] - history[0]["time"]) / 3600
     speed = statistics.median(entry["samples_per_second"] for entry in history)
     options = OptimizerArguments(**pick(settings, OptimizerArguments))

@@ -15,7 +15,7 @@ from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.membership import MEMBERS
 from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
-from swarm.vouching import Statement, vouch
+from swarm.vouching import RunAttestation, vouch
 from utils import MAX_WORKERS, SwarmMetrics
 from viewing.page import StatusServer
 from viewing.report import RunReport
@@ -51,7 +51,7 @@ class Observer:
         self.own_flags = describe_shared(groups, find_typed(map(type, groups)))
         if self.dht.vouched:
             self.report.workers.ids |= set(self.dht.vouched.workers)
-        vouch(self.dht, self.dht.vouched or Statement(prefix=self.prefix, flags=self.own_flags))
+        vouch(self.dht, self.dht.vouched or RunAttestation(prefix=self.prefix, flags=self.own_flags))
         # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
         if self.dht.client_mode and (is_aux or self.needs_model):
             shut_down(self.dht)
@@ -128,7 +128,9 @@ class Observer:
         course.look_at_contract(self.dht, workers)
         # what this peer has seen of the run, and who is there
         known = [*workers.present][:MAX_WORKERS]
-        vouch(self.dht, Statement(prefix=self.prefix, contract=course.contract, flags=self.own_flags, workers=known))
+        vouch(
+            self.dht, RunAttestation(prefix=self.prefix, contract=course.contract, flags=self.own_flags, workers=known)
+        )
         if self.contract and course.contract:
             # once more: the first trainers may have come after this peer
             require_same(self.prefix, self.contract, [course.contract])

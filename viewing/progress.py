@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import hivemind
 
 from support.console import format_duration
-from swarm.contract import RunSchedule, choose_contract, fetch_contracts, read_schedule
+from swarm.contract import TrainingSchedule, choose_contract, fetch_contracts, read_schedule
 from swarm.processes import STOP_REQUESTED
-from utils import LocalMetrics, RunContract, Workers, find_peer_id
+from utils import ContributorRegistry, LocalMetrics, RunContract, find_peer_id
 
 RECENT_EPOCHS = 20  # whose median time tells when a run ends
 SCHEDULE_PERIOD = 20.0  # seconds between two looks at what changes only when another run begins
@@ -21,12 +21,12 @@ class RunCourse:
     """How far a run has come, for those who see what its trainers publish: the contracts have the schedule."""
 
     def __init__(self, prefix: str):
-        self.prefix, self.schedule, self.next_look = prefix, RunSchedule(), 0.0
+        self.prefix, self.schedule, self.next_look = prefix, TrainingSchedule(), 0.0
         #: that of most who have worked
         self.contract: RunContract | None = None
         self.is_gone = False
 
-    def look_at_contract(self, dht: hivemind.DHT, workers: Workers) -> None:
+    def look_at_contract(self, dht: hivemind.DHT, workers: ContributorRegistry) -> None:
         """Now and then, find out by which settings most train that have worked; it may wait for the DHT."""
         now = time.monotonic()
         if now < self.next_look or STOP_REQUESTED.is_set():
@@ -44,7 +44,7 @@ class RunCourse:
         epoch: int,
         records: list[tuple[str, LocalMetrics]],
         recent_seconds: Iterable[float],
-        workers: Workers,
+        workers: ContributorRegistry,
     ) -> dict[str, float]:
         """Like measure_progress; it may wait for the DHT.
 
@@ -65,7 +65,7 @@ def find_final_epoch(records: list[tuple[str, LocalMetrics]], total_steps: int |
 
 
 def measure_progress(
-    epoch: int, final_epoch: int | None, schedule: RunSchedule, recent_seconds: Iterable[float]
+    epoch: int, final_epoch: int | None, schedule: TrainingSchedule, recent_seconds: Iterable[float]
 ) -> dict[str, float]:
     """How far the swarm has come, and when it ends, by the names of files and dashboards; without what is not known.
 

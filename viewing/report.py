@@ -20,9 +20,9 @@ from support.files import append_line, lock_folder, read_json, write_file
 from swarm.processes import STOP_REQUESTED
 from utils import (
     FETCH_TIMEOUT,
+    ContributorRegistry,
     Evaluation,
     SwarmMetrics,
-    Workers,
     aggregate_metrics,
     describe_evaluation,
     fetch_progress,
@@ -84,7 +84,7 @@ class RunReport:
         self.progress = {name: known[name] for name in ("final_epoch", "swarm_samples") if name in known}
         #: looks in a row that found no trainer
         self.empty_looks = 0
-        self.workers = Workers(map(bytes.fromhex, summary.get("workers", [])))
+        self.workers = ContributorRegistry(map(bytes.fromhex, summary.get("workers", [])))
         self.older_reads, start = 0, time.monotonic()
         self.next_drawing, self.next_table = start + CURVE_PERIOD, start + TABLE_PERIOD
 

@@ -31,9 +31,9 @@ from support.console import format_bytes
 from support.signals import afterwards
 from swarm.joining import make_dht
 from utils import (
+    ContributorRegistry,
     LocalMetrics,
     SwarmMetrics,
-    Workers,
     aggregate_metrics,
     fetch_metrics,
     fetch_progress,
@@ -77,7 +77,11 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
     dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))
     losses: deque[float] = deque(maxlen=48)  # as many bars as fit
     seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
-    course, workers, last_epoch = RunCourse(prefix), Workers(dht.vouched.workers if dht.vouched else ()), None
+    course, workers, last_epoch = (
+        RunCourse(prefix),
+        ContributorRegistry(dht.vouched.workers if dht.vouched else ()),
+        None,
+    )
     with open_screen() as show:
         while True:
             snapshot = take_snapshot(dht, prefix, last_epoch, workers)
@@ -94,7 +98,9 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
             time.sleep(min(WATCH_PERIOD, refresh_period))
 
 
-def take_snapshot(dht: hivemind.DHT, prefix: str, last_epoch: int | None, workers: Workers) -> SwarmSnapshot:
+def take_snapshot(
+    dht: hivemind.DHT, prefix: str, last_epoch: int | None, workers: ContributorRegistry
+) -> SwarmSnapshot:
     records = select_believable(fetch_metrics(dht, prefix, FETCH_TIMEOUT, workers), last_epoch)
     # both have an epoch, and both may hold an absurd one
     progress = select_believable(list(fetch_progress(dht, prefix, FETCH_TIMEOUT).items()), last_epoch)

@@ -24,7 +24,7 @@ from experiment.data import make_eval_batches
 from experiment.model import make_model
 from machine.training import evaluate
 from support.console import format_duration
-from swarm.contract import RunSchedule
+from swarm.contract import TrainingSchedule
 from swarm.progress import ProgressTracker
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
@@ -121,7 +121,7 @@ def test_the_newest_evaluation_counts_and_of_several_the_one_in_the_middle():
 
 
 def test_progress_tells_samples_and_the_expected_end():
-    progress = measure_progress(40, 100, RunSchedule(4096), [10.0, 12.0, 500.0, 0.0])
+    progress = measure_progress(40, 100, TrainingSchedule(4096), [10.0, 12.0, 500.0, 0.0])
     assert progress == {
         "target_batch_size": 4096,
         "swarm_samples": 40 * 4096,
@@ -134,8 +134,8 @@ def test_progress_tells_samples_and_the_expected_end():
     # a trainer whose data end before the run does
     progress |= {"own_samples": 300, "sample_limit": 1200, "seconds_left": 60}
     assert format_progress(40, progress) == "25% of 1,200 samples of its data, ends in 60 s"
-    assert measure_progress(40, None, RunSchedule(), [1.0]) == {} and format_progress(40, {}) == ""
-    assert measure_progress(120, 100, RunSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
+    assert measure_progress(40, None, TrainingSchedule(), [1.0]) == {} and format_progress(40, {}) == ""
+    assert measure_progress(120, 100, TrainingSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
     durations = {42.4: "42 s", 119: "2 min", 7500: "2 h 5 min", 3600: "1 h", 93_600: "1 d 2 h", 9e6: "104 d 4 h"}
     assert {seconds: format_duration(seconds) for seconds in durations} == durations
     # peers may end at an epoch of their own: what most of them say

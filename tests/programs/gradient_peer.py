@@ -22,11 +22,11 @@ from support.console import setup_logging
 from swarm.gradients import GradientAverager
 from swarm.joining import make_dht
 from swarm.line import LINE
-from swarm.matchmaking import PromptMatchmaking
+from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.progress import ProgressTracker
-from swarm.sparse import SparseCompression
+from swarm.sparse import TopKCompression
 
 
 def make_gradient_optimizer(
@@ -74,7 +74,7 @@ def make_gradient_optimizer(
         client_mode=dht.client_mode,
         auxiliary=auxiliary,
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
-        local_steps=SparseCompression(density, bits=2) if density < 1 else None,
+        local_steps=TopKCompression(density, bits=2) if density < 1 else None,
         state_averaging=COMPRESSIONS["none"],
         load_state=COMPRESSIONS["none"],
     )
@@ -93,7 +93,7 @@ def collect_and_run(averager: GradientAverager, run=GradientAverager.run) -> Non
     run(averager)
 
 
-def ask_in_vain(matchmaking: PromptMatchmaking, leader: PeerID, ask=Matchmaking._request_join_group):
+def ask_in_vain(matchmaking: EarlyStartMatchmaking, leader: PeerID, ask=Matchmaking._request_join_group):
     """As where each leader is busy when it is asked first, and refuses."""
 
     async def refuse():

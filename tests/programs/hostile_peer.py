@@ -10,10 +10,10 @@ from hivemind.averaging.partition import TensorPartReducer
 
 from support.console import setup_logging
 from swarm.gradients import GradientAverager
-from swarm.guard import GuardedReducer
-from swarm.matchmaking import PromptMatchmaking
+from swarm.guard import RobustReducer
+from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.processes import clean_end
-from swarm.rounds import PromptRunner
+from swarm.rounds import FailFastAllReduceRunner
 from tests.programs import gradient_peer
 
 SENT = {
@@ -32,7 +32,7 @@ ANSWERED = {
 
 
 def drip(_: str) -> None:
-    generate = PromptRunner._generate_input_for_peer
+    generate = FailFastAllReduceRunner._generate_input_for_peer
 
     async def send_slowly(self, peer_index: int):
         print("lying", flush=True)
@@ -40,7 +40,7 @@ def drip(_: str) -> None:
             await asyncio.sleep(3.5)
             yield message
 
-    PromptRunner._generate_input_for_peer = send_slowly
+    FailFastAllReduceRunner._generate_input_for_peer = send_slowly
 
 
 def lead(_: str) -> None:
@@ -59,8 +59,8 @@ def lead(_: str) -> None:
             next(iter(self.current_followers.values())).gather = self.step_control.data_for_gather
         return await Matchmaking.leader_assemble_group(self)
 
-    PromptMatchmaking.look_for_group, PromptMatchmaking._request_join_group = look_first, follow_nobody
-    PromptMatchmaking.leader_assemble_group = forge
+    EarlyStartMatchmaking.look_for_group, EarlyStartMatchmaking._request_join_group = look_first, follow_nobody
+    EarlyStartMatchmaking.leader_assemble_group = forge
 
 
 def stay_away(_: str) -> None:
@@ -68,7 +68,7 @@ def stay_away(_: str) -> None:
         print("lying", flush=True)
         await asyncio.sleep(3600)
 
-    PromptMatchmaking.look_for_group = find_nobody
+    EarlyStartMatchmaking.look_for_group = find_nobody
 
 
 def claim_a_slow_line(_: str) -> None:
@@ -80,14 +80,14 @@ def claim_a_slow_line(_: str) -> None:
         await asyncio.sleep(3600)
         yield
 
-    PromptRunner._generate_input_for_peer = send_nothing
+    FailFastAllReduceRunner._generate_input_for_peer = send_nothing
 
 
 HOLDS_UP = {"drip": drip, "leader": lead, "absent": stay_away, "slow": claim_a_slow_line}
 
 
 def lie_as_sender(kind: str) -> None:
-    generate, begin = PromptRunner._generate_input_for_peer, PromptRunner.__init__
+    generate, begin = FailFastAllReduceRunner._generate_input_for_peer, FailFastAllReduceRunner.__init__
 
     def spoil(self, *args, **kwargs):
         begin(self, *args, **kwargs)
@@ -106,13 +106,13 @@ def lie_as_sender(kind: str) -> None:
             message.tensor_part.buffer = message.tensor_part.buffer[:-4]
             yield message
 
-    PromptRunner.__init__ = spoil
+    FailFastAllReduceRunner.__init__ = spoil
     if kind == "shape":
-        PromptRunner._generate_input_for_peer = spoil_shape
+        FailFastAllReduceRunner._generate_input_for_peer = spoil_shape
 
 
 def lie_as_reducer(kind: str) -> None:
-    finish = GuardedReducer.check_current_part_finished
+    finish = RobustReducer.check_current_part_finished
 
     def spoil(self):
         if self.current_part_accumulated_from == self.num_current_senders:
@@ -120,7 +120,7 @@ def lie_as_reducer(kind: str) -> None:
             self.accumulator, self.sent = ANSWERED[kind](self.accumulator), {}
         finish(self)
 
-    GuardedReducer.check_current_part_finished = spoil
+    RobustReducer.check_current_part_finished = spoil
 
 
 if __name__ == "__main__":

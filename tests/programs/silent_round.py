@@ -28,7 +28,7 @@ def note_shares(*args):
 runners = multiprocessing.Value("i", 0)
 
 
-class CountedRunner(swarm.rounds.PromptRunner):
+class CountedRunner(swarm.rounds.FailFastAllReduceRunner):
     def __init__(self, *args, **kwargs):
         with runners:
             runners.value += 1
@@ -39,7 +39,7 @@ class CountedRunner(swarm.rounds.PromptRunner):
             runners.value -= 1
 
 
-swarm.rounds.plan_round, swarm.rounds.PromptRunner = note_shares, CountedRunner
+swarm.rounds.plan_round, swarm.rounds.FailFastAllReduceRunner = note_shares, CountedRunner
 with clean_end():
     settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
     peers, maddrs = [], []

@@ -7,7 +7,7 @@ import swarm.rounds
 from arguments import parse_arguments
 
 
-class SilentRunner(swarm.rounds.PromptRunner):
+class SilentRunner(swarm.rounds.FailFastAllReduceRunner):
     rounds = 0  # of this process, as each averager has one of its own
 
     async def run(self):
@@ -19,7 +19,7 @@ class SilentRunner(swarm.rounds.PromptRunner):
             yield update
 
 
-swarm.rounds.PromptRunner = SilentRunner
+swarm.rounds.FailFastAllReduceRunner = SilentRunner
 groups = parse_arguments(*run_trainer.GROUPS)
 with run_trainer.clean_end():
     run_trainer.main(*groups)

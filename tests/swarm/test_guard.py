@@ -14,9 +14,9 @@ from swarm.guard import (
     FAR_TOO_LONG,
     MOSTLY_REVERSED,
     SKETCH_SIZE,
-    GuardedContainer,
-    GuardedReducer,
-    Lie,
+    ProtocolViolation,
+    RobustReducer,
+    VerifyingContainer,
     choose_factors,
     find_odd,
     find_own_shares,
@@ -60,7 +60,7 @@ def test_of_odd_gradients_little_counts():
 async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=False, senders=4) -> list[torch.Tensor]:
     """The averages of all parts, of which those senders that lie send no more."""
     shapes = [torch.Size([7]), torch.Size([3])]
-    reducer = GuardedReducer(shapes, senders)
+    reducer = RobustReducer(shapes, senders)
     reducer.guard(max_weight, are_parameters, None)
 
     async def send(index: int) -> list:
@@ -68,7 +68,7 @@ async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=Fal
         for number, part in enumerate(parts[index]):
             try:
                 averages.append(await reducer.accumulate_part(index, number, part, weight=weights[index]))
-            except Lie:
+            except ProtocolViolation:
                 reducer.num_parts_received[index] = number
                 reducer.on_sender_failed(index)
                 return averages
@@ -95,9 +95,9 @@ def test_weights_are_bounded_and_of_parameters_the_median_counts():
             assert average.tolist() == pytest.approx([median] * len(average))
 
 
-def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> GuardedContainer:
+def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> VerifyingContainer:
     """What is known after a round in which each of these peers has averaged one part of the own tensor."""
-    container = GuardedContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
+    container = VerifyingContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
     container.guard(are_parameters, None)
     for index, (average, part) in enumerate(zip(averages, own.chunk(len(averages)), strict=True)):
         container.register_processed_part(index, 0, average - part if average.shape == part.shape else average)
@@ -120,12 +120,12 @@ def test_a_false_average_is_found():
         assert false.find_share(weight, range(4)) < MOSTLY_REVERSED < 0.6 < container.find_share(weight, (1, 3))
         # who is the odd one itself blames nobody
         assert find_own_shares(give_averages(-10 * own, true), 0, weight) == {}
-    with pytest.raises(Lie, match="not finite"):
+    with pytest.raises(ProtocolViolation, match="not finite"):
         give_averages(own, [*true[:3], true[3] * math.nan])
-    with pytest.raises(Lie, match="shape"):
+    with pytest.raises(ProtocolViolation, match="shape"):
         give_averages(own, [*true[:3], torch.zeros(1)])
     give_averages(own, [part + 1e-3 for part in own.chunk(4)], are_parameters=True)
-    with pytest.raises(Lie, match="not near"):
+    with pytest.raises(ProtocolViolation, match="not near"):
         give_averages(own, [*own[:3750].chunk(3), true[3]], are_parameters=True)
 
 

@@ -30,7 +30,7 @@ from processes import run_python
 from arguments import AveragingArguments
 from support.console import UserError
 from swarm.line import Line
-from swarm.matchmaking import PromptKeyManager
+from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import CancellableStep, ResilientControlClient, install
 from swarm.processes import is_worth_a_line
 
@@ -90,7 +90,7 @@ def test_relays_pass_128_kb_unless_they_say_that_they_are_public():
 
 
 def test_a_group_waits_for_a_fixed_number_of_peers():
-    """Notes 11 and 22; PromptMatchmaking."""
+    """Notes 11 and 22; EarlyStartMatchmaking."""
     assert "self.target_group_size" in inspect.getsource(Matchmaking.rpc_join_group)
     assert "Matchmaking(" in inspect.getsource(hivemind.DecentralizedAverager._run_internal)
 
@@ -113,25 +113,25 @@ def test_a_state_is_believed_as_it_comes():
 
 
 def test_a_round_waits_for_a_peer_that_is_gone():
-    """Note 22; VerifiedAverager._end_when_a_peer_is_gone."""
+    """Note 22; VerifyingAverager._end_when_a_peer_is_gone."""
     assert "ping" not in inspect.getsource(AllReduceRunner)
 
 
 def test_a_follower_asks_nothing_of_its_leader():
-    """Note 70; PromptMatchmaking.expect: once accepted, it waits for the leader's message and nothing else."""
+    """Note 70; EarlyStartMatchmaking.expect: once accepted, it waits for the leader's message and nothing else."""
     joined = inspect.getsource(Matchmaking._request_join_group).split("pause_search")[1]
     assert "wait_for(anext(stream), time_to_expiration" in joined and "ping" not in joined
 
 
 def test_a_round_begins_when_the_dht_knows_that_no_group_is_looked_for():
-    """Note 78; PromptKeyManager."""
+    """Note 78; NonBlockingKeyManager."""
     assert "await cancel_and_wait(declare_averager_task)" in inspect.getsource(PotentialLeaders.begin_search)
     ended = inspect.getsource(PotentialLeaders._declare_averager_periodically).split("finally:")[1]
     assert "await key_manager.declare_averager(" in ended and "looking_for_group=False" in ended
 
 
 def test_the_dht_refuses_a_record_that_expires_earlier():
-    """Note 82; PromptMatchmaking.look_for_group."""
+    """Note 82; EarlyStartMatchmaking.look_for_group."""
     storage, soon = DHTLocalStorage(), get_dht_time() + 10
     key = DHTID.generate()
     assert storage.store_subkey(key, "peer", b"looks for a group", soon + 20)
@@ -141,14 +141,14 @@ def test_the_dht_refuses_a_record_that_expires_earlier():
 
 
 def test_each_leader_is_asked_once():
-    """Note 83; PromptMatchmaking.allow_to_ask."""
+    """Note 83; EarlyStartMatchmaking.allow_to_ask."""
     assert "self.past_attempts.add(" in inspect.getsource(PotentialLeaders.pop_next_leader)
     assert "past_attempts" not in inspect.getsource(Matchmaking)
 
 
-@pytest.mark.parametrize("kind, least, most", [(GroupKeyManager, 100, 10**9), (PromptKeyManager, 4, 6)])
+@pytest.mark.parametrize("kind, least, most", [(GroupKeyManager, 100, 10**9), (NonBlockingKeyManager, 4, 6)])
 def test_hivemind_alone_looks_for_leaders_without_a_pause(kind, least, most):
-    """Note 85; PromptKeyManager.get_averagers. As often as the DHT answers that no other peer looks for a group."""
+    """Note 85; NonBlockingKeyManager.get_averagers: each answer is that no other peer looks for a group."""
 
     class EmptyDHT:
         peer_id, looks = PeerID(b"a"), 0
@@ -200,7 +200,7 @@ def test_nobody_knows_less_of_an_epoch_than_others_wait_for():
 
 
 def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
-    """PromptRunner._communicate_with_peer: it has failed, and ends only when all other parts have come."""
+    """FailFastAllReduceRunner._communicate_with_peer: it has failed, and ends only when all other parts have come."""
     assert "finalize" not in inspect.getsource(AllReduceRunner._communicate_with_peer)
 
 
@@ -223,7 +223,7 @@ def test_peers_that_were_lost_are_not_looked_for():
 
 
 def test_auxiliary_peers_send_tensors_with_a_weight_of_zero():
-    """VerifiedAverager._run_allreduce_inplace_: the averager computes the modes, and does not pass them on."""
+    """VerifyingAverager._run_allreduce_inplace_: the averager computes the modes, and does not pass them on."""
     assert (
         "modes"
         not in inspect.getsource(hivemind.DecentralizedAverager._run_allreduce_inplace_).split("Runner(")[1][:400]
@@ -232,7 +232,7 @@ def test_auxiliary_peers_send_tensors_with_a_weight_of_zero():
 
 
 def test_a_group_is_full_of_auxiliary_peers():
-    """PromptMatchmaking.target_group_size."""
+    """EarlyStartMatchmaking.target_group_size."""
     assert "len(self.current_followers) + 1 >= self.target_group_size" in inspect.getsource(Matchmaking.rpc_join_group)
 
 
@@ -252,7 +252,7 @@ def test_the_epochs_of_clients_do_not_count():
 
 
 def test_nobody_holds_a_step():
-    """Note 81; VerifiedAverager._step in swarm/rounds.py: the next message takes the place of its task."""
+    """Note 81; VerifyingAverager._step in swarm/rounds.py: the next message takes the place of its task."""
     source = inspect.getsource(hivemind.DecentralizedAverager._run_internal)
     assert "task = asyncio.create_task(getattr(self, method)(*args, **kwargs))" in source
     assert "add(task" not in source and "append(task" not in source
@@ -345,7 +345,7 @@ def test_what_hivemind_says_of_a_failed_group_is_dropped(monkeypatch):
     def is_shown(name: str, text: str) -> bool:
         return is_worth_a_line(logging.LogRecord(name, logging.ERROR, __file__, 1, text, (), None))
 
-    task = "Exception in <Task finished name='Task-58' coro=<{}() done, defined at x.py:149> exception=PeersLied()>:"
+    task = "Exception in <Task finished name='Task-58' coro=<{}() done, defined at x.py:149> exception=OSError()>:"
     assert not is_shown("hivemind.utils.asyncio", task.format("Matchmaking._request_join_potential_leaders"))
     assert is_shown("hivemind.utils.asyncio", task.format("DHTNode._refresh"))
     assert not is_shown("hivemind.averaging.averager", "Averaging failed")

@@ -20,7 +20,7 @@ from processes import ROOT, Script, make_prefix, wait_until
 from swarms import Swarm, epochs
 
 from swarm.line import LINE, LONGEST_CLAIMED, PAYLOAD_SHARE, Line
-from swarm.matchmaking import PromptMatchmaking, read_gathered
+from swarm.matchmaking import EarlyStartMatchmaking, read_gathered
 from swarm.plan import PLAUSIBLE_MBITS, plan_round
 from swarm.progress import ProgressTracker
 
@@ -342,7 +342,7 @@ def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(monkeypatch, se
 
 
 def test_a_group_waits_for_all_then_for_most():
-    matchmaking = PromptMatchmaking.__new__(PromptMatchmaking)  # without its network
+    matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
     step = SimpleNamespace(triggered=True)
     matchmaking.__dict__.update(min_group_size=2, target_group_size=None, step_control=step)
 

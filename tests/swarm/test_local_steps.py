@@ -11,7 +11,7 @@ from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
-from swarm.contract import RunSchedule, describe_averaging, read_schedule
+from swarm.contract import TrainingSchedule, describe_averaging, read_schedule
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.progress import ProgressTracker
 from swarm.states import initialize_optimizer_state_
@@ -66,7 +66,7 @@ def test_samples_of_a_run_with_local_steps():
     averaging = AveragingArguments(target_batch_size=100, local_steps=25, local_steps_from=200)
     contract = RunContract(joined=0.0, contract={"schedule": "peak 1, total 500", **describe_averaging(averaging)})
     schedule = read_schedule(contract)
-    assert schedule == RunSchedule(100, 500, 25, 200)
+    assert schedule == TrainingSchedule(100, 500, 25, 200)
     assert [schedule.count_samples(epoch) for epoch in (0, 200, 201, 203)] == [0, 20_000, 22_500, 27_500]
 
 

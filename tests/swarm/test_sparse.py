@@ -9,7 +9,7 @@ from hivemind.proto import runtime_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.sparse import CHUNK, HEADER, MAX_NUMBERS, SparseCompression
+from swarm.sparse import CHUNK, HEADER, MAX_NUMBERS, TopKCompression
 
 SHAPES = [(1,), (7,), (3, 5), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,), (10, 1000), (2, 3, 2500)]
 
@@ -18,7 +18,7 @@ def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1e-3
 
 
-def send(codec: SparseCompression, tensor: torch.Tensor) -> torch.Tensor:
+def send(codec: TopKCompression, tensor: torch.Tensor) -> torch.Tensor:
     """Over hivemind's way: bytes, and the codec found by what the message says of itself."""
     message = codec.compress(tensor, CompressionInfo.from_tensor(tensor))
     return deserialize_torch_tensor(runtime_pb2.Tensor.FromString(message.SerializeToString()))
@@ -28,7 +28,7 @@ def send(codec: SparseCompression, tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("density", [0.01, 0.03, 0.5, 1.0])
 def test_the_largest_of_each_chunk_arrive(shape, density):
     tensor = random_tensor(*shape)
-    arrived = send(SparseCompression(density, bits=8), tensor)
+    arrived = send(TopKCompression(density, bits=8), tensor)
     assert arrived.shape == tensor.shape and arrived.dtype == torch.float32
     for numbers, own in zip(tensor.flatten().split(CHUNK), arrived.flatten().split(CHUNK), strict=True):
         is_sent = own != 0
@@ -42,7 +42,7 @@ def test_the_largest_of_each_chunk_arrive(shape, density):
 @pytest.mark.parametrize("bits, error", [(2, 0.12), (3, 0.07), (4, 0.04), (8, 0.005)])
 def test_errors_of_values(bits, error):
     tensor = random_tensor(100_000)
-    arrived = send(SparseCompression(0.03, bits), tensor)
+    arrived = send(TopKCompression(0.03, bits), tensor)
     is_sent = arrived != 0
     assert (arrived - tensor)[is_sent].norm() < error * tensor[is_sent].norm()
 
@@ -51,7 +51,7 @@ def test_errors_of_values(bits, error):
     "density, bits, most", [(0.03, 2, 0.0355), (0.03, 8, 0.0585), (0.01, 2, 0.0145), (0.1, 4, 0.13)]
 )
 def test_bytes_per_parameter(density, bits, most):
-    codec, tensor = SparseCompression(density, bits), random_tensor(2**18)
+    codec, tensor = TopKCompression(density, bits), random_tensor(2**18)
     size = len(codec.compress(tensor).buffer) / tensor.numel()
     assert size < most
     assert size == pytest.approx(4 * codec.estimate_compression_ratio(CompressionInfo.from_tensor(tensor)), rel=0.02)
@@ -59,7 +59,7 @@ def test_bytes_per_parameter(density, bits, most):
 
 def test_answers_hold_all_that_is_not_0():
     """hivemind makes the answers of a round with what stands in its table, whatever the sender's own density is."""
-    average = sum(send(SparseCompression(0.03, 2), random_tensor(20_000, seed=seed)) for seed in range(3)) / 3
+    average = sum(send(TopKCompression(0.03, 2), random_tensor(20_000, seed=seed)) for seed in range(3)) / 3
     answer = deserialize_torch_tensor(serialize_torch_tensor(average, runtime_pb2.QUANTILE_8BIT))
     assert torch.equal(answer != 0, average != 0) and 0.08 < (answer != 0).float().mean() < 0.09
     assert (answer - average).norm() < 0.1 * average.norm()
@@ -67,7 +67,7 @@ def test_answers_hold_all_that_is_not_0():
 
 def test_what_does_not_arrive_goes_on_in_later_rounds():
     """Error feedback: the sum of what arrives follows the sum of what was to be sent."""
-    codec, unsent, arrived = SparseCompression(0.03, 2), torch.zeros(10_000), torch.zeros(10_000)
+    codec, unsent, arrived = TopKCompression(0.03, 2), torch.zeros(10_000), torch.zeros(10_000)
     for _ in range(300):
         unsent += random_tensor(10_000)
         sent = send(codec, unsent)
@@ -77,7 +77,7 @@ def test_what_does_not_arrive_goes_on_in_later_rounds():
 
 
 def test_zeros_and_a_single_outlier():
-    codec = SparseCompression(0.03, 2)
+    codec = TopKCompression(0.03, 2)
     assert not send(codec, torch.zeros(5000)).any()
     tensor = random_tensor(5000)
     tensor[17] = 1e6
@@ -90,7 +90,7 @@ def test_what_is_not_finite_is_refused(number):
     tensor = random_tensor(5000)
     tensor[17] = number
     with pytest.raises(ValueError, match="not a sparse tensor"):
-        send(SparseCompression(0.03, 2), tensor)
+        send(TopKCompression(0.03, 2), tensor)
 
 
 def make_message(buffer: bytes, *shape: int) -> runtime_pb2.Tensor:
@@ -113,7 +113,7 @@ def make_message(buffer: bytes, *shape: int) -> runtime_pb2.Tensor:
 )
 def test_claims_are_checked_before_anything_is_allocated(buffer, shape):
     with pytest.raises(ValueError, match="not a sparse tensor"):
-        SparseCompression().extract(make_message(buffer, *shape))
+        TopKCompression().extract(make_message(buffer, *shape))
 
 
 @settings(max_examples=300, deadline=None, database=None)
@@ -123,7 +123,7 @@ def test_claims_are_checked_before_anything_is_allocated(buffer, shape):
 def test_whatever_comes_is_a_tensor_or_a_value_error(bits, tail, count, shape):
     for message in (make_message(HEADER.pack(bits, count) + tail, *shape), make_message(tail, *shape)):
         try:
-            assert SparseCompression().extract(message).isfinite().all()
+            assert TopKCompression().extract(message).isfinite().all()
         except ValueError as e:
             assert "not a sparse tensor" in str(e)
 
@@ -131,12 +131,12 @@ def test_whatever_comes_is_a_tensor_or_a_value_error(bits, tail, count, shape):
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.integers(1, 9000), st.sampled_from([0.01, 0.1, 1.0]), st.integers(2, 8), st.data())
 def test_changed_bytes_give_a_tensor_or_a_value_error(size, density, bits, data):
-    message = SparseCompression(density, bits).compress(random_tensor(size))
+    message = TopKCompression(density, bits).compress(random_tensor(size))
     buffer = bytearray(message.buffer)
     for place in data.draw(st.lists(st.integers(0, len(buffer) - 1), min_size=1, max_size=5)):
         buffer[place] = data.draw(st.integers(0, 255))
     try:
-        arrived = SparseCompression().extract(make_message(bytes(buffer), size))
+        arrived = TopKCompression().extract(make_message(bytes(buffer), size))
         assert arrived.shape == (size,) and arrived.isfinite().all()
     except ValueError as e:
         assert "not a sparse tensor" in str(e)

@@ -16,7 +16,7 @@ from swarm.downloads import (
     BLOCK,
     MAX_BLOCKS,
     Donor,
-    Snapshot,
+    StateSnapshot,
     allocate_together,
     differ,
     digest,
@@ -25,7 +25,7 @@ from swarm.downloads import (
     select_agreed,
 )
 from swarm.progress import find_majority_epoch
-from swarm.sparse import SparseCompression, spare_zeros
+from swarm.sparse import TopKCompression, spare_zeros
 
 NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
 MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds
@@ -193,7 +193,7 @@ def test_blocks_cover_all_numbers_once():
 def test_what_a_snapshot_gives_is_what_it_describes():
     torch.manual_seed(0)
     tensors = [torch.randn(2, BLOCK + 5), torch.tensor(3.0)]
-    snapshot = Snapshot(dict(epoch=1, lineage="a", optimizer_metadata=[]), tensors, make_infos(*tensors))
+    snapshot = StateSnapshot(dict(epoch=1, lineage="a", optimizer_metadata=[]), tensors, make_infos(*tensors))
     described = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 2)
     codec = LOAD_STATE_COMPRESSIONS["none"]
     for number, (index, start, stop) in enumerate(snapshot.blocks):
@@ -264,7 +264,7 @@ def test_the_gradients_of_a_missed_step_in_8_bits():
 
 def test_a_missed_step_of_sparse_updates_takes_a_third_of_the_bytes():
     torch.manual_seed(0)
-    update, codec = SparseCompression(0.03, bits=2), LOAD_STATE_COMPRESSIONS["8bit"]
+    update, codec = TopKCompression(0.03, bits=2), LOAD_STATE_COMPRESSIONS["8bit"]
     sent = [update.extract(update.compress(torch.randn(500, 1000) ** 3)) for _ in range(8)]
     average = update.extract(update.answer(sum(sent) / 8))
     info = CompressionInfo.from_tensor(average, key=0, role=TensorRole.GRADIENT)

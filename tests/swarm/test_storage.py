@@ -17,7 +17,7 @@ from records import attack, sign, start_dht_as
 
 from swarm.dht import DHT
 from swarm.line import LINE
-from swarm.matchmaking import PromptKeyManager
+from swarm.matchmaking import NonBlockingKeyManager
 from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode
 from utils import find_peer_id, make_validators
 
@@ -190,7 +190,7 @@ def test_a_search_that_fails_ends(kind, has_ended):
 def test_who_has_found_a_group_does_not_wait_for_the_dht(peers):
     """Note 78: where storing takes long, hivemind keeps the whole group waiting."""
     victim, soon = peers[0], get_dht_time() + 300
-    manager = PromptKeyManager(victim, f"{PREFIX}_state_averager", "", None)
+    manager = NonBlockingKeyManager(victim, f"{PREFIX}_state_averager", "", None)
     own = manager.current_key, victim.peer_id
     process = psutil.Process(victim.pid)
 

@@ -20,7 +20,7 @@ from swarm.contract import compare_with_run, confirm_contract, join_run, publish
 from swarm.dht import DHT
 from swarm.line import GRACE_SHARE, LINE, LONGEST_GRACE
 from swarm.progress import ProgressTracker
-from swarm.vouching import Statement, answer_vouching, ask_initial_peers, ask_to_vouch, set_statement, vouch
+from swarm.vouching import RunAttestation, answer_vouching, ask_initial_peers, ask_to_vouch, set_statement, vouch
 from utils import RunContract, make_validators
 
 
@@ -46,31 +46,31 @@ def make_contract(**terms: str) -> RunContract:
     return RunContract(joined=get_dht_time(), contract=terms)
 
 
-def tell(dht: DHT, asking: DHT, statement: Statement) -> None:
+def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
     vouch(dht, statement)
     ask = partial(ask_to_vouch, peers=[dht.peer_id])
     wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
 
 
 async def set_nonsense(dht, node, values: dict) -> None:
-    await set_statement(dht, node, Statement.construct(**values))
+    await set_statement(dht, node, RunAttestation.construct(**values))
 
 
 def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
     prefix, contract = make_prefix(), make_contract(learning_rate="0.1")
     with run_peer(prefix) as (one, _), run_peer(prefix, one) as (two, _), run_peer(prefix, one, two) as (newcomer, _):
         ask = partial(ask_initial_peers, newcomer, is_new_run=False)
-        assert ask(prefix, addresses(one)) == Statement(prefix=prefix)
+        assert ask(prefix, addresses(one)) == RunAttestation(prefix=prefix)
         assert ask(prefix, []) is None
         with pytest.raises(UserError, match=f"{one.peer_id} in --initial_peers serves run '{prefix}', not 'other'"):
             ask("other", addresses(one))
         assert ask_initial_peers(newcomer, "other", addresses(one), is_new_run=True) is None
 
-        tell(one, newcomer, Statement(prefix=prefix, contract=contract, workers=[b"a", b"b"]))
-        tell(two, newcomer, Statement(prefix=prefix, workers=[b"b", b"c"]))
+        tell(one, newcomer, RunAttestation(prefix=prefix, contract=contract, workers=[b"a", b"b"]))
+        tell(two, newcomer, RunAttestation(prefix=prefix, workers=[b"b", b"c"]))
         found = ask(prefix, addresses(one, two))
         assert found.contract == contract and found.workers == [b"a", b"b", b"c"]
-        tell(two, newcomer, Statement(prefix=prefix, contract=make_contract(learning_rate="0.2")))
+        tell(two, newcomer, RunAttestation(prefix=prefix, contract=make_contract(learning_rate="0.2")))
         with pytest.raises(UserError, match=f"disagree.*{one.peer_id}, {two.peer_id}"):
             ask(prefix, addresses(one, two))
         for values in (
@@ -86,7 +86,7 @@ def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
 def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
     prefix, shared = make_prefix(), "--optim adamw --learning_rate 0.1 --config_path configs/demo.json"
     with run_peer(prefix) as (one, _), run_peer("other", one) as (two, _), run_peer(prefix, one) as (three, _):
-        tell(one, three, Statement(prefix=prefix, flags=shared))
+        tell(one, three, RunAttestation(prefix=prefix, flags=shared))
         command = ["run_trainer.py", "--initial_peers", *addresses(one), "--config_path", "./configs/demo.json"]
         # what nobody was told is the first trainer's to choose
         command += ["--total_steps", "9000"]
@@ -109,25 +109,25 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         require_vouched(vouched.copy(update={"contract": make_contract(a="b")}), groups)
 
         # of several peers, one may have been given more than another
-        tell(three, one, Statement(prefix=prefix, flags="--optim adamw --seed 3"))
+        tell(three, one, RunAttestation(prefix=prefix, flags="--optim adamw --seed 3"))
         both = addresses(one, three)
         assert ask_initial_peers(two, prefix, both, is_new_run=False).flags == shared
-        tell(three, one, Statement(prefix=prefix, flags="--optim lamb"))
+        tell(three, one, RunAttestation(prefix=prefix, flags="--optim lamb"))
         with pytest.raises(UserError, match="disagree on the settings"):
             ask_initial_peers(two, prefix, both, is_new_run=False)
-        tell(three, one, Statement(prefix=prefix))
+        tell(three, one, RunAttestation(prefix=prefix))
 
         # what has worked goes before what a monitor was told; and nothing leads to files of this machine
         flags = "--seed 7 --tokenizer_path data/mine --model_name_or_path gpt2 --config_path configs/../README.md"
         contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {prefix}x"})
-        tell(one, three, Statement(prefix=prefix, contract=contract, flags=shared))
+        tell(one, three, RunAttestation(prefix=prefix, contract=contract, flags=shared))
         settings = [f"--experiment_prefix={prefix}", "--seed=7"]
         assert find_settings(SwarmArguments("", addresses(one))) == settings
         assert adopt(groups, settings)[1].seed == 7
         for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
             with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* of --initial_peers; --no_adopt"):
                 adopt(groups, [wrong])
-        tell(three, one, Statement(prefix=prefix, contract=make_contract(a="c")))
+        tell(three, one, RunAttestation(prefix=prefix, contract=make_contract(a="c")))
         for names, others, words in (
             (prefix, (one, three), "disagree"),
             ("", (one, two), f"several runs: choose one by --experiment_prefix \\('other', '{prefix}'\\)"),
@@ -135,7 +135,7 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         ):
             with pytest.raises(UserError, match=words):
                 find_settings(SwarmArguments(names, addresses(*others)))
-        tell(two, three, Statement(prefix="an/other"))
+        tell(two, three, RunAttestation(prefix="an/other"))
         assert find_settings(SwarmArguments("an/other", addresses(two))) == ["--experiment_prefix=an/other"]
         with pytest.raises(UserError, match="serve run 'an/other': if you trust that"):
             find_settings(SwarmArguments("", addresses(two)))
@@ -160,14 +160,14 @@ def test_a_strangers_contract_locks_nobody_out():
         assert compare_with_run(newcomer, prefix, terms) == 0
         confirm_contract(newcomer, prefix, mine)
         # now somebody has worked, by other terms
-        tell(monitor, newcomer, Statement(prefix=prefix, contract=make_contract(learning_rate="0.2")))
+        tell(monitor, newcomer, RunAttestation(prefix=prefix, contract=make_contract(learning_rate="0.2")))
         with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
             confirm_contract(newcomer, prefix, mine)
         with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
             join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
         assert mine.flags == flags
-        tell(monitor, newcomer, Statement(prefix=prefix, contract=make_contract(**terms)))
-        newcomer.vouched = Statement(prefix=prefix)
+        tell(monitor, newcomer, RunAttestation(prefix=prefix, contract=make_contract(**terms)))
+        newcomer.vouched = RunAttestation(prefix=prefix)
         confirm_contract(newcomer, prefix, mine)
         assert newcomer.vouched.contract.contract == terms
 
@@ -211,14 +211,14 @@ def test_who_came_early_hears_later_who_has_worked():
     with run_peer(prefix) as (monitor, _), run_peer(prefix, monitor) as (early, _):
         tracker = ProgressTracker(early, prefix, target_batch_size=10**6, private_key=RSAPrivateKey(), start=True)
         try:
-            tell(monitor, early, Statement(prefix=prefix, workers=[b"a", b"b"]))
+            tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"a", b"b"]))
             assert not tracker.trusted
             tracker.ask_who_works()
             wait_until(lambda: tracker.trusted == {b"a", b"b"}, 20, "the workers")
-            tell(monitor, early, Statement(prefix="other", workers=[b"c"]))
+            tell(monitor, early, RunAttestation(prefix="other", workers=[b"c"]))
             tracker.ask_who_works()
             wait_until(tracker._asked.done, 20, "an answer about another run")
-            tell(monitor, early, Statement(prefix=prefix, workers=[b"d"]))
+            tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"d"]))
             assert tracker.trusted == {b"a", b"b"}
             tracker.ask_who_works()
             wait_until(lambda: tracker.trusted == {b"d"}, 20, "the newest")
