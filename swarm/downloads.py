@@ -1,7 +1,7 @@
 """A state in blocks: a donor describes it and gives any of them; who joins fetches them from all donors that have it.
 And the gradients of a step in the same way, for those who have the state before it.
 
-Peers of one epoch and history digest have the same state but for the last bits, as they have averaged in another order
+Peers of one epoch and lineage have the same state but for the last bits, as they have averaged in another order
 and through compression: no hash tells whether they do. Here each block is compared by its norm and its sum, between
 donors before anything is fetched, and with what has arrived.
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger("swarm")
 
 BLOCK = 2**16  # elements that are asked for, checked and, when a donor breaks off, asked for again together
 MAX_BLOCKS = 256  # in one request
-MAX_HISTORY_DIGEST = 64  # bytes
+MAX_LINEAGE = 64  # bytes
 UNDER_WAY = 2  # requests to each donor: while one of them is on its way, the donor answers the other
 # of a donor's line that a request takes: more than that is in flight, but all wait for the slowest one at the end
 LEAST_SECONDS, MOST_SECONDS = 0.1, 0.5
@@ -112,7 +112,7 @@ class StateSnapshot:
     """A state, or the gradients of a step, that a donor keeps while it is being fetched."""
 
     def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo]):
-        self.epoch, self.history_digest, self.tensors, self.infos = (
+        self.epoch, self.lineage, self.tensors, self.infos = (
             metadata["epoch"],
             metadata["lineage"],
             tensors,
@@ -201,9 +201,9 @@ def read_description(
     :raises InvalidStateError: something is missing or wrong
     """
     if not isinstance(metadata, dict) or not isinstance(metadata.get("lineage"), str):
-        raise InvalidStateError("it has no history digest")
-    if len(metadata["lineage"].encode()) > MAX_HISTORY_DIGEST:
-        raise InvalidStateError("its history digest is too long")
+        raise InvalidStateError("it has no lineage")
+    if len(metadata["lineage"].encode()) > MAX_LINEAGE:
+        raise InvalidStateError("its lineage is too long")
     if type(metadata.get("epoch")) is not int:
         raise InvalidStateError("it has no epoch")
     if metadata["epoch"] < min_epoch:

@@ -16,7 +16,7 @@ from swarm.rounds import PeersBehindError, StateDivergedError, VerifyingAverager
 
 
 def is_round_state(item: object) -> bool:
-    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, history digest,
+    """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, lineage,
     sketch of its parameters], signed, see sign_standing."""
     is_list = isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, list, bytes, bytes]
     return is_list and len(item[3]) == SKETCH_SIZE and all(type(number) is float for number in item[3])
@@ -29,15 +29,15 @@ class GradientAverager(VerifyingAverager):
     Averages peers of one state only: a peer that has lost a round would average its old gradients with everybody's new
     ones, forever one epoch behind; and two halves of a swarm that could not reach each other for a while, or a peer
     that has stepped alone, continue with other weights and moments than the rest. So peers gather their epoch and their
-    history digest (see StateAverager): the majority continues, the others take over its state. So does one of three or
+    lineage (see StateAverager): the majority continues, the others take over its state. So does one of three or
     more whose parameters have become others all the same, see `find_odd`.
     """
 
     is_urgent = True
     content = "gradients"
-    #: set by the optimizer: [epoch, whether the whole swarm averages in step, history digest] of the gradients
+    #: set by the optimizer: [epoch, whether the whole swarm averages in step, lineage] of the gradients
     round_state = [0, False, ""]
-    #: epoch and history digest of the state that the averaged gradients have moved on, and the group that made them;
+    #: epoch and lineage of the state that the averaged gradients have moved on, and the group that made them;
     #: None once the next round has begun. Set by the optimizer
     last_step: tuple[int, str, bytes] | None = None
 

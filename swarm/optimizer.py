@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -60,34 +61,6 @@ class CollaborativeOptimizer:
     times the batch, and what is averaged is how far each peer has come, see swarm/local_steps.py.
     """
 
-    #: peers whose gradients verifiably entered the last step, this one included
-    averaged_with = 1
-    #: rounds of this peer that succeeded, and that failed
-    rounds = 0
-    failed_rounds = 0
-    _failures = 0  # in a row
-    #: samples of this peer in the last step, and in all steps together
-    epoch_samples = 0
-    total_samples = 0
-    #: how often in a row a downloaded state was already behind the swarm when it arrived
-    late_downloads = 0
-    _download_after = -float("inf")  # time before which no download is tried
-    _download_from = 0  # the swarm's epoch before which none is tried
-    _retry_after = -float("inf")  # time of the look at the swarm's progress before which no round is tried
-    _waited_since: float | None = None  # for the last round, if others were waited for in vain; time of the DHT
-    _patient_from = 0  # the epoch before which nobody who is behind is waited for
-    #: ids of the others in the last round
-    last_group: frozenset[bytes] = frozenset()
-    #: the last rounds of gradients, which are looked for in advance, and of parameters
-    scheduled_grads: StepControl | None = None
-    scheduled_state: StepControl | None = None
-    _must_be_exact = True  # whether the next look at the others may show that they are a single epoch ahead
-    #: after a stop request: when it was first seen, and what had come and gone when that last changed, and when it did
-    _stop_seen: float | None = None
-    _last_traffic: tuple[tuple[int, int] | None, float] = (None, 0.0)
-    #: of an auxiliary peer: when its epoch began
-    _epoch_start = -float("inf")
-
     matchmaking_time = from_line("matchmaking_time")
     averaging_timeout = from_line("averaging_timeout")
     next_chunk_timeout = from_line("next_chunk_timeout")
@@ -121,6 +94,32 @@ class CollaborativeOptimizer:
         times = (averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout)
         LINE.fix(*times, averaging.next_chunk_timeout)  # in seconds; those that are None follow from the line
         self.dht, self.client_mode, self.auxiliary = dht, client_mode, auxiliary
+        #: peers whose gradients verifiably entered the last step, this one included
+        self.averaged_with = 1
+        #: rounds of this peer that succeeded, and that failed
+        self.rounds = 0
+        self.failed_rounds = 0
+        self._failures = 0  # in a row
+        #: samples of this peer in the last step, and in all steps together
+        self.epoch_samples = 0
+        self.total_samples = 0
+        #: how often in a row a downloaded state was already behind the swarm when it arrived
+        self.late_downloads = 0
+        self._download_after = -math.inf  # time before which no download is tried
+        self._download_from = 0  # the swarm's epoch before which none is tried
+        self._retry_after = -math.inf  # time of the look at the swarm's progress before which no round is tried
+        self._waited_since: float | None = None  # for the last round, if in vain for some peers; time of the DHT
+        self._patient_from = 0  # the epoch before which this peer waits for no straggler
+        #: ids of the others in the last round
+        self.last_group: frozenset[bytes] = frozenset()
+        #: the last rounds of gradients, which are looked for in advance, and of parameters
+        self.scheduled_grads: StepControl | None = None
+        self.scheduled_state: StepControl | None = None
+        self._must_be_exact = True  # whether the next look at the others may show that they are a single epoch ahead
+        #: after a stop request: when it was first seen, and what had come and gone when that last changed, and when
+        self._stop_seen: float | None = None
+        self._last_traffic: tuple[tuple[int, int] | None, float] = (None, 0.0)
+        self._epoch_start = -math.inf  # of an auxiliary peer
         self.averaging, self.average_state_every = averaging, averaging.average_state_every
         #: seconds spent so far while a group formed, and while gradients were averaged
         self.round_seconds = {"waiting": 0.0, "averaging": 0.0}
@@ -383,7 +382,7 @@ class CollaborativeOptimizer:
         if loaded is None:
             return False
         gradients, group_id = loaded
-        before = self.local_epoch, self.state_averager.history_digest
+        before = self.local_epoch, self.state_averager.lineage
         with self.grad_averager.get_tensors() as averaged_gradients:
             for tensor, gradient in zip(averaged_gradients, gradients, strict=True):
                 tensor.copy_(gradient)
@@ -471,7 +470,8 @@ class CollaborativeOptimizer:
         megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
         # what has to come within an epoch, with a connection as it was: a step
         step_share = min(1.0, self.state_averager.count_step_bits() / 8e6 / megabytes)
-        if self.late_downloads >= 3 or seconds * step_share > seconds / epochs:
+        is_too_slow = step_share * epochs > 1  # even a step takes longer to arrive than the swarm takes for an epoch
+        if self.late_downloads >= 3 or is_too_slow:
             pause = min(300.0, seconds * 2 ** max(0, self.late_downloads - 3))
             logger.warning(
                 f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "
@@ -484,7 +484,7 @@ class CollaborativeOptimizer:
     def _look_for_group(self) -> bool:
         """In good time before the epoch ends, so that the round begins as soon as it has ended; returns whether a group
         has formed, which waits for this peer, as that may count fewer samples than the others."""
-        digest = self.state_averager.history_digest
+        digest = self.state_averager.lineage
         self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
         others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
@@ -681,7 +681,7 @@ class CollaborativeOptimizer:
                 self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
             if self.tracker.peers_at_epoch:
                 return
-        before = self.local_epoch, self.state_averager.history_digest
+        before = self.local_epoch, self.state_averager.lineage
         try:
             with self.tracker.pause_updates():
                 self._average_and_step()

@@ -33,7 +33,7 @@ from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout
 
 from swarm.downloads import (
-    MAX_HISTORY_DIGEST,
+    MAX_LINEAGE,
     Donor,
     InvalidStateError,
     MultiSourceDownload,
@@ -102,7 +102,7 @@ def select_voters(peers: Iterable[PeerID], known: Sequence[bytes]) -> list[PeerI
 
 
 def name_step(digest: str) -> str:
-    """What the gradients that lead on from a state are called, where states go by their history digest."""
+    """What the gradients that lead on from a state are called, where states go by their lineage."""
     return f"{digest} step"
 
 
@@ -126,7 +126,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
 
     def __init__(self, *args, **kwargs):
         self._lock_step = threading.Lock()
-        self._history_digest = multiprocessing.Array(ctypes.c_char, MAX_HISTORY_DIGEST)
+        self._lineage = multiprocessing.Array(ctypes.c_char, MAX_LINEAGE)
         # kept for those who fetch them, and to whom states are given: when each has asked last
         self._snapshots: list[StateSnapshot] = []
         self._lock_snapshots, self._asked = asyncio.Lock(), {}
@@ -139,14 +139,14 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         super().__init__(*args, **kwargs)
 
     @property
-    def history_digest(self) -> str:
+    def lineage(self) -> str:
         """Names the common history of peers whose state is the same: a digest of the groups that each epoch was made
         with. Known to the averager's process too."""
-        return self._history_digest.value.decode()
+        return self._lineage.value.decode()
 
-    @history_digest.setter
-    def history_digest(self, value: str) -> None:
-        self._history_digest.value = value.encode()
+    @lineage.setter
+    def lineage(self, value: str) -> None:
+        self._lineage.value = value.encode()
 
     def patience(self) -> float:
         """Seconds without a message after which a donor is given up."""
@@ -233,7 +233,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
     async def _describe(
         self, peer: PeerID, epoch: int, digest: str | None = None
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Of a state of at least this epoch; or, where a history digest is named, of the step from this very state."""
+        """Of a state of at least this epoch; or, where a lineage is named, of the step from this very state."""
         description = {"epoch": -1, "lineage": ""}
         if self._state_sharing_priority.value >= epoch and (snapshot := await self._take_snapshot(peer, epoch, digest)):
             description = snapshot.description
@@ -246,8 +246,8 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             for snapshot in self._snapshots:
                 snapshot.used.pop(peer, None)  # who asks for a description fetches nothing else any more
             unused = [snapshot for snapshot in self._snapshots if time.monotonic() - snapshot.last_use > IN_USE]
-            wanted = self.history_digest if digest is None else name_step(digest)
-            snapshot = next((snapshot for snapshot in self._snapshots if snapshot.history_digest == wanted), None)
+            wanted = self.lineage if digest is None else name_step(digest)
+            snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == wanted), None)
             if snapshot is None and len(self._snapshots) >= MAX_SNAPSHOTS and not unused:
                 if digest is not None:
                     return None
@@ -275,9 +275,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
     async def _give_blocks(
         self, peer: PeerID, epoch: int, digest: str, numbers: list[int]
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        kept = [
-            snapshot for snapshot in self._snapshots if (snapshot.epoch, snapshot.history_digest) == (epoch, digest)
-        ]
+        kept = [snapshot for snapshot in self._snapshots if (snapshot.epoch, snapshot.lineage) == (epoch, digest)]
         if not kept or not 0 <= min(numbers) <= max(numbers) < len(kept[0].blocks):
             yield averaging_pb2.DownloadData(metadata=self.serializer.dumps({"gone": True}))
             return
@@ -306,7 +304,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
                 async for message in aiter_with_timeout(stream, FIRST_ANSWER if is_description else self.patience()):
                     if is_description:
                         metadata = self.serializer.loads(message.metadata)
-                        self._origins[int(metadata["epoch"]), str(metadata["lineage"])[:MAX_HISTORY_DIGEST]] = peer
+                        self._origins[int(metadata["epoch"]), str(metadata["lineage"])[:MAX_LINEAGE]] = peer
                         self._origins = dict(list(self._origins.items())[-2 * MAX_GIVING_RELAYED :])
                         message.metadata = self.serializer.dumps(metadata | {"origin": str(peer)})
                     passed += 1
@@ -325,8 +323,8 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         # hivemind counts the epoch first and steps then: who downloads in between gets the old parameters as new ones
         with self._lock_step:
             result = super().step(*args, increment_epoch=True, **kwargs)
-            history = f"{self.history_digest} {self.local_epoch} {self.group_id.hex()}"
-            self.history_digest = hashlib.sha256(history.encode()).hexdigest()[:16]
+            history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
+            self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
             self._declare_as_client()
             return result
 
@@ -346,7 +344,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             if self._wants_step.value:
                 return self._get_last_step()
             metadata, tensors, infos = super().get_current_state()
-            return metadata | {"lineage": self.history_digest}, copy_together(tensors, infos), infos
+            return metadata | {"lineage": self.lineage}, copy_together(tensors, infos), infos
 
     def _get_last_step(self):
         """The gradients of the last step while they are there, which is until the next round begins."""
@@ -371,7 +369,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             state, which is the one that is loaded; empty: no such peer is known, and the largest group decides
         :param avoid: ids of peers to ask last
         :param timeout: seconds for a whole state
-        :returns: whether parameters, optimizer, epoch and history digest are now that peer's
+        :returns: whether parameters, optimizer, epoch and lineage are now that peer's
         """
         future = self.start_download(min_epoch, donors, avoid, timeout)
         targets = (*list_params(self.optimizer), *self.extra_tensors)
@@ -391,7 +389,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         :param avoid: ids of peers not to ask
         :returns: them, and the id of the group that averaged them; None: nobody has them, or not any more
         """
-        future, own = MPFuture(), (self.local_epoch, self.history_digest)
+        future, own = MPFuture(), (self.local_epoch, self.lineage)
         self._outer_pipe.send(
             ("_run_download", [future, "_download_step"], dict(own=own, donors=donors, avoid=avoid, timeout=timeout))
         )
@@ -451,7 +449,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             for target, tensor in zip(targets, tensors, strict=False):
                 target.copy_(tensor)
             self.set_epoch(metadata["epoch"])
-            self.history_digest = metadata["lineage"]
+            self.lineage = metadata["lineage"]
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
         if not self.reuse_tensors and self.mode != AveragingMode.AUX:
@@ -464,7 +462,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         the values before it, for others those after it, as all peers do that lose their connection in it.
 
         :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
-            local_epoch, lineage (the history digest); all of it of types that torch.load reads with weights_only=True
+            local_epoch, lineage; all of it of types that torch.load reads with weights_only=True
         """
         with self.lock_optimizer, torch.no_grad():
             # a step in the background counts when it has ended, which is when it moves the schedule on
@@ -473,7 +471,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
                 "optimizer": copy.deepcopy(self.optimizer.state_dict()),
                 "scheduler": copy.deepcopy(self.scheduler.state_dict()),
                 "local_epoch": self.scheduler.last_epoch,
-                "lineage": self.history_digest,
+                "lineage": self.lineage,
             }
 
     def restore_state(self, state: dict) -> None:
@@ -502,7 +500,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             self.optimizer.load_state_dict({"state": copy.deepcopy(moments), "param_groups": own["param_groups"]})
             self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": self.scheduler.base_lrs})
             self.set_epoch(state["local_epoch"])
-            self.history_digest = state.get("lineage", "")
+            self.lineage = state.get("lineage", "")
         self._apply_optimizer_parameters_()
 
     def set_epoch(self, epoch: int) -> None:
@@ -538,7 +536,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             if group[0].key != (own[0], name_step(own[1])) or not isinstance(group_id, bytes):
                 continue
             if tensors := await self._fetch_from(group, timeout, failures):
-                return tensors, group_id[:MAX_HISTORY_DIGEST]
+                return tensors, group_id[:MAX_LINEAGE]
         return None
 
     async def _download_state(

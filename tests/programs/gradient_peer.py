@@ -215,7 +215,7 @@ def main() -> None:
         if args.leap_at and optimizer.local_epoch >= args.leap_at:
             args.leap_at = None
             optimizer.state_averager.set_epoch(optimizer.local_epoch + 1)
-            optimizer.state_averager.history_digest = "leapt"
+            optimizer.state_averager.lineage = "leapt"
             with optimizer.tracker.pause_updates():
                 optimizer.tracker.update_epoch(optimizer.local_epoch)
             optimizer._must_be_exact = False

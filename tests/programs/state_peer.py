@@ -58,7 +58,7 @@ with clean_end():
                 tensor.copy_(numbers).mul_(1 + 1e-6 * torch.rand(()).item())  # as no two peers are alike
             if "lie" in options:
                 list_tensors(averager)[options["lie"]].mul_(-1)
-        averager.history_digest = "common"
+        averager.lineage = "common"
         averager.local_epoch = averager.state_sharing_priority = 3
         print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
         sent = 0
@@ -70,7 +70,7 @@ with clean_end():
                     with averager._lock_step, torch.no_grad():
                         list_params(averager.optimizer)[0].add_(1)
                         averager.local_epoch = averager.state_sharing_priority = averager.local_epoch + 1
-                        averager.history_digest = f"common {averager.local_epoch}"
+                        averager.lineage = f"common {averager.local_epoch}"
     else:
         time.sleep(1)  # the donors' declarations
         known = [PeerID.from_base58(peer).to_bytes() for peer in options.get("known", [])]
@@ -81,7 +81,7 @@ with clean_end():
         metadata, tensors = future.result()
         averager.take_over(metadata, tensors)
         pairs = list(zip(list_tensors(averager), expected, strict=True))
-        facts = dict(epoch=averager.local_epoch, history_digest=averager.history_digest, donors=metadata["donors"])
+        facts = dict(epoch=averager.local_epoch, lineage=averager.lineage, donors=metadata["donors"])
         facts["kept"] = sum(tensor.untyped_storage().nbytes() for tensor in list_tensors(averager))
         facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
         print(json.dumps(facts | {"bytes": averager.received[0], "numbers": averager.received[1]}), flush=True)

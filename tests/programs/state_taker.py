@@ -19,12 +19,12 @@ with clean_end():
     optimizer = make_gradient_optimizer(dht, prefix, parameter, target_batch_size=10**6, group_size=2)
     own = next(iter(optimizer.opt.param_groups))["params"][0]
     for _ in range(int(times)):
-        optimizer.state_averager.local_epoch, optimizer.state_averager.history_digest = 0, "own"
+        optimizer.state_averager.local_epoch, optimizer.state_averager.lineage = 0, "own"
         with torch.no_grad():
             own.fill_(-1.0)
         loaded = optimizer.load_state_from_peers()
         state = optimizer.state_averager
         values = [own.min().item(), own.max().item(), parameter.mean().item()]
-        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.history_digest == "own", values=values)
+        facts = dict(loaded=loaded, epoch=state.local_epoch, own=state.lineage == "own", values=values)
         print(json.dumps(facts), flush=True)
     shut_down(dht, optimizer)

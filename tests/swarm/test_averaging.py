@@ -186,13 +186,13 @@ def test_late_peers_are_in_the_next_round(start):
         ("--group_size", 4, "--target_batch_size", 192),
     )
     own = {
-        "hurried": ("--matchmaking", 20, 5.5, "--cancels_at", 4),
+        "hurried": ("--matchmaking", 20, 9.5, "--cancels_at", 4),
         "late": ("--matchmaking", 20, 20, "--asks_in_vain"),
     }
     own["late"] += ("--skips", 5, "--slow_downloads", 4)
     peers = []
     for name in names:
-        flags = (*common, "--others", 3, *own.get(name, ("--matchmaking", 6, 6)))
+        flags = (*common, "--others", 3, *own.get(name, ("--matchmaking", 10, 10)))
         peers.append(start_peer(start, name, prefix, gradient=1.0, batch_size=16, others=peers[:1], flags=flags))
     wait_until(lambda: all(7 in epochs(peer) for peer in peers), 120, "seven epochs")
     counts = {

@@ -344,7 +344,7 @@ def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(monkeypatch, se
 def test_a_group_waits_for_all_then_for_most():
     matchmaking = EarlyStartMatchmaking.__new__(EarlyStartMatchmaking)  # without its network
     step = SimpleNamespace(triggered=True)
-    matchmaking.__dict__.update(min_group_size=2, target_group_size=None, step_control=step)
+    matchmaking.min_group_size, matchmaking.target_group_size, matchmaking.step_control = 2, None, step
 
     def is_enough(at_least: int, *group: bytes) -> tuple[bool, bool]:
         """Whether it starts at once, and whether it may start when its time is up."""

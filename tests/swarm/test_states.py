@@ -63,7 +63,7 @@ def test_a_state_comes_from_all_donors_at_once(start, codec, bytes_each):
     prefix = make_prefix()
     donors = start_donors(start, prefix, *[{"codec": codec}] * 3)
     facts = read_facts(take(start, prefix, donors, codec=codec))
-    assert (facts["epoch"], facts["history_digest"], facts["numbers"]) == (3, "common", NUMBERS)
+    assert (facts["epoch"], facts["lineage"], facts["numbers"]) == (3, "common", NUMBERS)
     assert len(facts["donors"]) == 3
     assert facts["kept"] == 4 * (NUMBERS - 4)  # and not the memory of the download with it
     # nothing came twice
@@ -163,7 +163,7 @@ def test_who_is_one_step_behind_makes_it_with_the_gradients_of_the_others(start)
     first.wait_for('"epoch": 2')
     (first1, first2), (late1, late2) = ([line for line in p.json_lines() if "epoch" in line][:2] for p in (first, late))
     assert late1["parameter"] == first1["parameter"] == [-1, -1, -1] and late1["rounds"] == 0
-    # and continues with the same history digest, or they would not have averaged
+    # and continues with the same lineage, or they would not have averaged
     assert late2["averaged_with"] == first2["averaged_with"] == 2 and late2["samples"] > 1
     samples = first2["samples"], late2["samples"]  # on a busy machine, the first one makes a second step meanwhile
     expected = -1 - (samples[0] * 1 + samples[1] * 4) / sum(samples)

