@@ -21,6 +21,7 @@ To watch a swarm from any terminal, as a reader that leaves no trace; and to plo
     python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
 """
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def main(*groups) -> None:
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
-    make_identity(swarm)
+    # a watcher is another peer than the monitor, whose file it may have been given
+    make_identity(dataclasses.replace(swarm, identity_path=None) if args.watch else swarm)
     groups = swarm, args, *_ = adopt(groups, find_settings(swarm))
     if args.watch:
         watch_swarm(swarm, args.refresh_period)

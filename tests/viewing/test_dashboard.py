@@ -220,7 +220,8 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, *sys.argv[1:]], re
 
 def test_watch_shows_the_swarm_and_leaves_no_trace(start, tmp_path):
     prefix, output_dir = make_prefix(), tmp_path / "monitor"
-    _, address = start_monitor(start, prefix, output_dir, "--report_to", "none")
+    identity = ["--identity_path", tmp_path / "monitor.id"]
+    _, address = start_monitor(start, prefix, output_dir, "--report_to", "none", *identity)
     with run_peers(prefix, address, True) as (peer,):
         peer.publish(make_metrics(7, loss=8.5, mini_steps=2, total_samples=1234).dict())
         expires = get_dht_time() + 300
@@ -231,7 +232,7 @@ def test_watch_shows_the_swarm_and_leaves_no_trace(start, tmp_path):
         assert publish_contract(peer.dht, prefix, peer.subkey, contract, 300).result(timeout=30)
 
         command = ["run_training_monitor.py", "--experiment_prefix", prefix, "--watch", "--initial_peers", address]
-        command += ["--refresh_period", "0.3", "--output_dir", tmp_path / "none"]
+        command += ["--refresh_period", "0.3", "--output_dir", tmp_path / "none", *identity]
         terminal = start("terminal", "-c", TERMINAL, *command)
         lines = start("lines", *command)
         label = peer_label(peer.subkey)
