@@ -17,6 +17,7 @@ import hivemind.dht.dht
 import hivemind.dht.node
 import hivemind.p2p.p2p_daemon
 from hivemind.averaging.control import StepControl
+from hivemind.compression import serialization
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.utils import MPFuture
@@ -24,6 +25,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.guard import RobustReducer, VerifyingContainer
 from swarm.matchmaking import EarlyStartMatchmaking, NonBlockingKeyManager
+from swarm.sparse import TopKCompression
 
 ENVIRONMENT = {
     # Two public peers that dial each other at the same moment can both fail, and a round is lost: 10 of 20 first dials
@@ -72,6 +74,8 @@ def install() -> None:
     hivemind.p2p.p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient
     hivemind.averaging.averager.StepControl = CancellableStep
+    # A codec has to have a number that hivemind knows; nothing here uses this one.
+    serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = TopKCompression()
 
 
 def install_in_dht_process(protocol: type, node: type) -> None:

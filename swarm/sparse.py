@@ -15,7 +15,7 @@ import struct
 
 import numpy as np
 import torch
-from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole, serialization
+from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveCompression, TensorRole
 from hivemind.proto import runtime_pb2
 from torch.nn.functional import pad
 
@@ -156,6 +156,3 @@ def spare_zeros(codec: CompressionBase) -> CompressionBase:
         codec = copy.copy(codec)
         codec.role_compressions = codec.role_compressions | {TensorRole.GRADIENT: TopKCompression()}
     return codec
-
-
-serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = TopKCompression()

@@ -49,6 +49,25 @@ def test_nothing_from_the_network_is_run():
                 assert options.get("allow_pickle", "False") == "False", where
 
 
+def test_hivemind_is_patched_in_one_file():
+    """And no object changes its class. The process-wide key is set where the identity is made."""
+    patches = {"swarm/patches.py", "swarm/identity.py"}
+    for path in FILES:
+        tree, name = ast.parse(path.read_text()), str(path.relative_to(ROOT))
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        theirs = {
+            (alias.asname or alias.name).split(".")[0]
+            for node in imports
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).split(".")[0] == "hivemind"
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
+                target = ast.unparse(node)
+                assert not target.endswith(".__class__") or name == "text/http.py", f"{name}: {target}"
+                assert target.split(".")[0] not in theirs or name in patches, f"{name}: {target}"
+
+
 def test_what_people_run_can_be_run_by_its_name():
     for path in ROOT.glob("*.py"):
         if "__main__" in (text := path.read_text()):

@@ -9,7 +9,10 @@ from hivemind.proto import runtime_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.patches import install
 from swarm.sparse import CHUNK, HEADER, MAX_NUMBERS, TopKCompression
+
+install()  # by which hivemind finds the codec
 
 SHAPES = [(1,), (7,), (3, 5), (CHUNK - 1,), (CHUNK,), (CHUNK + 1,), (10, 1000), (2, 3, 2500)]
 
