@@ -24,17 +24,17 @@ from text.tokenizers import load_tokenizer
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights. Batches
     are paced, so that the epochs do not end before it is there."""
-    prefix, epochs = make_prefix(), 12
+    prefix, epochs = make_prefix(), 14
     together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3, "--target_batch_size": 192}
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
     names = ["first", "second", "third"]
-    trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.2) for name in names[:2]]
+    trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.4) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
     # it is told the monitor's host and port; the run and all that its peers share it finds out
     shared = {f"--{name}" for name in list_shared(TRAINER_ARGS)} - {"--tokenizer_path"}
     own = {name: value for name, value in {**TRAINER, **together}.items() if name not in shared}
     own |= {"--initial_peers": f"127.0.0.1:{peers.split('/')[4]}", "--output_dir": tmp_path / "third"}
-    trainers.append(start("third", *choose_trainer(0.2), *LOOPBACK, *flags(own)))
+    trainers.append(start("third", *choose_trainer(0.4), *LOOPBACK, *flags(own)))
     trainers[-1].wait_for("first samples", 120)
     taken = re.search("taken over from --initial_peers: (.*)", trainers[-1].text)[1]
     assert set(re.findall(r"--\w+", taken)) == shared & TRAINER.keys() | {"--experiment_prefix", "--target_group_size"}
