@@ -24,7 +24,7 @@ from text.tokenizers import load_tokenizer
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
     """Two trainers and a monitor; a third trainer comes late; all end at the same epoch with the same weights. Batches
     are paced, so that the epochs do not end before it is there."""
-    prefix, epochs = make_prefix(), 14
+    prefix, epochs = make_prefix(), 12
     together = {**tiny_data, "--max_steps": epochs, "--target_group_size": 3, "--target_batch_size": 192}
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none", is_real=True)
     names = ["first", "second", "third"]
