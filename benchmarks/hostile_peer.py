@@ -26,6 +26,7 @@ from hostile_strangers import note
 
 import run_trainer
 import swarm.dht
+import swarm.patches
 import swarm.rounds
 from swarm.gradients import GradientAverager, is_round_state
 from swarm.matchmaking import EarlyStartMatchmaking
@@ -174,7 +175,7 @@ class HostileLeader(EarlyStartMatchmaking):
 
 
 def lead() -> None:
-    swarm.rounds.EarlyStartMatchmaking = HostileLeader
+    swarm.patches.EarlyStartMatchmaking = HostileLeader
     poison_state()
 
 

@@ -30,6 +30,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     names = ["first", "second", "third"]
     trainers = [start_trainer(start, tmp_path, name, prefix, peers, together, pace=0.4) for name in names[:2]]
     wait_until(lambda: history(tmp_path, "first"), 90, "an epoch")
+    monitor.wait_for("--target_batch_size 192")  # it knows the settings of the run, which the first trainers brought
     # it is told the monitor's host and port; the run and all that its peers share it finds out
     shared = {f"--{name}" for name in list_shared(TRAINER_ARGS)} - {"--tokenizer_path"}
     own = {name: value for name, value in {**TRAINER, **together}.items() if name not in shared}
