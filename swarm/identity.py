@@ -1,4 +1,4 @@
-"""The key that a peer signs its records with, and from which its peer id is made."""
+"""The key of a peer: it signs the peer's records, and its digest is the peer id."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import SwarmArguments
 from support.console import UserError
-from swarm.passes import load_invitation
+from swarm.passes import load_invitation, read_key
 from utils import RecordValidator
 
 logger = logging.getLogger("joining")
@@ -38,10 +38,12 @@ def make_identity(swarm: SwarmArguments, kept_at: Path | None = None) -> None:
 
 
 def load_identity(path: str) -> RSAPrivateKey:
-    """:raises UserError: the file holds no key that can be used"""
+    """Return the key in the file of --identity_path.
+
+    :raises UserError: the file holds no usable key
+    """
     try:
-        key = RSAPrivateKey.__new__(RSAPrivateKey)
-        key.__setstate__({"_private_key": PrivateKey.FromString(Path(path).read_bytes()).data})
+        key = read_key(PrivateKey.FromString(Path(path).read_bytes()).data)
         RecordValidator(key)  # it may be a key of another kind or length
         return key
     except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
@@ -56,9 +58,7 @@ def load_kept_identity(path: Path | None) -> RSAPrivateKey:
     """Return the key in this file, or a new one if there is none."""
     if path is not None and path.exists():
         try:
-            key = RSAPrivateKey.__new__(RSAPrivateKey)
-            key.__setstate__({"_private_key": path.read_bytes()})
-            return key
+            return read_key(path.read_bytes())
         except (OSError, ValueError, TypeError) as e:
             reason = getattr(e, "strerror", None) or "it holds no key"
             logger.warning(f"{path}: {reason}; with a key for this start only, others take this trainer for a new one")

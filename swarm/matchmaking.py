@@ -24,7 +24,7 @@ from utils import find_peer_id
 logger = logging.getLogger("swarm")
 
 LOOK_PERIOD = 1.0  # seconds between two looks who leads a group
-LEAST_LOOK_PERIOD = 0.2  # seconds between them while no other peer looks for a group
+MIN_LOOK_PERIOD = 0.2  # seconds between two looks while no other peer looks for a group
 ASK_AGAIN_AFTER = 0.5  # seconds after which a peer that has not let this one join its group is asked once more
 
 
@@ -83,10 +83,10 @@ class NonBlockingKeyManager(GroupKeyManager):
         return True
 
     async def get_averagers(self, group_key: str, only_active: bool) -> list[tuple[PeerID, float]]:
-        """Wait for a moment if the last look was just now: hivemind looks again as soon as the DHT has answered, as
-        long as no other peer looks for a group, a hundred times a second on a fast network (note 85)."""
+        """Look at most once in MIN_LOOK_PERIOD. hivemind looks again as soon as the DHT has answered if no other peer
+        looks for a group: a hundred times a second on a fast network (note 85)."""
         await asyncio.sleep(self.next_look - time.monotonic())
-        self.next_look = time.monotonic() + LEAST_LOOK_PERIOD
+        self.next_look = time.monotonic() + MIN_LOOK_PERIOD
         return await super().get_averagers(group_key, only_active)
 
 

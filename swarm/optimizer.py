@@ -108,7 +108,7 @@ class CollaborativeOptimizer:
         self._download_after = -math.inf  # time before which no download is tried
         self._download_from = 0  # the swarm's epoch before which none is tried
         self._retry_after = -math.inf  # time of the look at the swarm's progress before which no round is tried
-        self._waited_since: float | None = None  # for the last round, if in vain for some peers; time of the DHT
+        self._waited_since: float | None = None  # DHT time at which the last round began to miss expected peers
         self._patient_from = 0  # the epoch before which this peer waits for no straggler
         #: ids of the others in the last round
         self.last_group: frozenset[bytes] = frozenset()
@@ -470,7 +470,7 @@ class CollaborativeOptimizer:
         megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
         # what has to come within an epoch, with a connection as it was: a step
         step_share = min(1.0, self.state_averager.count_step_bits() / 8e6 / megabytes)
-        is_too_slow = step_share * epochs > 1  # even a step takes longer to arrive than the swarm takes for an epoch
+        is_too_slow = step_share * epochs > 1  # even a step takes longer to arrive than an epoch lasts
         if self.late_downloads >= 3 or is_too_slow:
             pause = min(300.0, seconds * 2 ** max(0, self.late_downloads - 3))
             logger.warning(
@@ -743,7 +743,7 @@ class CollaborativeOptimizer:
         elif self._has_missed_the_round():
             self.load_state_from_peers()
         else:
-            if isinstance(cause, PeersBehindError):  # nor can they come up, as long as rounds begin here
+            if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
                 self._stop_waiting_for_late()
             # one of them may have ended the round by its death
             self.tracker.question(self.tracker.present, quiet_for=0.0)

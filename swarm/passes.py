@@ -182,14 +182,20 @@ class Invitation:
         write_private(flag, path, text.encode() + b"\n")
 
 
+def read_key(data: bytes) -> RSAPrivateKey:
+    """:raises ValueError: or what else the reader of keys raises, for what is no key"""
+    key = RSAPrivateKey.__new__(RSAPrivateKey)
+    key.__setstate__({"_private_key": data})
+    return key
+
+
 def load_invitation(path: str) -> Invitation:
     """:raises UserError: it is none"""
     try:
         with open(path, "rb") as file:
             text = file.read(2**14)
         parts = {name: base64.b64decode(part, validate=True) for name, part in json.loads(text).items()}
-        key = RSAPrivateKey.__new__(RSAPrivateKey)
-        key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(parts["key"]).data})
+        key = read_key(crypto_pb2.PrivateKey.FromString(parts["key"]).data)
         member = read_pass(parts["pass"], parts["authority"])
         if member.peer_id != find_peer_id(RecordValidator(key).local_public_key):
             raise ValueError("its pass is of another peer: each needs an invitation of its own")

@@ -102,7 +102,7 @@ def select_voters(peers: Iterable[PeerID], known: Sequence[bytes]) -> list[PeerI
 
 
 def name_step(digest: str) -> str:
-    """What the gradients that lead on from a state are called, where states go by their lineage."""
+    """Return the name of the step from the state of this lineage; states are requested by lineage."""
     return f"{digest} step"
 
 
