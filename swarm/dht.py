@@ -79,6 +79,8 @@ class DHT(hivemind.DHT):
     vouched: RunAttestation | None = None
 
     def __init__(self, *args, identity_path: str | None = None, **kwargs):
+        #: in the DHT's process: those of its coroutines that are not done
+        self._tasks: set[asyncio.Task] = set()
         install()
         with hold_signals():  # torch starts its manager of shared memory, and would wait forever for one that has died
             torch.empty(1).share_memory_()
@@ -92,6 +94,15 @@ class DHT(hivemind.DHT):
         self.touching = self.run_coroutine(keep_in_touch, return_future=True)
         self.watching = self.run_coroutine(watch_line, return_future=True)
         self.keeping = self.run_coroutine(keep_members, return_future=True)
+
+    async def _run_coroutine(self, coro, future) -> None:
+        """Hold the task until it is done: hivemind leaves it to the garbage collector (note 86)."""
+        task = asyncio.current_task()
+        self._tasks.add(task)
+        try:
+            await super()._run_coroutine(coro, future)
+        finally:
+            self._tasks.discard(task)
 
     def run(self) -> None:
         install_in_dht_process(DHTProtocol, DHTNode)

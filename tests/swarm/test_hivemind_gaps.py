@@ -3,8 +3,11 @@ good news: hivemind has fixed one of them, and the workaround that the test name
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import logging
+import socket
+from functools import partial
 from types import SimpleNamespace
 
 import hivemind
@@ -25,10 +28,11 @@ from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils import MSGPackSerializer, TimedStorage, get_dht_time
-from processes import run_python
+from processes import LOOPBACK, run_python
 
 from arguments import AveragingArguments
 from support.console import UserError
+from swarm.dht import DHT
 from swarm.line import Line
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import CancellableStep, ResilientControlClient, install
@@ -168,6 +172,40 @@ def test_hivemind_alone_looks_for_leaders_without_a_pause(kind, least, most):
         return manager.dht.looks
 
     assert least <= asyncio.run(search()) <= most
+
+
+async def read_line(_, __, port: int) -> bytes:
+    """Runs in the DHT's process, and tells the other end that it waits, and that it has ended."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"waits")
+    try:
+        return await reader.readline()
+    finally:
+        writer.write(b"ended")
+
+
+async def collect_garbage(*_) -> None:
+    gc.collect()
+
+
+@pytest.mark.parametrize("kind, is_held", [(hivemind.DHT, False), (DHT, True)])
+def test_the_dht_leaves_a_coroutine_that_reads_to_the_collector(kind, is_held):
+    """Note 86; DHT._run_coroutine in swarm/dht.py."""
+    dht = kind(host_maddrs=[LOOPBACK[1]], start=True)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            answer = dht.run_coroutine(partial(read_line, port=server.getsockname()[1]), return_future=True)
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(30)
+                assert connection.recv(5) == b"waits"
+                dht.run_coroutine(collect_garbage)
+                if is_held:
+                    connection.sendall(b"a line\n")
+                    assert answer.result(30) == b"a line\n"
+                assert connection.recv(5) == b"ended"
+    finally:
+        dht.shutdown()
 
 
 def test_a_step_is_told_to_stop_before_it_is_cancelled():

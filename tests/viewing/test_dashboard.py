@@ -179,6 +179,7 @@ def test_one_folder_is_of_one_peer_and_may_be_drawn_meanwhile(start, tmp_path, t
     assert f"--output_dir {tmp_path / 'out'} is in use" in refused
     run_main(run_training_monitor, *command[1:], "--plot", tmp_path / "plot.png")
     first.kill()
+    wait_until(lambda: not first.left_processes(), 30, "no process left that holds the folder")
     third = start("third", *command, *LOOPBACK, "--report_to", "none")
     third.wait_for("Waiting for trainers")
     third.interrupt()
