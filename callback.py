@@ -38,8 +38,8 @@ from machine.preflight import check_epoch_time, check_step_time, warn_of
 from machine.training import evaluate
 from support.console import UserError, fit_terminal, format_count, format_duration, format_number
 from support.files import append_line, read_json_lines, write_file
-from swarm.addresses import select_for_others
-from swarm.contract import confirm_contract, publish_contract, read_schedule
+from swarm.addresses import list_shareable_maddrs
+from swarm.contract import parse_schedule, publish_contract, recheck_contract
 from swarm.joining import warn_of_local_addresses
 from swarm.line import LINE
 from swarm.local_steps import at_anchor
@@ -48,7 +48,7 @@ from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
 from swarm.status import format_join
-from swarm.vouching import RunAttestation, vouch
+from swarm.vouching import RunAttestation, publish_attestation
 from utils import (
     MAX_WORKERS,
     ContributorRegistry,
@@ -60,7 +60,7 @@ from utils import (
     describe_evaluation,
     fetch_records,
     format_evaluation,
-    name_worker,
+    make_worker_key,
     perplexity,
 )
 from viewing.dashboards import Dashboard, start_trainer_dashboard
@@ -170,14 +170,14 @@ class CollaborativeCallback:
         """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
         over the swarm's state, when there is a swarm that is further than this peer."""
         self.resume(saved_state)
-        self.vouch()
+        self.publish_attestation()
         self.dashboard = start_trainer_dashboard(self.args, self.prefix, self.arguments, saved_state is not None)
         logger.info(
             f"run {self.prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
             f"peer {self.dht.peer_id}{' in client mode' if self.dht.client_mode else ''}"
         )
         if not self.dht.client_mode:
-            maddr = select_for_others(self.dht.get_visible_maddrs())[0]
+            maddr = list_shareable_maddrs(self.dht.get_visible_maddrs())[0]
             logger.info(f"others may join through --initial_peers {maddr}")
             if not self.swarm.initial_peers:
                 command = format_join(self.prefix, [maddr], self.contract.flags)
@@ -196,7 +196,7 @@ class CollaborativeCallback:
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
         self.last_step_end = self.train_start = time.monotonic()
-        self.look_at_clock()
+        self.run_periodic_tasks()
         if self.optimizer.local_epoch >= self.final_epoch:
             logger.info(
                 f"epoch {self.final_epoch} is reached: raise --max_steps, or --resume_from_checkpoint none starts over"
@@ -219,12 +219,12 @@ class CollaborativeCallback:
         self.waited += waited
         now = time.monotonic()
         self.longest_step, self.last_step_end = max(self.longest_step, now - self.last_step_end), now
-        self.look_at_clock()
+        self.run_periodic_tasks()
 
-    def look_at_clock(self) -> None:
+    def run_periodic_tasks(self) -> None:
         """What is due now: most times nothing."""
         now = time.monotonic()
-        MEMBERS.require_own_pass()
+        MEMBERS.check_own_credential()
         if now >= self.next_contract_time:
             expiration = self.optimizer.tracker.metadata_expiration
             self.next_contract_time = now + expiration / 3
@@ -288,12 +288,12 @@ class CollaborativeCallback:
             metrics["username"] = username
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
-        confirm_contract(self.dht, self.prefix, self.contract)
-        self.vouch()
+        recheck_contract(self.dht, self.prefix, self.contract)
+        self.publish_attestation()
         self.metrics = metrics
         self.publish()
         validation, is_last = {}, epoch >= self.final_epoch
-        if self.args.eval_steps and (self.has_passed(self.args.eval_steps) or is_last) and self.measure():
+        if self.args.eval_steps and (self.has_crossed_interval(self.args.eval_steps) or is_last) and self.measure():
             validation = describe_evaluation(self.evaluation)
             self.publish()
         progress = self.measure_progress()
@@ -324,20 +324,20 @@ class CollaborativeCallback:
                 f"{format_progress(epoch, progress)}  {format_samples(progress)}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
-        if self.has_passed(self.args.backup_every_epochs):
+        if self.has_crossed_interval(self.args.backup_every_epochs):
             self.back_up()
-        if self.has_passed(self.args.save_steps):
+        if self.has_crossed_interval(self.args.save_steps):
             self.save()
         self.last_epoch, self.epoch_start = epoch, now
 
-    def vouch(self) -> None:
+    def publish_attestation(self) -> None:
         """Tell newcomers that were given this peer's address what they need to know of the run."""
         has_worked = self.counters["epochs"] > 0
         workers = [self.dht.peer_id.to_bytes(), *self.optimizer.last_group][:MAX_WORKERS] if has_worked else []
         # where nobody has worked, it may be this trainer that has the wrong settings
         is_sure = has_worked or not self.dht.vouched or self.dht.vouched.contract
         contract = self.contract if is_sure else None
-        vouch(
+        publish_attestation(
             self.dht, RunAttestation(prefix=self.prefix, contract=contract, flags=self.contract.flags, workers=workers)
         )
 
@@ -345,7 +345,7 @@ class CollaborativeCallback:
         """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""
         more = {"evaluation": self.evaluation} if self.args.eval_steps else {}
         if self.optimizer.averaged_with > 1:
-            more["partners"] = [name_worker(peer_id) for peer_id in self.optimizer.last_group][:MAX_WORKERS]
+            more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.last_group][:MAX_WORKERS]
         try:
             record = LocalMetrics.parse_obj(self.metrics | more).dict()
         except ValidationError as e:
@@ -360,7 +360,7 @@ class CollaborativeCallback:
             return_future=True,
         )
 
-    def has_passed(self, steps: int) -> bool:
+    def has_crossed_interval(self, steps: int) -> bool:
         """Whether what is due every so many epochs is due: a peer that takes over the swarm's state leaps over some."""
         return self.optimizer.local_epoch // steps != self.last_epoch // steps
 
@@ -380,7 +380,7 @@ class CollaborativeCallback:
             return self.evaluation is not None
         start, self.evaluated = time.monotonic(), versions
         try:
-            with self.optimizer.tracker.step_aside():
+            with self.optimizer.tracker.suspend_participation():
                 measured = {"epoch": self.optimizer.local_epoch, **self.compute_evaluation()}
                 measured["unigram_entropy"] = self.corpus["unigram_entropy"]
             self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__})
@@ -409,7 +409,7 @@ class CollaborativeCallback:
     def measure_progress(self) -> dict:
         """How far the swarm has come, and when this trainer ends: as its data may before the run does."""
         # not the tracker's, which is less --batch_size_lead
-        schedule, recent = read_schedule(self.contract), list(self.recent_seconds)
+        schedule, recent = parse_schedule(self.contract), list(self.recent_seconds)
         progress = measure_progress(self.optimizer.local_epoch, self.final_epoch, schedule, recent)
         computed = self.counters["computed_samples"]
         if computed > self.samples_before and self.sample_limit < math.inf:

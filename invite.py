@@ -25,19 +25,19 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.passes import Authority, Invitation, read_duration
+from swarm.passes import Authority, Invitation, parse_duration
 from utils import RecordValidator, find_peer_id
 
 
 def invite(args: InviteArguments) -> None:
-    lifetime, path = read_duration("--expires", args.expires), Path(args.out or f"{args.username}.invite")
+    lifetime, path = parse_duration("--expires", args.expires), Path(args.out or f"{args.username}.invite")
     if path.exists():
         raise UserError(f"--out {path} exists: name a new file, as an invitation is for one peer")
     prefix, authority = find_run(args), Authority(args.authority_key)
     key = RSAPrivateKey()
     data = authority.issue(prefix, find_peer_id(RecordValidator(key).local_public_key), args.username, lifetime)
     with authority.open_members() as runs:
-        authority.note(runs, prefix, data)
+        authority.record_issued(runs, prefix, data)
         Invitation(key, data, authority.public_key).save("--out", path)
     print(f"{path}: {args.username} may join run {prefix!r} by run_trainer.py --invite {path}; send it to nobody else")
 
@@ -50,9 +50,9 @@ def revoke(args: InviteArguments) -> None:
         raise UserError(f"--revoke {args.revoke}: run {prefix!r} has no such member, or not any more; --list shows all")
     print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
     if args.initial_peers:
-        from swarm.adoption import find_settings
+        from swarm.adoption import discover_settings
 
-        find_settings(SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key))  # shows them
+        discover_settings(SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key))  # shows them
 
 
 def show_members(args: InviteArguments) -> None:

@@ -26,8 +26,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from swarm.addresses import select_for_others
-from swarm.adoption import adopt, find_settings
+from swarm.addresses import list_shareable_maddrs
+from swarm.adoption import apply_settings, discover_settings
 from swarm.identity import make_identity
 from swarm.line import LINE
 from swarm.processes import clean_end
@@ -43,9 +43,9 @@ def main(*groups) -> None:
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
     make_identity(groups[0])
-    observer = Observer(*adopt(groups, find_settings(groups[0])))
+    observer = Observer(*apply_settings(groups, discover_settings(groups[0])))
     stop = observer.begin()
-    maddrs = select_for_others(observer.dht.get_visible_maddrs())
+    maddrs = list_shareable_maddrs(observer.dht.get_visible_maddrs())
     logger.info(f"others may join through --initial_peers {' '.join(maddrs)}")
     optimizer = observer.optimizer
     while not stop.is_set():

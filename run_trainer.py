@@ -51,7 +51,7 @@ from machine.ranks import DeviceGroup, RankLost, list_gradients, start_ranks
 from machine.training import make_trained_model, move_batch
 from models.build import find_longest_sequence
 from support.flags import describe_shared
-from swarm.adoption import adopt, find_settings, require_vouched
+from swarm.adoption import apply_settings, discover_settings, require_vouched
 from swarm.contract import join_run
 from swarm.identity import KEY_FILE, keep_identity, make_identity
 from swarm.joining import make_dht
@@ -75,7 +75,7 @@ def main(*groups) -> None:
         raise UserError("--num_train_epochs: --streaming reads text endlessly, not in passes: give --max_steps instead")
     if args.preflight:
         make_identity(groups[0])
-        raise SystemExit(run_preflight(*adopt(groups, find_settings(groups[0]))))
+        raise SystemExit(run_preflight(*apply_settings(groups, discover_settings(groups[0]))))
     with start_ranks(args) as ranks:
         logger.info(
             f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
@@ -84,8 +84,8 @@ def main(*groups) -> None:
         if ranks.number == 0:
             make_identity(groups[0], kept_at=Path(args.output_dir) / KEY_FILE)
         # what was not given, the peers of the run know
-        settings = ranks.share(find_settings(groups[0]) if ranks.number == 0 else [])
-        train(ranks, *adopt(groups, settings))
+        settings = ranks.share(discover_settings(groups[0]) if ranks.number == 0 else [])
+        train(ranks, *apply_settings(groups, settings))
 
 
 def train(ranks: DeviceGroup, *groups) -> None:

@@ -35,8 +35,8 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import hivemind
 
-from swarm.addresses import select_for_others
-from swarm.adoption import adopt, find_settings
+from swarm.addresses import list_shareable_maddrs
+from swarm.adoption import apply_settings, discover_settings
 from swarm.identity import make_identity
 from swarm.processes import clean_end
 from swarm.status import format_join
@@ -53,7 +53,7 @@ def print_how_to_join(dht: hivemind.DHT, prefix: str, flags: str) -> None:
 
     :param flags: that all peers of the run must share
     """
-    maddrs = select_for_others(dht.get_visible_maddrs())
+    maddrs = list_shareable_maddrs(dht.get_visible_maddrs())
     peers, command = " ".join(maddrs), format_join(prefix, maddrs, flags)
     print(
         f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n", flush=True
@@ -85,7 +85,7 @@ def main(*groups) -> None:
         return
     # a watcher is another peer than the monitor, whose file it may have been given
     make_identity(dataclasses.replace(swarm, identity_path=None) if args.watch else swarm)
-    groups = swarm, args, *_ = adopt(groups, find_settings(swarm))
+    groups = swarm, args, *_ = apply_settings(groups, discover_settings(swarm))
     if args.watch:
         watch_swarm(swarm, args.refresh_period)
         return

@@ -108,7 +108,7 @@ class LocalMetrics(BaseModel):
     username: constr(strict=True, regex=rf"\A{USERNAME}\Z") | None = None  # in a closed run, that of its pass
     evaluation: Evaluation | None = None  # the newest one, of a peer with --do_eval --eval_steps
     final_epoch: conint(strict=True, ge=0, le=10**9) | None = None  # at which this peer ends, if not with the schedule
-    # whose gradients it has seen in the last average, see name_worker
+    # whose gradients it has seen in the last average, see make_worker_key
     partners: (
         conlist(constr(strict=True, min_length=WORKER_NAME, max_length=WORKER_NAME), max_items=MAX_WORKERS) | None
     ) = None
@@ -117,7 +117,7 @@ class LocalMetrics(BaseModel):
         return super().dict(**{**options, "exclude_none": True})
 
     @root_validator(skip_on_failure=True)
-    def bound_each_by_others(cls, values: dict) -> dict:
+    def validate_consistency(cls, values: dict) -> dict:
         if values["evaluation"] and values["evaluation"].epoch > values["epoch"]:
             raise ValueError("an evaluation must not be newer than the record")
         if values["loss"] > MAX_MEAN_LOSS * values["mini_steps"]:
@@ -180,7 +180,7 @@ def find_peer_id(public_key: bytes) -> bytes:
     return multihash.encode(hashlib.sha256(encoded).digest(), "sha2-256")
 
 
-def find_owner(subkey: bytes) -> bytes:
+def find_subkey_owner(subkey: bytes) -> bytes:
     """The id of the peer whose records have this subkey: its public key or that id itself."""
     return find_peer_id(subkey) if PUBLIC_KEY.match(subkey) else subkey
 
@@ -263,7 +263,7 @@ def fetch_dictionary(dht: DHT, key: str, timeout: float, latest: bool = True) ->
     return entry.value if entry is not None and isinstance(entry.value, dict) else {}
 
 
-def name_worker(peer_id: bytes) -> str:
+def make_worker_key(peer_id: bytes) -> str:
     """How peers' metrics name those that they average with: no stranger can make itself an id that ends so."""
     return str(PeerID(peer_id))[-WORKER_NAME:]
 
@@ -301,7 +301,7 @@ class ContributorRegistry:
         self.epochs = epochs
         newest = statistics.median(epochs[peer_id] for peer_id in present) if present else 0
         current = [peer_id for peer_id in present if epochs[peer_id] >= newest - 1]
-        names = {name_worker(peer_id): peer_id for peer_id in epochs}
+        names = {make_worker_key(peer_id): peer_id for peer_id in epochs}
         self.named_by = {peer_id: self.named_by.get(peer_id, set()) for peer_id in epochs}
         for peer_id in current:
             for partner in filter(None, map(names.get, records[peer_id].partners or ())):
@@ -378,7 +378,7 @@ class SwarmMetrics:
     skipped_steps: int  # of these peers, so far
 
 
-def select_believable(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> list:
+def filter_plausible_records(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> list:
     """The records that belong to one run, without those whose epoch is absurd: all others' would look stale beside it.
 
     Anybody may sign "epoch 10**9" with a fresh key. The records are split where neighbouring epochs lie more than
@@ -412,12 +412,12 @@ def average_loss(records: list[LocalMetrics]) -> float:
 def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> SwarmMetrics | None:
     """The swarm's newest epoch from all peers' records; None when no peer has reported a batch.
 
-    The newest epoch is the largest among the believable records (see select_believable). Only peers at that epoch or
-    the one before count, since peers report one after the other: older records are of peers that left.
+    The newest epoch is the largest among the plausible records (see filter_plausible_records). Only peers at that epoch
+    or the one before count, because peers report one after the other: older records belong to peers that left.
 
     :param last_epoch: the epoch of the aggregation before, if any
     """
-    believable = [metrics for _, metrics in select_believable(records, last_epoch)]
+    believable = [metrics for _, metrics in filter_plausible_records(records, last_epoch)]
     if not believable:
         return None
     newest_epoch = max(metrics.epoch for metrics in believable)

@@ -22,8 +22,8 @@ from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.guard import RobustReducer, VerifyingContainer, sketch
-from swarm.matchmaking import is_signed, sign_standing
+from swarm.guard import RobustReducer, VerifyingContainer, compute_sketch
+from swarm.matchmaking import is_signed, sign_round_state
 from utils import find_peer_id
 
 TURNS = 7
@@ -36,7 +36,7 @@ async def reduce(gradients: torch.Tensor, is_guarded: bool) -> None:
     shapes = [part.shape for part in gradients[0].split(PART)]
     reducer = (RobustReducer if is_guarded else TensorPartReducer)(shapes, len(gradients))
     if is_guarded:
-        reducer.guard(MAX_WEIGHT, are_parameters=False)
+        reducer.configure_checks(MAX_WEIGHT, are_parameters=False, sparse=None)
 
     async def send(index: int) -> None:
         for number, part in enumerate(gradients[index].split(PART)):
@@ -49,7 +49,7 @@ def take_back(gradient: torch.Tensor, peers: int, is_guarded: bool) -> None:
     """Register what each of the others has averaged."""
     container = (VerifyingContainer if is_guarded else TensorPartContainer)([gradient], [1 / peers] * peers)
     if is_guarded:
-        container.guard(are_parameters=False)
+        container.configure_checks(are_parameters=False, sparse_index=None)
     for index in range(peers):
         for number, (part, _) in enumerate(container._input_parts_by_peer[index]):
             container.register_processed_part(index, number, torch.zeros_like(part))
@@ -74,11 +74,11 @@ def main() -> None:
     numbers, peers = int(args.millions * 1e6), args.peers
     gradients, parameters = torch.randn(peers, numbers // peers), torch.randn(numbers)
     RSAPrivateKey.process_wide()
-    own_id = PeerID(find_peer_id(sign_standing([])[-2]))
-    standing = [10, True, "0" * 16, sketch([parameters])]
+    own_id = PeerID(find_peer_id(sign_round_state([])[-2]))
+    standing = [10, True, "0" * 16, compute_sketch([parameters])]
 
     def judge_standings() -> None:
-        signed = sign_standing(standing)
+        signed = sign_round_state(standing)
         for _ in range(peers):
             is_signed(signed, own_id)
 
@@ -89,7 +89,7 @@ def main() -> None:
         "taking back": [
             lambda is_guarded=is_guarded: take_back(parameters, peers, is_guarded) for is_guarded in (0, 1)
         ],
-        "sketch": [lambda: None, lambda: sketch([parameters])],
+        "sketch": [lambda: None, lambda: compute_sketch([parameters])],
         "signatures": [lambda: None, judge_standings],
     }
     print(f"{numbers:,} parameters, {peers} peers, {torch.get_num_threads()} threads; seconds of the processor a round")

@@ -276,7 +276,7 @@ def give_endlessly() -> None:
         while True:
             yield averaging_pb2.DownloadData(tensor_part=part)
 
-    StateAverager._give_blocks = give_blocks
+    StateAverager._stream_blocks = give_blocks
     donate()
 
 

@@ -25,7 +25,7 @@ from hivemind.proto.dht_pb2 import PingRequest
 from members import make_invitation, run_peer
 
 from swarm.membership import MEMBERS
-from swarm.passes import read_pass
+from swarm.passes import parse_credential
 
 CALLS = 200
 
@@ -43,7 +43,7 @@ async def time_calls(_, node, peer: PeerID, is_closed: bool) -> dict[str, list[f
         MEMBERS.require(peer)
 
     async def verify() -> None:
-        read_pass.__wrapped__(MEMBERS.known.read()["pass"], MEMBERS.public_key)
+        parse_credential.__wrapped__(MEMBERS.known.read()["pass"], MEMBERS.public_key)
 
     for _ in range(CALLS):
         await measure("ping", lambda: node.protocol.get_stub(peer).rpc_ping(PingRequest()))

@@ -20,7 +20,7 @@ from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.contract import describe_averaging
 from swarm.optimizer import CollaborativeOptimizer
-from swarm.sparse import TopKCompression, spare_zeros
+from swarm.sparse import TopKCompression, compress_sparse_step
 from swarm.states import initialize_optimizer_state_, list_params
 
 
@@ -124,7 +124,7 @@ def make_optimizer(
         gradients=COMPRESSIONS[averaging.compression],
         local_steps=TopKCompression(averaging.density, bits=2) if is_sparse else None,
         state_averaging=COMPRESSIONS[averaging.state_compression],
-        load_state=spare_zeros(load_state) if is_sparse else load_state,
+        load_state=compress_sparse_step(load_state) if is_sparse else load_state,
         client_mode=client_mode,
         auxiliary=auxiliary,
     )

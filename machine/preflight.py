@@ -58,8 +58,8 @@ from machine.devices import (
 )
 from machine.training import make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
-from swarm.addresses import get_peer_id, is_public, is_relayed, select_for_others
-from swarm.adoption import adopt, find_settings, require_vouched
+from swarm.addresses import get_peer_id, is_public, is_relayed, list_shareable_maddrs
+from swarm.adoption import apply_settings, discover_settings, require_vouched
 from swarm.contract import compare_with_run
 from swarm.dht import raise_file_limit
 from swarm.identity import make_identity
@@ -67,7 +67,7 @@ from swarm.joining import check_addresses, start_dht
 from swarm.line import LINE
 from swarm.outside import explain_unreachable
 from swarm.processes import clean_end, quiet_hivemind_logs
-from swarm.reachability import find_direct_averagers, find_reachability, measure_bandwidth
+from swarm.reachability import count_reachable_averagers, find_reachability, measure_bandwidth
 from swarm.vouching import ask_initial_peers
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
@@ -220,7 +220,7 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
     LINE.expect_round(seconds, own_seconds=seconds)
     finding = (
         f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {format_number(averaging.bandwidth)} "
-        f"Mbit/s (--bandwidth); {LINE.describe_times()}"
+        f"Mbit/s (--bandwidth); {LINE.format_timeouts()}"
     )
     cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
     longest = LINE.averaging_timeout
@@ -365,9 +365,11 @@ def check_swarm(
             if swarm.client_mode:
                 table.add(Check("connection", "ok", "client mode: others need not reach this peer"))
             else:
-                averagers = dht.run_coroutine(partial(find_direct_averagers, prefix))
+                averagers = dht.run_coroutine(partial(count_reachable_averagers, prefix))
                 table.add(check_connection(*find_reachability(dht, swarm.initial_peers), averagers))
-        maddrs = [maddr for maddr in select_for_others(dht.get_visible_maddrs(latest=True)) if not is_relayed(maddr)]
+        maddrs = [
+            maddr for maddr in list_shareable_maddrs(dht.get_visible_maddrs(latest=True)) if not is_relayed(maddr)
+        ]
         table.add(check_announced(maddrs, swarm.initial_peers, swarm.client_mode))
         reports = list(fetch_progress(dht, prefix).values())
         if contract:
@@ -425,7 +427,7 @@ def main(*groups) -> None:
     """
     setup_logging("preflight")
     make_identity(groups[0])
-    groups = adopt(groups, find_settings(groups[0]))
+    groups = apply_settings(groups, discover_settings(groups[0]))
     _, model_args, *_, data_args, args = groups
     args = dataclasses.replace(args, per_device_train_batch_size="auto")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)

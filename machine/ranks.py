@@ -30,7 +30,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from arguments import TrainerArguments
 from machine.devices import choose_devices, is_out_of_memory
 from support.console import UserError, first_line, setup_logging
-from support.signals import CLEANUPS, hold_signals
+from support.signals import CLEANUPS, block_signals
 from swarm.processes import STOP_REQUESTED
 
 logger = logging.getLogger("trainer")
@@ -90,7 +90,7 @@ def start_others(devices: list[torch.device]) -> "DeviceGroup":
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
     children = []
-    with hold_signals():  # inherited: until a child listens itself, it waits with what it is sent
+    with block_signals():  # inherited: until a child listens itself, it waits with what it is sent
         for number in range(1, count):
             where = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from support.signals import LAST_ACT, begin_end, end_process, obey_signals
+from support.signals import LAST_ACT, begin_end, obey_signals, terminate_process_tree
 
 
 class UserError(Exception):
@@ -43,7 +43,7 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
             logging.getLogger("support").info("stopped")
         else:
             print("stopped", file=sys.stderr)
-        end_process(0 if interrupted is None else 128 + number)
+        terminate_process_tree(0 if interrupted is None else 128 + number)
 
     obey_signals(stop, pause=1.0)
     gc.freeze()

@@ -61,7 +61,7 @@ def end_fork() -> None:
     LAST_ACT.release()
 
 
-def become_helper() -> None:
+def init_helper_process() -> None:
     """What each forked process does first: leave Ctrl-C to its parent, and end when the parent is gone."""
     # a terminal sends Ctrl-C to the whole process group, torchrun SIGTERM; it is for the parent to end its helpers
     os.setpgrp()
@@ -77,17 +77,17 @@ def become_helper() -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)
-        end_helpers(find_helpers())
+        terminate_helpers(find_helpers())
         os._exit(1)
 
     threading.Thread(target=watch, name="watch parent", daemon=True).start()
 
 
-os.register_at_fork(before=begin_fork, after_in_parent=end_fork, after_in_child=become_helper)
+os.register_at_fork(before=begin_fork, after_in_parent=end_fork, after_in_child=init_helper_process)
 
 
 @contextlib.contextmanager
-def hold_signals() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """For the start of a process by other means than Python's fork, which does not outlive a Ctrl-C at that moment."""
     begin_fork()
     try:
@@ -107,7 +107,7 @@ def find_helpers(pid: int | None = None) -> list:
     return [child for child in children if child.name() != "torch_shm_manager"]
 
 
-def end_helpers(helpers: list) -> None:
+def terminate_helpers(helpers: list) -> None:
     """SIGTERM, and SIGKILL after HELPER_TIMEOUT."""
     import psutil
 
@@ -139,7 +139,7 @@ def begin_end() -> None:
     LAST_ACT.acquire()
 
 
-def end_process(code: int, helpers: list = ()) -> None:
+def terminate_process_tree(code: int, helpers: list = ()) -> None:
     """End the helper processes, then this process, at once."""
     begin_end()
     sys.stdout.flush()
@@ -156,7 +156,7 @@ def end_process(code: int, helpers: list = ()) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 helper.suspend()
         frozen += new
-    end_helpers(frozen)
+    terminate_helpers(frozen)
     for clean_up in reversed(CLEANUPS):
         clean_up()
     # not sys.exit: threads of hivemind that wait for dead helpers would keep the interpreter from ending

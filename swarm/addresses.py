@@ -3,8 +3,8 @@
 A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX names host, port and the peer's id. Other hosts: /ip6/...,
 /dns4/NAME, /dns6/NAME, /dnsaddr/NAME. With /p2p-circuit in it, it leads to a peer through another one, a relay.
 
-    python -c "import asyncio; from swarm.addresses import explain_silence; \\
-        print(asyncio.run(explain_silence('/ip4/127.0.0.1/tcp/9/p2p/XXXX')))"
+    python -c "import asyncio; from swarm.addresses import diagnose_unreachable; \\
+        print(asyncio.run(diagnose_unreachable('/ip4/127.0.0.1/tcp/9/p2p/XXXX')))"
 """
 
 import asyncio
@@ -71,13 +71,13 @@ def is_public(maddr: str) -> bool:
     return ip is None or ip.is_global
 
 
-def select_for_others(maddrs: list) -> list[str]:
+def list_shareable_maddrs(maddrs: list) -> list[str]:
     """The addresses worth telling others: loopback ones only when there are no others, public ones first."""
     texts = sorted({str(maddr) for maddr in maddrs}, key=lambda maddr: (is_relayed(maddr), not is_public(maddr), maddr))
     return [maddr for maddr in texts if not is_local(maddr)] or texts
 
 
-def stop_unreachable() -> NoReturn:
+def exit_if_unreachable() -> NoReturn:
     """End a role that is there for others to reach it, and that has become a client; end its DHT before."""
     raise UserError(
         "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the router "
@@ -85,7 +85,7 @@ def stop_unreachable() -> NoReturn:
     )
 
 
-async def explain_silence(maddr: str, timeout: float = 5.0) -> str | None:
+async def diagnose_unreachable(maddr: str, timeout: float = 5.0) -> str | None:
     """Why nothing like a peer answers at a multiaddr, with the cure; None when something does, or TCP cannot tell.
 
     :param timeout: seconds to wait for the connection, and again for the greeting of a libp2p listener

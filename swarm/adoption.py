@@ -19,7 +19,7 @@ from swarm.addresses import check_multiaddrs
 from swarm.membership import MEMBERS
 from swarm.outside import ask_from_outside, find_problem
 from swarm.status import resolve_initial_peers
-from swarm.vouching import RunAttestation, combine
+from swarm.vouching import RunAttestation, merge_attestations
 
 logger = logging.getLogger("joining")
 
@@ -27,7 +27,7 @@ OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")  # wha
 CONFIGS = "configs"
 
 
-def find_settings(swarm: SwarmArguments) -> list[str]:
+def discover_settings(swarm: SwarmArguments) -> list[str]:
     """The run that the peers in --initial_peers serve and the flags that they vouch for, as --NAME=VALUE.
 
     :raises UserError: they serve another run, or disagree; or nobody tells which run they serve, and none was given
@@ -38,7 +38,7 @@ def find_settings(swarm: SwarmArguments) -> list[str]:
     prefix = swarm.experiment_prefix or MEMBERS.prefix
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
     check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
-    found = combine(asyncio.run(ask_from_outside(maddrs)), prefix, swarm.new_run)
+    found = merge_attestations(asyncio.run(ask_from_outside(maddrs)), prefix, swarm.new_run)
     if not found:
         if prefix:
             return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
@@ -88,7 +88,7 @@ def require_settings(settings: Iterable[str], groups: tuple) -> None:
 def require_vouched(vouched: RunAttestation | None, groups: tuple) -> None:
     """Raise a UserError if the flags differ from those that bind the first trainers; later, a contract binds.
 
-    `adopt` has compared them before, unless --no_adopt or --use_ipfs left that out, or the peer that vouches for them
+    `apply_settings` has compared them before, unless --no_adopt or --use_ipfs skipped that, or the attesting peer
     had only just started.
     """
     if vouched and not vouched.contract:
@@ -101,7 +101,7 @@ def split_setting(setting: str) -> tuple[str, str]:
     return name, value or ("off" if is_off else "on")
 
 
-def adopt(groups: tuple, settings: list[str]) -> tuple:
+def apply_settings(groups: tuple, settings: list[str]) -> tuple:
     """The command line once more, with these settings where it does not give them; a line tells which.
 
     :param groups: as it was parsed before, instances of the dataclasses

@@ -56,7 +56,7 @@ class TrainingSchedule:
         return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - (self.local_steps_from or 0)))
 
 
-def read_schedule(contract: RunContract) -> TrainingSchedule:
+def parse_schedule(contract: RunContract) -> TrainingSchedule:
     """What a contract says of its run's course."""
 
     def find_numbers(name: str, pattern: str) -> list[int | None]:
@@ -101,7 +101,7 @@ def find_differences(mine: RunContract, others: Iterable[RunContract]) -> list[s
     ]
 
 
-def stop_different(prefix: str, differences: list[str], others: Iterable[RunContract]) -> NoReturn:
+def raise_contract_mismatch(prefix: str, differences: list[str], others: Iterable[RunContract]) -> NoReturn:
     raise UserError(
         f"run {prefix!r} uses different settings; {'; '.join(differences)}. Take over its flags "
         f"({choose_contract(others).flags or 'all that peers must share have their defaults'}), or choose another "
@@ -112,10 +112,10 @@ def stop_different(prefix: str, differences: list[str], others: Iterable[RunCont
 def require_same(prefix: str, contract: dict[str, str], others: list[RunContract]) -> None:
     """A UserError where these terms differ from those that most others hold."""
     if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
-        stop_different(prefix, differences, others)
+        raise_contract_mismatch(prefix, differences, others)
 
 
-def find_binding(dht: DHT, prefix: str, own_key: bytes = b"") -> list[RunContract]:
+def resolve_contract(dht: DHT, prefix: str, own_key: bytes = b"") -> list[RunContract]:
     """What a peer has to train by: what those in --initial_peers vouch for, if that is only that nobody has worked yet;
     where none of them answers, what live trainers have published, as anybody can."""
     if dht.vouched:
@@ -128,7 +128,7 @@ def compare_with_run(dht: DHT, prefix: str, contract: dict[str, str]) -> int:
 
     :returns: the number of contracts that it was compared with
     """
-    others = find_binding(dht, prefix)
+    others = resolve_contract(dht, prefix)
     require_same(prefix, contract, others)
     return len(others)
 
@@ -146,25 +146,25 @@ def join_run(
     :param flags: that made it, see describe_shared
 
     Peers that start at the same moment see nobody, so each looks again after it has published: then at least one of two
-    sees the other, and only elder peers count. Where nobody has worked yet, see `confirm_contract`.
+    sees the other, and only elder peers count. Where nobody has worked yet, see `recheck_contract`.
     """
     prefix, expiration = swarm.experiment_prefix, averaging.metadata_expiration
     mine = RunContract(joined=get_dht_time(), contract=contract, flags=flags)
     for published in (False, True):
-        others = find_binding(dht, prefix, public_key)
+        others = resolve_contract(dht, prefix, public_key)
         if published:
             others = [other for other in others if other.joined < mine.joined]
         if differences := find_differences(mine, others):
             if published:
                 publish_contract(dht, prefix, public_key, None, expiration).result(timeout=30)
-            stop_different(prefix, differences, others)
+            raise_contract_mismatch(prefix, differences, others)
         if not published:
             publish_contract(dht, prefix, public_key, mine, expiration).result(timeout=30)
     return mine
 
 
-def confirm_contract(dht: DHT, prefix: str, mine: RunContract) -> None:
+def recheck_contract(dht: DHT, prefix: str, mine: RunContract) -> None:
     """At an epoch's end, for who joined before anybody had worked: stop if the run is not the one it took it for."""
     if dht.vouched and not dht.vouched.contract:
         dht.vouched = ask_initial_peers(dht, prefix, map(str, dht.initial_peers or ()), is_new_run=True)
-        require_same(prefix, mine.contract, find_binding(dht, prefix) if dht.vouched else [])
+        require_same(prefix, mine.contract, resolve_contract(dht, prefix) if dht.vouched else [])

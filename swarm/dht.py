@@ -14,10 +14,10 @@ from hivemind.p2p import P2P, PeerID
 
 from support.console import UserError
 from support.files import temporary_folder
-from support.signals import hold_signals
+from support.signals import block_signals
 from swarm.addresses import get_peer_id
 from swarm.line import LINE, ask
-from swarm.membership import MEMBERS, keep_members
+from swarm.membership import MEMBERS, maintain_membership
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
 from swarm.storage import DHTNode, DHTProtocol
@@ -33,7 +33,7 @@ def check_versions(numpy_version: str = numpy.__version__) -> None:
         raise UserError(f"numpy {numpy_version} silently breaks hivemind's compression: pip install 'numpy<2.4'")
 
 
-async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
+async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
     """Runs in the DHT's process, forever: look for peers that were lost.
 
     hivemind forgets a peer that has failed to answer once. A monitor that was restarted would stay alone, and the two
@@ -55,7 +55,7 @@ async def keep_in_touch(dht: hivemind.DHT, node: DHTNode) -> None:
                 known.discard(peer)
 
 
-async def watch_line(_: hivemind.DHT, node: DHTNode) -> None:
+async def monitor_uplink(_: hivemind.DHT, node: DHTNode) -> None:
     """Runs in the DHT's process, forever."""
     await LINE.watch(node)
 
@@ -82,7 +82,7 @@ class DHT(hivemind.DHT):
         #: in the DHT's process: those of its coroutines that are not done
         self._tasks: set[asyncio.Task] = set()
         install()
-        with hold_signals():  # torch starts its manager of shared memory, and would wait forever for one that has died
+        with block_signals():  # torch starts its manager of shared memory, and would wait forever for one that has died
             torch.empty(1).share_memory_()
         with temporary_folder() as folder:  # p2pd reads a new key there, and it is needed no more
             if MEMBERS.invite:  # for hivemind to look whether another peer uses it
@@ -91,9 +91,9 @@ class DHT(hivemind.DHT):
 
     def run_in_background(self, *args, **kwargs) -> None:
         super().run_in_background(*args, **kwargs)
-        self.touching = self.run_coroutine(keep_in_touch, return_future=True)
-        self.watching = self.run_coroutine(watch_line, return_future=True)
-        self.keeping = self.run_coroutine(keep_members, return_future=True)
+        self.touching = self.run_coroutine(reconnect_lost_peers, return_future=True)
+        self.watching = self.run_coroutine(monitor_uplink, return_future=True)
+        self.keeping = self.run_coroutine(maintain_membership, return_future=True)
 
     async def _run_coroutine(self, coro, future) -> None:
         """Hold the task until it is done: hivemind leaves it to the garbage collector (note 86)."""
@@ -117,11 +117,11 @@ class DHT(hivemind.DHT):
                 raise
 
 
-def name_peers(peer_ids: Iterable[bytes]) -> str:
+def format_peer_list(peer_ids: Iterable[bytes]) -> str:
     return ", ".join(str(PeerID(peer_id)) for peer_id in peer_ids)
 
 
-async def find_answering_peers(
+async def ping_peers(
     dht: hivemind.DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None
 ) -> set[bytes]:
     """Runs in the DHT's process: those of these peers that answer a ping, or else a second one.

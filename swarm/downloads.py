@@ -51,7 +51,7 @@ class StaleStateError(InvalidStateError):
     """A peer's state of an earlier epoch than the one that is wanted."""
 
 
-def allocate_together(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
+def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
     """Tensors of these shapes and types; all of a type are one piece of memory, as each piece that another process
     shares takes an open file."""
     sizes: dict[torch.dtype, int] = Counter()
@@ -66,9 +66,9 @@ def allocate_together(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
     return tensors
 
 
-def copy_together(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
+def copy_flat(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
     """Copies, as the next step changes what is still being sent."""
-    copies = allocate_together(infos)
+    copies = allocate_flat(infos)
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)
     return copies
@@ -86,7 +86,7 @@ def digest(numbers: torch.Tensor) -> torch.Tensor:
     return torch.stack((numbers.norm(), numbers.sum()))
 
 
-def differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
+def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
     """Whether two digests, or lists of them, are not of the same numbers.
 
     :param floors: of what matters
@@ -95,7 +95,7 @@ def differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | f
     return not ((digests - others).abs() <= TOLERANCE * sizes + floors).all()  # nor where they are not finite
 
 
-def read_request(data: bytes) -> list | None:
+def parse_request(data: bytes) -> list | None:
     """What a peer asks for: [epoch] for the description of a state of at least that epoch; [epoch, digest] for that of
     the step from this state to the next one; [epoch, digest, numbers of blocks] for these blocks of what was
     described. None: nothing that a peer would ask for."""
@@ -165,10 +165,10 @@ class Donor:
         return (
             self.key == other.key
             and [info.descriptor for info in self.infos] == [info.descriptor for info in other.infos]
-            and not differ(self.digests, other.digests, self.find_floors())
+            and not digests_differ(self.digests, other.digests, self.compute_digest_tolerances())
         )
 
-    def find_floors(self) -> torch.Tensor:
+    def compute_digest_tolerances(self) -> torch.Tensor:
         """For each digest, the difference that does not matter beside other numbers of its kind (parameters, or one of
         the moments): gradients of some biases, those of an attention's keys, are nothing but what was rounded off, and
         Adam makes steps of full length of them, which differ from peer to peer."""
@@ -188,7 +188,7 @@ class Donor:
         return floors
 
 
-def read_description(
+def parse_description(
     peer: PeerID,
     metadata: object,
     min_epoch: int,
@@ -261,7 +261,7 @@ def select_agreed(groups: Sequence[list[Donor]], voters: Sequence[PeerID]) -> li
 class MultiSourceDownload:
     """A state that is put together from blocks of several donors, which have the same one.
 
-    :param request: asks a peer for something, see `read_request`, and returns the stream of its answer
+    :param request: asks a peer for something, see `parse_request`, and returns the stream of its answer
     :param patience: returns the seconds without a message after which the only donor is given up
     :param compression: all peers' own, as hivemind has it
     :param received: counts what comes: bytes, elements, milliseconds
@@ -277,7 +277,7 @@ class MultiSourceDownload:
     ):
         self.donors, self.infos = list(donors), donors[0].infos
         self.request, self.patience, self.compression, self.received = request, patience, compression, received
-        self.tensors, self.blocks = allocate_together(self.infos), list_blocks(self.infos)
+        self.tensors, self.blocks = allocate_flat(self.infos), list_blocks(self.infos)
         #: numbers of blocks that nobody has been asked for
         self.queue = deque(range(len(self.blocks)))
         self.start = time.monotonic()
@@ -376,7 +376,7 @@ class MultiSourceDownload:
             raise InvalidStateError(f"tensor {index} is of type {block.dtype}")
         if not block.isfinite().all():
             raise InvalidStateError(f"tensor {index} is not finite")
-        if differ(donor.digests[asked[0]], digest(block)):
+        if digests_differ(donor.digests[asked[0]], digest(block)):
             raise InvalidStateError(f"tensor {index} is not the one that it has described")
         target.copy_(block)
         self.received[1] += len(block)

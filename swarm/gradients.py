@@ -10,14 +10,14 @@ from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.compression import CompressionBase
 
-from swarm.guard import SKETCH_SIZE, find_odd, sketch
-from swarm.matchmaking import read_gathered, sign_standing
+from swarm.guard import SKETCH_SIZE, compute_sketch, find_outliers
+from swarm.matchmaking import parse_gathered, sign_round_state
 from swarm.rounds import PeersBehindError, StateDivergedError, VerifyingAverager
 
 
 def is_round_state(item: object) -> bool:
     """Whether a peer has gathered what it should: [epoch, whether the whole swarm averages in step, lineage,
-    sketch of its parameters], signed, see sign_standing."""
+    sketch of its parameters], signed, see sign_round_state."""
     is_list = isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, list, bytes, bytes]
     return is_list and len(item[3]) == SKETCH_SIZE and all(type(number) is float for number in item[3])
 
@@ -30,7 +30,7 @@ class GradientAverager(VerifyingAverager):
     ones, forever one epoch behind; and two halves of a swarm that could not reach each other for a while, or a peer
     that has stepped alone, continue with other weights and moments than the rest. So peers gather their epoch and their
     lineage (see StateAverager): the majority continues, the others take over its state. So does one of three or
-    more whose parameters have become others all the same, see `find_odd`.
+    more whose parameters have become others all the same, see `find_outliers`.
     """
 
     is_urgent = True
@@ -52,7 +52,7 @@ class GradientAverager(VerifyingAverager):
         #: samples whose gradients are in no round yet
         self.samples = 0
         # and of earlier rounds, in which they could not be sent: for each of the turns that this peer's line makes of
-        # its gradients, see plan_round; and whose turn it is
+        # its gradients, see plan_allreduce; and whose turn it is
         self._behind, self._next_turn = [0], 0
         self._in_flight: tuple[list[torch.Tensor], int] = [], 0
         self._in_mean = 1  # samples, of which the averaged gradients are the mean
@@ -81,25 +81,25 @@ class GradientAverager(VerifyingAverager):
 
     def schedule_step(self) -> StepControl:
         """Look for a group, for a round that `begin` starts, for as long as nobody cancels that."""
-        gather = sign_standing([*self.round_state, sketch(self.list_common())])
+        gather = sign_round_state([*self.round_state, compute_sketch(self.list_shared_parameters())])
         return self.step(wait=False, require_trigger=True, gather=gather)
 
-    def list_common(self) -> Sequence[torch.Tensor]:
+    def list_shared_parameters(self) -> Sequence[torch.Tensor]:
         """The parameters that all peers should have in common."""
         return self.parameters
 
     def begin(self, control: StepControl | None) -> StepControl:
         """Average what is not yet sent, with the group that this control looks for, or one that is looked for now."""
         control = self.schedule_step() if control is None else control
-        control.weight = self.take_out()
+        control.weight = self.take_pending()
         control.allow_allreduce()
         return control
 
     @torch.no_grad()
-    def take_out(self) -> float:
-        """Make the mean of what is not yet sent the averaged gradients, of a round that `finish` or `put_back` ends.
+    def take_pending(self) -> float:
+        """Start a round with the mean of the pending gradients; `finish` or `restore_pending` ends it.
 
-        :returns: of how many samples
+        :returns: the number of samples in the mean
         """
         self.last_step = None
         with self._lock:
@@ -107,10 +107,10 @@ class GradientAverager(VerifyingAverager):
             samples = self.samples + self._behind[self._next_turn]
             self.unsent, self.samples = [torch.zeros_like(tensor) for tensor in self.unsent], 0
         self._in_mean = max(1, samples)
-        self._offer(self._in_flight[0], self._in_mean)
+        self._set_averaged(self._in_flight[0], self._in_mean)
         return samples
 
-    def _offer(self, tensors: Sequence[torch.Tensor], samples: float) -> None:
+    def _set_averaged(self, tensors: Sequence[torch.Tensor], samples: float) -> None:
         """Let the next round average these sums of so many samples."""
         self.residual.zero_()
         with self.get_tensors() as averaged:
@@ -137,16 +137,16 @@ class GradientAverager(VerifyingAverager):
 
     def _keep_residual(self) -> None:
         """What has not arrived is not yet sent."""
-        for tensor, rest in zip(self.unsent, self.list_residual(), strict=True):
+        for tensor, rest in zip(self.unsent, self.list_residuals(), strict=True):
             tensor.add_(rest.to(tensor.device), alpha=self._in_mean)
 
-    def list_residual(self) -> list[torch.Tensor]:
+    def list_residuals(self) -> list[torch.Tensor]:
         """What of the offered gradients has not arrived, by parameters."""
         rests = self.residual.split([param.numel() for param in self.parameters])
         return [rest.view(param.shape) for rest, param in zip(rests, self.parameters, strict=True)]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore_pending(self) -> None:
         """The round has failed."""
         sums, samples = self._in_flight
         # with a number that is not finite, no round would succeed any more
@@ -157,7 +157,7 @@ class GradientAverager(VerifyingAverager):
                 self.samples += samples
         self._in_flight = [], 0
 
-    def drop(self) -> None:
+    def drop_pending(self) -> None:
         """Forget what is not yet sent."""
         with self._lock:
             for tensor in self.unsent:
@@ -166,7 +166,7 @@ class GradientAverager(VerifyingAverager):
 
     async def _aggregate_with_group(self, group_info, **kwargs):
         # all see the same list of what each has gathered, so all leave out the same peers, and nobody waits for those
-        of_group = [read_gathered(data) for data in group_info.gathered]
+        of_group = [parse_gathered(data) for data in group_info.gathered]
         # auxiliary peers have no gradients, and average anybody's
         trainers = [index for index, (mode, *_) in enumerate(of_group) if mode != AveragingMode.AUX]
         in_step = [i for i in trainers if is_round_state(of_group[i][1]) and of_group[i][1][1]]
@@ -179,7 +179,7 @@ class GradientAverager(VerifyingAverager):
             given = {standings[index] for index in in_step if of_group[index][0] != AveragingMode.CLIENT}
             chosen = max(votes, key=lambda item: (votes[item], item[0] >= newest - 1, item in given, item))
             agreeing = [index for index in in_step if standings[index] == chosen]
-            odd = find_odd([of_group[index][1][3] for index in agreeing])
+            odd = find_outliers([of_group[index][1][3] for index in agreeing])
             agreeing = [index for at, index in enumerate(agreeing) if at not in odd]
             if self.mode != AveragingMode.AUX and self.peer_id not in [group_info.peer_ids[i] for i in agreeing]:
                 # not that of the next epoch: a group may form long before its epoch ends

@@ -18,9 +18,9 @@ from swarm.sparse import TopKCompression
 MAX_LENGTH = 2.0  # of a sender's gradient, in terms of the median's (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with all the others together, below which a gradient does not count
 MAX_ANSWER = 10.0  # length of an average beside the own gradient, in terms of the same for what was averaged here
-# How much a peer is trusted to average: by find_own_shares, as a moving average. The newest value weighs the more, the
-# more of the average is of this peer: of a few samples beside many, it is mostly noise. A single round is no proof: at
-# the beginning of a plateau, and of 64 samples, an honest gradient can point away from all others.
+# A peer's trust is a moving average of estimate_contributions. The newest value has more weight if this peer's share of
+# the average is larger, because the share of a few samples among many is mostly noise. A single round proves nothing:
+# at the start of a plateau, an honest gradient of 64 samples can point away from all others.
 TRUST_WEIGHT, LEAST_TRUST, DOUBT = 0.5, 0.25, 0.4
 REVERSED, FAR_TOO_LONG, LEAST_OWN_SHARE = -0.5, -math.inf, 0.0
 MOSTLY_REVERSED = -0.3  # of the whole average: no step is taken by it, whoever is to blame
@@ -42,7 +42,7 @@ class MaliciousPeersError(AllreduceException):
         return "; ".join(f"{peer} {lie}" for peer, lie in self.args[0].items())
 
 
-def choose_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """By what to multiply each sender's gradient: less than 1 where it is much longer than the median (of two, than the
     other one), 0 where it points away from all the others together, of which it takes two.
 
@@ -66,10 +66,13 @@ def choose_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor
 
 
 class RobustReducer(TensorPartReducer):
-    """Averages the parts of all senders so that one of them cannot bend the average: gradients are weighed, see
-    `choose_factors`; of parameters, which are the same everywhere but for rounding, each number's median counts."""
+    """A reducer that averages parts so that no single sender can skew the result.
 
-    def guard(self, max_weight: float | None, are_parameters: bool, sparse: TopKCompression | None) -> None:
+    Gradients are clipped and weighted, see `compute_clipping_factors`. Parameters are the same on all peers except for
+    rounding, so the median of each number is used.
+    """
+
+    def configure_checks(self, max_weight: float | None, are_parameters: bool, sparse: TopKCompression | None) -> None:
         """
         :param max_weight: samples for which a sender counts at most; None: only lies are refused
         :param are_parameters: and not gradients
@@ -101,7 +104,7 @@ class RobustReducer(TensorPartReducer):
             sent = {index: (part, weight) for index, (part, weight) in self.sent.items() if weight > NO_WEIGHT}
             self.sent = {}
             if len(sent) > 1 + self.are_parameters:
-                self.accumulator, self.denominator = self.combine(sent), 1.0
+                self.accumulator, self.denominator = self.average_part(sent), 1.0
         if self.sparse and self.current_part_accumulated_from == self.num_current_senders:
             average = self.accumulator / max(self.denominator, NO_WEIGHT)
             self.answers.append(self.sparse.answer(average))
@@ -109,7 +112,7 @@ class RobustReducer(TensorPartReducer):
             self.missing.append(average - self.accumulator)
         super().check_current_part_finished()
 
-    def combine(self, sent: dict[int, tuple[torch.Tensor, float]]) -> torch.Tensor:
+    def average_part(self, sent: dict[int, tuple[torch.Tensor, float]]) -> torch.Tensor:
         """The average of the current part.
 
         :param sent: by the senders' indices, parts and their weights
@@ -121,7 +124,7 @@ class RobustReducer(TensorPartReducer):
             return (parts[(len(parts) - 1) // 2] + parts[len(parts) // 2]) / 2
         self.products[indices[:, None], indices] += (parts @ parts.T).double()
         self.counts[indices] += parts.shape[1]
-        factors = choose_factors(self.products, self.counts)[indices].float()
+        factors = compute_clipping_factors(self.products, self.counts)[indices].float()
         weights = torch.tensor([weight for _, weight in sent.values()]) * (factors > 0)
         return (weights * factors) @ parts / weights.sum()
 
@@ -129,7 +132,7 @@ class RobustReducer(TensorPartReducer):
 class VerifyingContainer(TensorPartContainer):
     """Takes from a peer that averages only what an average can be."""
 
-    def guard(self, are_parameters: bool, sparse_index: int | None) -> None:
+    def configure_checks(self, are_parameters: bool, sparse_index: int | None) -> None:
         """
         :param sparse_index: this peer's, where the others answer with averages; else with differences to what was sent
         """
@@ -163,7 +166,7 @@ class VerifyingContainer(TensorPartContainer):
                 raise ProtocolViolation("sent parameters that are not near anybody's")
         super().register_processed_part(peer_index, part_index, part)
 
-    def find_share(self, own_weight: float, peer_indices: Iterable[int]) -> float:
+    def estimate_contribution(self, own_weight: float, peer_indices: Iterable[int]) -> float:
         """How much of this peer's gradient is in what these have averaged: 1 as much as there should be at least,
         0 nothing, -1 the contrary.
 
@@ -173,9 +176,9 @@ class VerifyingContainer(TensorPartContainer):
         return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios else 1.0
 
 
-def find_own_shares(container: VerifyingContainer, own_index: int, own_weight: float) -> dict[int, float]:
-    """How much of this peer's gradient is in what each of the others has averaged, see VerifyingContainer.find_share;
-    FAR_TOO_LONG where it cannot be an average.
+def estimate_contributions(container: VerifyingContainer, own_index: int, own_weight: float) -> dict[int, float]:
+    """Return how much of this peer's gradient is in what each other peer has averaged, see `estimate_contribution`;
+    FAR_TOO_LONG if it cannot be an average.
 
     :returns: by index. None where this peer averages nothing: it may itself be the odd one; nor where its gradient is
         hardly in what it has averaged itself
@@ -187,13 +190,13 @@ def find_own_shares(container: VerifyingContainer, own_index: int, own_weight: f
     lengths = (average / own).sqrt()
     too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
     shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-    if container.find_share(own_weight, [own_index]) >= LEAST_OWN_SHARE:
-        shares = {index: container.find_share(own_weight, [index]) for index in others} | shares
+    if container.estimate_contribution(own_weight, [own_index]) >= LEAST_OWN_SHARE:
+        shares = {index: container.estimate_contribution(own_weight, [index]) for index in others} | shares
     return shares
 
 
 @torch.no_grad()
-def sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
+def compute_sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
     """A few numbers that are near each other where the parameters are: their length, and what random signs make of
     their sums, as far from another peer's as the parameters are (Johnson and Lindenstrauss)."""
     # as many of either sign, so that rounding which always goes the same way does not add up over millions of numbers
@@ -207,7 +210,7 @@ def sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
     return [float(square.sqrt()), *projections.tolist()]
 
 
-def find_odd(sketches: Sequence[Sequence[float]]) -> list[int]:
+def find_outliers(sketches: Sequence[Sequence[float]]) -> list[int]:
     """Which of these peers have other parameters than most: none of two, of which nobody knows who is right."""
     if len(sketches) < 3:
         return []

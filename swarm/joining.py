@@ -24,28 +24,28 @@ from arguments import SwarmArguments
 from support.console import UserError
 from swarm.addresses import (
     check_multiaddrs,
-    explain_silence,
+    diagnose_unreachable,
     get_host_port,
     get_ip,
     is_local,
     is_public,
     is_relayed,
-    select_for_others,
+    list_shareable_maddrs,
 )
 from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.membership import MEMBERS, CredentialValidator
 from swarm.outside import find_problem
-from swarm.processes import exit_when_dead, quiet_hivemind_logs, shut_down
+from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
-    answer_newcomers,
-    find_direct_averagers,
+    count_reachable_averagers,
     find_direct_peers,
     find_ports,
     find_reachability,
     find_relays,
+    register_dial_back_handler,
 )
 from swarm.status import resolve_initial_peers
-from swarm.vouching import answer_vouching, ask_initial_peers
+from swarm.vouching import ask_initial_peers, register_attestation_handler
 from utils import make_validators
 
 logger = logging.getLogger("joining")
@@ -72,23 +72,23 @@ def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
         if is_reachable is False and swarm.announce_maddrs:
             logger.warning(f"others cannot reach this peer {where}: check --announce_maddrs and the firewall")
         elif is_reachable is False:
-            dht = restart_unreachable(swarm, validators, dht, where)
+            dht = restart_as_client_or_relayed(swarm, validators, dht, where)
     try:
         dht.vouched = ask_initial_peers(dht, swarm.experiment_prefix, swarm.initial_peers, swarm.new_run)
     except UserError:
         shut_down(dht)
         raise
-    exit_when_dead(dht, "DHT")
+    exit_if_process_dies(dht, "DHT")
     connected = dht.run_coroutine(partial(find_direct_peers, swarm.initial_peers))
     if silent := [maddr for maddr in swarm.initial_peers if maddr not in connected and not swarm.use_ipfs]:
         # in the background: nobody waits for a peer that does not answer, as long as another one does
-        threading.Thread(target=warn_of_silent_peers, args=[silent], daemon=True).start()
+        threading.Thread(target=warn_of_unresponsive_peers, args=[silent], daemon=True).start()
     return dht, public_key
 
 
-def warn_of_silent_peers(maddrs: list[str]) -> None:
+def warn_of_unresponsive_peers(maddrs: list[str]) -> None:
     for maddr in maddrs:
-        if reason := asyncio.run(explain_silence(maddr)):
+        if reason := asyncio.run(diagnose_unreachable(maddr)):
             logger.warning(f"--initial_peers {maddr}: {reason}")
 
 
@@ -173,18 +173,18 @@ def start_dht(swarm: SwarmArguments, validators: list, is_first: bool = True, **
         if reason is None and is_first:
             return start_dht(swarm, validators, is_first=False, **options)
         raise UserError(reason or f"--initial_peers answer now, and did not before ({e}): try again") from e
-    dht.run_coroutine(answer_newcomers)
-    dht.run_coroutine(partial(answer_vouching, prefix=swarm.experiment_prefix))
+    dht.run_coroutine(register_dial_back_handler)
+    dht.run_coroutine(partial(register_attestation_handler, prefix=swarm.experiment_prefix))
     return dht
 
 
-def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where: str) -> DHT:
+def restart_as_client_or_relayed(swarm: SwarmArguments, validators: list, dht: DHT, where: str) -> DHT:
     """In place of this DHT one in client mode, or one that is reached through a relay. Says which, and why.
 
     :param where: at which address and port others cannot reach this peer
     """
     reason = f"others cannot reach this peer {where} (a firewall or router is in between)"
-    averagers = dht.run_coroutine(partial(find_direct_averagers, swarm.experiment_prefix))
+    averagers = dht.run_coroutine(partial(count_reachable_averagers, swarm.experiment_prefix))
     relays = dht.run_coroutine(partial(find_relays, swarm.initial_peers))
     dht.shutdown()
     options = dict(check_if_identity_free=False)  # others still think of the one that has just ended
@@ -200,7 +200,7 @@ def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where
     dht = start_dht(swarm, validators, strict=False, **options)
     for fifth in range(5 * RELAY_TIMEOUT):
         if maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]:
-            logger.warning(f"others reach this peer through a relay: {select_for_others(maddrs)[0]}")
+            logger.warning(f"others reach this peer through a relay: {list_shareable_maddrs(maddrs)[0]}")
             return dht
         if fifth and fifth % 50 == 0:
             logger.info(f"no relay has accepted this peer within {fifth // 5} s, still asking")
@@ -211,7 +211,7 @@ def restart_unreachable(swarm: SwarmArguments, validators: list, dht: DHT, where
 
 def warn_of_local_addresses(dht: hivemind.DHT, swarm: SwarmArguments) -> None:
     """Say so when others could not use any of this peer's addresses, although it listens for them."""
-    maddrs = select_for_others(dht.get_visible_maddrs())
+    maddrs = list_shareable_maddrs(dht.get_visible_maddrs())
     listens_everywhere = any((ip := get_ip(maddr)) is not None and ip.is_unspecified for maddr in swarm.host_maddrs)
     if listens_everywhere and not dht.client_mode and not any(map(is_public, maddrs)):
         logger.warning(

@@ -207,7 +207,7 @@ class Line:
         """Seconds for which most of a swarm may be gone until the others go on without them."""
         return min(GRACE_SHARE * self._epoch_seconds.value, LONGEST_GRACE)
 
-    def describe_times(self) -> str:
+    def format_timeouts(self) -> str:
         return (
             f"it may take {self.averaging_timeout:.0f} s (--averaging_timeout), its group {self.matchmaking_time:.1f} "
             f"s to form (--matchmaking_time), an answer {self.request_timeout:.1f} s (--request_timeout), and a peer "
@@ -223,11 +223,11 @@ class Line:
         seconds = min(seconds, max(LONGEST_CLAIMED, own_seconds))
         self._round_seconds.value = max(seconds, 0.9 * self._round_seconds.value)
 
-    def note_epoch(self, seconds: float) -> None:
+    def record_epoch_time(self, seconds: float) -> None:
         """An epoch takes so long."""
         self._epoch_seconds.value = seconds
 
-    def note_answer(self, seconds: float) -> None:
+    def record_rtt(self, seconds: float) -> None:
         """An answer took so long: the longest counts, and is slowly forgotten. Twice the one before at most, as that of
         a peer that was frozen comes when it is there again; where the line is slow, all of them do."""
         self._answer.value = max(min(seconds, 2 * self._answer.value), 0.9 * self._answer.value, SHORTEST_ANSWER)
@@ -342,7 +342,7 @@ async def ask(node: DHTNode, peer: PeerID) -> float | None:
     with contextlib.suppress(Exception):  # a peer that is gone fails in many ways, all of which mean the same
         ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest())
         answer = await asyncio.wait_for(ping, LONGEST_PATIENCE)
-        LINE.note_answer(time.monotonic() - start)
+        LINE.record_rtt(time.monotonic() - start)
         return answer.dht_time - sent
     return None
 

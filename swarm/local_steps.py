@@ -89,7 +89,7 @@ class LocalSteps:
         """How far the anchor would have to go, against the gradient, to be where this peer is."""
         return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
 
-    def take_out(self, sent: list[torch.Tensor]) -> None:
+    def take_pending(self, sent: list[torch.Tensor]) -> None:
         """A round has taken this of it; from any thread."""
         self._taken = sent
 
@@ -107,7 +107,7 @@ class LocalSteps:
                 param.copy_(after)
 
     @torch.no_grad()
-    def drop(self) -> None:
+    def drop_pending(self) -> None:
         """Go back to the anchor."""
         self._taken = []
         for param, anchor in zip(self.params, self.anchor, strict=True):
@@ -175,7 +175,7 @@ class LocalStepsAverager(GradientAverager):
     async def _run_allreduce_inplace_(self, *args, **kwargs) -> None:
         await super()._run_allreduce_inplace_(*args, **kwargs | {"compression": self.codec})
 
-    def list_common(self) -> Sequence[torch.Tensor]:
+    def list_shared_parameters(self) -> Sequence[torch.Tensor]:
         return self.local.anchor
 
     def accumulate(self, batch_size: int) -> None:
@@ -186,13 +186,13 @@ class LocalStepsAverager(GradientAverager):
             self.samples += batch_size
 
     @torch.no_grad()
-    def take_out(self) -> float:
+    def take_pending(self) -> float:
         if not self.is_local:
-            return super().take_out()
+            return super().take_pending()
         self.last_step = None
         come = self.local.measure()
         if not all(tensor.sum().isfinite() for tensor in come):
-            self.drop()
+            self.drop_pending()
             come = self.local.measure()
         with self._lock:
             self._in_flight, self.samples = (come, self.samples), 0
@@ -200,12 +200,12 @@ class LocalStepsAverager(GradientAverager):
         # what a late peer has done while the others stepped without it would be a step on top of theirs
         self._in_mean = 1 + max(0, epoch - self._expected_epoch) if self._expected_epoch else 1
         self._taken_epoch = epoch
-        self._offer([tensor + rest for tensor, rest in zip(come, self.unsent, strict=True)], self._in_mean)
+        self._set_averaged([tensor + rest for tensor, rest in zip(come, self.unsent, strict=True)], self._in_mean)
         return self._in_flight[1]
 
     def finish(self, share: int = 1, turn: int = 0) -> int:
         if self.is_local:
-            self.local.take_out(self._in_flight[0])
+            self.local.take_pending(self._in_flight[0])
             self._expected_epoch = self._taken_epoch + 1
         return super().finish(share, turn)
 
@@ -213,17 +213,17 @@ class LocalStepsAverager(GradientAverager):
         if not self.is_local:
             return super()._keep_residual()
         if self._in_flight[1]:  # else nobody has counted what it held
-            for tensor, rest in zip(self.unsent, self.list_residual(), strict=True):
+            for tensor, rest in zip(self.unsent, self.list_residuals(), strict=True):
                 tensor.copy_(rest).mul_(self._in_mean)
 
-    def put_back(self) -> None:
+    def restore_pending(self) -> None:
         if not self.is_local:
-            return super().put_back()
+            return super().restore_pending()
         (_, samples), self._in_flight = self._in_flight, ([], 0)
         with self._lock:
             self.samples += samples
 
-    def drop(self) -> None:
-        super().drop()
-        self.local.drop()
+    def drop_pending(self) -> None:
+        super().drop_pending()
+        self.local.drop_pending()
         self._expected_epoch = 0

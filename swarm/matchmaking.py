@@ -28,7 +28,7 @@ MIN_LOOK_PERIOD = 0.2  # seconds between two looks while no other peer looks for
 ASK_AGAIN_AFTER = 0.5  # seconds after which a peer that has not let this one join its group is asked once more
 
 
-def read_gathered(data: bytes) -> tuple[AveragingMode, object, float | None]:
+def parse_gathered(data: bytes) -> tuple[AveragingMode, object, float | None]:
     """Parse what a peer tells its group.
 
     :returns: whether it averages, is a client, or is auxiliary; what it has gathered; its bandwidth in Mbit/s or None
@@ -45,7 +45,7 @@ def read_gathered(data: bytes) -> tuple[AveragingMode, object, float | None]:
     return mode, gathered, bandwidth
 
 
-def sign_standing(standing: list) -> list:
+def sign_round_state(standing: list) -> list:
     """What a peer gathers of itself, with its public key and a signature: leaders pass it on."""
     key = RSAPrivateKey.process_wide()
     return [*standing, b"[owner:%s]" % key.get_public_key().to_bytes(), key.sign(MSGPackSerializer.dumps(standing))]
@@ -102,7 +102,7 @@ class EarlyStartMatchmaking(Matchmaking):
     And a group is full of trainers: hivemind counts auxiliary peers too, so that trainers average with nobody else.
     """
 
-    #: ids (bytes) of the other peers that should come, and of those that do not answer; see `expect`
+    #: ids (bytes) of the other peers that should come, and of those that do not answer; see `set_expected_peers`
     expected: frozenset[bytes] = frozenset()
     silent: frozenset[bytes] = frozenset()
     #: how many of these and this peer have to come, once a group is looked for in earnest
@@ -119,7 +119,7 @@ class EarlyStartMatchmaking(Matchmaking):
         # target_group_size for the auxiliary peers in it
         self.group_key_manager.target_group_size = None
 
-    def expect(self, peer_ids: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
+    def set_expected_peers(self, peer_ids: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
         """These should come now, which may make a group complete; those that do not answer lead none."""
         if silent != self.silent:
             self.potential_leaders.past_attempts.clear()  # those who could not be asked, or led to somebody else
@@ -164,7 +164,7 @@ class EarlyStartMatchmaking(Matchmaking):
         said = dict(zip(map(PeerID, message.ordered_peer_ids), message.gathered, strict=False))
         is_true = said.get(self.peer_id) == own and len(said) == len(message.gathered)
         try:
-            parsed = {peer: read_gathered(data)[1] for peer, data in said.items()}
+            parsed = {peer: parse_gathered(data)[1] for peer, data in said.items()}
         except ValueError as e:  # an honest leader has refused it
             raise MaliciousPeersError({leader: f"leads a group of which a member {e}"}) from e
         if is_true and isinstance(parsed[self.peer_id], list):
@@ -203,7 +203,7 @@ class EarlyStartMatchmaking(Matchmaking):
     @property
     def target_group_size(self) -> int | None:
         """With so many peers it begins: never, as long as this one's epoch goes on."""
-        return self.size_limit if self.is_over else None
+        return self.size_limit if self.has_epoch_ended else None
 
     @target_group_size.setter
     def target_group_size(self, size: int | None) -> None:
@@ -215,11 +215,11 @@ class EarlyStartMatchmaking(Matchmaking):
         if size is None or self.step_control is None:
             return size
         of_group = [self.step_control.data_for_gather, *(peer.gather for peer in self.current_followers.values())]
-        return size + sum(read_gathered(data)[0] == AveragingMode.AUX for data in of_group)
+        return size + sum(parse_gathered(data)[0] == AveragingMode.AUX for data in of_group)
 
     async def rpc_join_group(self, request, context):
         try:
-            _, theirs, _ = read_gathered(request.gather)
+            _, theirs, _ = parse_gathered(request.gather)
         except ValueError as e:
             is_awaited = self.is_looking_for_group and context.remote_id.to_bytes() in self.expected
             if is_awaited and self.current_leader is None and not self.assembled_group.done():
@@ -228,7 +228,7 @@ class EarlyStartMatchmaking(Matchmaking):
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
             return
         try:
-            own = read_gathered(self.step_control.data_for_gather)[1] if self.step_control else None
+            own = parse_gathered(self.step_control.data_for_gather)[1] if self.step_control else None
             if isinstance(own, list) and isinstance(theirs, list) and own[1] and own[:1] < theirs[:1]:
                 raise ValueError("it is further than this peer, which would close its group before its epoch ends")
             if isinstance(own, list) and not is_signed(theirs, context.remote_id):
@@ -260,13 +260,13 @@ class EarlyStartMatchmaking(Matchmaking):
         async with self.lock_request_join_group:
             if not self.is_looking_for_group or self.assembled_group.done() or self.current_leader is not None:
                 return
-            if self.is_over and self.is_complete():
+            if self.has_epoch_ended and self.is_complete():
                 await self.leader_assemble_group()
 
     def is_complete(self) -> bool:
         """Whether nobody else is worth a wait."""
-        here = self.list_here()
-        is_enough = self.at_least <= len(here & self.wanted) if self.at_least > 1 else self.expected <= here
+        here = self.list_joined_peers()
+        is_enough = self.at_least <= len(here & self.expected_with_self) if self.at_least > 1 else self.expected <= here
         return bool(self.expected) and is_enough or self.is_full
 
     @property
@@ -274,22 +274,22 @@ class EarlyStartMatchmaking(Matchmaking):
         return self.size_limit is not None and len(self.current_followers) + 1 >= self.size_limit
 
     @property
-    def is_over(self) -> bool:
+    def has_epoch_ended(self) -> bool:
         """Whether this peer's epoch is; before, whoever comes shall be in the group."""
         return self.step_control is not None and self.step_control.triggered
 
-    def list_here(self) -> set[bytes]:
+    def list_joined_peers(self) -> set[bytes]:
         return {peer_id.to_bytes() for peer_id in (self.peer_id, *self.current_followers)}
 
     @property
-    def wanted(self) -> set[bytes]:
+    def expected_with_self(self) -> set[bytes]:
         return self.expected | {self.peer_id.to_bytes()}
 
     @property
     def min_group_size(self) -> int:
         """More than there are while too few of the expected peers have come, or this one's epoch goes on, so that
         hivemind keeps looking."""
-        if len(self.list_here() & self.wanted) < self.at_least or not self.is_over:
+        if len(self.list_joined_peers() & self.expected_with_self) < self.at_least or not self.has_epoch_ended:
             return len(self.current_followers) + 2
         return self._least_group_size
 

@@ -35,11 +35,11 @@ from swarm.passes import (
     Invitation,
     Pass,
     load_invitation,
-    read_pass,
+    parse_credential,
     read_revocations,
 )
 from swarm.patches import replace_client
-from utils import MAX_RECORD_LIFETIME, RecordValidator, find_owner, find_peer_id
+from utils import MAX_RECORD_LIFETIME, RecordValidator, find_peer_id, find_subkey_owner
 
 logger = logging.getLogger("members")
 
@@ -67,7 +67,7 @@ class Refused(Exception):
     """Whoever calls has shown no valid pass; the argument is one of REASONS."""
 
 
-def explain_refusal(error: Exception) -> str | None:
+def explain_denial(error: Exception) -> str | None:
     """The reason and the cure, where a call has failed because one of the two has no valid pass."""
     match = re.search(r"Refused\('([a-z ]+)'\)", str(error)) if isinstance(error, P2PHandlerError) else None
     return REASONS.get(match[1]) if match else None
@@ -129,7 +129,7 @@ class Members:
         if swarm.invite:
             invitation = load_invitation(swarm.invite)
             own, self.public_key = invitation.data, invitation.authority
-            member = read_pass(own, self.public_key)
+            member = parse_credential(own, self.public_key)
             self.prefix, self.username = member.prefix, member.username
             for flag, given in ("experiment_prefix", swarm.experiment_prefix), ("username", swarm.username):
                 if given and given != (invited := self.prefix if flag == "experiment_prefix" else self.username):
@@ -144,7 +144,7 @@ class Members:
         size = 64 * MAX_MEMBERS + MAX_LIST_BYTES + MAX_PASS_BYTES
         self.known = SharedMemoryDict(size, {"pass": own, "revocations": b"", "peers": {}})
         self.strangers = SharedMemoryDict(2**16, {})
-        self.look_at_ledger()
+        self.reload_member_list()
         replace_client(AuthenticatedP2PClient)
 
     def issue_own(self) -> bytes:
@@ -160,12 +160,12 @@ class Members:
             return frozenset()
         return read_revocations(self.known.read()["revocations"], self.public_key, self.prefix)[1]
 
-    def examine(self, data: bytes, peer_id: bytes) -> Pass:
+    def verify_credential(self, data: bytes, peer_id: bytes) -> Pass:
         """:raises Refused: this is no valid pass of that peer"""
         if not data:
             raise Refused("no pass")
         try:
-            member = read_pass(data, self.public_key)
+            member = parse_credential(data, self.public_key)
         except ValueError:
             raise Refused("forged") from None
         faults = {
@@ -179,24 +179,24 @@ class Members:
                 raise Refused(reason)
         return member
 
-    def has_met(self, peer: PeerID) -> bool:
+    def is_authenticated(self, peer: PeerID) -> bool:
         return self.known.read()["peers"].get(peer.to_bytes(), 0.0) > get_dht_time()
 
     def require(self, peer: PeerID) -> None:
         """:raises Refused: this peer has shown no valid pass, which is counted"""
-        if not self.has_met(peer):
-            self.count_stranger(peer, "no pass")
+        if not self.is_authenticated(peer):
+            self.count_rejected_call(peer, "no pass")
             raise Refused("no pass")
 
-    def require_own_pass(self) -> None:
+    def check_own_credential(self) -> None:
         """:raises UserError: this peer may not take part any more, which costs the others nothing"""
         if self.prefix:
             try:
-                self.examine(self.known.read()["pass"], self.own_id)
+                self.verify_credential(self.known.read()["pass"], self.own_id)
             except Refused as e:
                 raise UserError(REASONS[e.args[0]]) from None
 
-    def note(self, member: Pass) -> None:
+    def add_member(self, member: Pass) -> None:
         if self.known.read()["peers"].get(member.peer_id) != member.expires:
             with self.known.change() as known:
                 known["peers"][member.peer_id] = member.expires
@@ -210,7 +210,7 @@ class Members:
         with self.known.change() as known:
             known["peers"].pop(peer.to_bytes(), None)
 
-    def count_stranger(self, peer: PeerID, reason: str) -> None:
+    def count_rejected_call(self, peer: PeerID, reason: str) -> None:
         with self.strangers.change() as strangers:
             name = peer.to_bytes() if peer.to_bytes() in strangers or len(strangers) < MAX_STRANGERS else b""
             strangers[name] = [strangers.get(name, [0])[0] + 1, reason]
@@ -221,35 +221,35 @@ class Members:
         """Serves SHOW: another peer's pass and the revocations it knows, for this peer's own, and a new pass of the
         other one where this peer is the authority and it is time for that."""
         try:
-            shown, revocations = read_message(data, 2)
-            self.take_revocations(revocations)
-            member = self.examine(shown, peer.to_bytes())
+            shown, revocations = parse_message(data, 2)
+            self.apply_revocations(revocations)
+            member = self.verify_credential(shown, peer.to_bytes())
         except Refused as e:
-            self.count_stranger(peer, reason := e.args[0])
+            self.count_rejected_call(peer, reason := e.args[0])
             proof = self.known.read()["revocations"] if reason == "revoked" else b""
             return MSGPackSerializer.dumps([reason.encode(), b"", proof, b""])
-        self.note(member)
+        self.add_member(member)
         renewed, known = b"", self.known.read()
         if self.issuer and member.is_due:
             renewed = self.issuer.issue(self.prefix, member.peer_id, member.username, member.lifetime)
             with self.issuer.open_members() as runs:
-                self.issuer.note(runs, self.prefix, renewed)
+                self.issuer.record_issued(runs, self.prefix, renewed)
         return MSGPackSerializer.dumps([b"", known["pass"], known["revocations"], renewed])
 
     async def show(self, client: p2pclient.Client, peer: PeerID) -> None:
         """Show this peer's pass to another one, and look at that one's.
 
-        :raises P2PHandlerError: one of them is not valid; see `explain_refusal`
+        :raises P2PHandlerError: one of them is not valid; see `explain_denial`
         """
         known = self.known.read()
         message = MSGPackSerializer.dumps([known["pass"], known["revocations"]])
         try:
             answer = await asyncio.wait_for(client.call_unary_handler(peer, SHOW, message), ANSWER_SECONDS)
-            reason, theirs, revocations, renewed = read_message(answer, 4)
-            self.take_revocations(revocations)
+            reason, theirs, revocations, renewed = parse_message(answer, 4)
+            self.apply_revocations(revocations)
             if reason:
                 raise Refused(reason.decode(errors="replace"))
-            self.note(self.examine(theirs, peer.to_bytes()))
+            self.add_member(self.verify_credential(theirs, peer.to_bytes()))
         except Refused as e:
             raise P2PHandlerError(repr(e)) from None
         except P2PDaemonError as e:
@@ -257,9 +257,9 @@ class Members:
                 raise
             raise P2PHandlerError(repr(Refused("open"))) from None
         with contextlib.suppress(Refused):
-            self.take_renewed(self.examine(renewed, self.own_id), renewed)
+            self.apply_renewed(self.verify_credential(renewed, self.own_id), renewed)
 
-    def take_revocations(self, data: bytes) -> None:
+    def apply_revocations(self, data: bytes) -> None:
         """Where these are newer than what is known, they count from now on."""
         with contextlib.suppress(ValueError):
             signed, revoked = read_revocations(data, self.public_key, self.prefix)
@@ -269,10 +269,10 @@ class Members:
                     known["peers"] = {peer: time for peer, time in known["peers"].items() if peer not in revoked}
                 logger.info(f"{format_count(len(revoked), 'revoked pass')}{'es' * (len(revoked) != 1)}")
 
-    def take_renewed(self, member: Pass, data: bytes) -> None:
+    def apply_renewed(self, member: Pass, data: bytes) -> None:
         """From now on, this is the peer's own pass, also after a restart."""
         with self.known.change() as known:  # one process at a time writes the file
-            if member.expires <= read_pass(known["pass"], self.public_key).expires:
+            if member.expires <= parse_credential(known["pass"], self.public_key).expires:
                 return
             known["pass"] = data
             if self.invite:
@@ -281,19 +281,19 @@ class Members:
                 except UserError as e:
                     logger.warning(f"{e}; the pass was renewed, and that will be lost at the end")
 
-    def look_at_ledger(self) -> None:
+    def reload_member_list(self) -> None:
         """The authority's: what invite.py has revoked; and its own pass, which it renews itself."""
         if not self.issuer:
             return
         try:
-            self.take_revocations(self.issuer.read_run_revocations(self.prefix))
+            self.apply_revocations(self.issuer.read_run_revocations(self.prefix))
         except UserError as e:
             logger.warning(str(e))
-        if read_pass(self.known.read()["pass"], self.public_key).is_due:
-            self.take_renewed(read_pass(data := self.issue_own(), self.public_key), data)
+        if parse_credential(self.known.read()["pass"], self.public_key).is_due:
+            self.apply_renewed(parse_credential(data := self.issue_own(), self.public_key), data)
 
 
-def read_message(data: bytes, count: int) -> list[bytes]:
+def parse_message(data: bytes, count: int) -> list[bytes]:
     """:raises Refused: it is not a list of so many short texts"""
     try:
         message = MSGPackSerializer.loads(data) if len(data) <= MAX_MESSAGE_BYTES else None
@@ -304,46 +304,46 @@ def read_message(data: bytes, count: int) -> list[bytes]:
     return message
 
 
-async def keep_members(_: hivemind.DHT, node: DHTNode) -> None:
+async def maintain_membership(_: hivemind.DHT, node: DHTNode) -> None:
     """Runs in the DHT's process, forever: pass on what is new, renew what is to end, and say what was refused."""
     told, next_request, next_line, connected = None, 0.0, 0.0, []
     while MEMBERS.prefix:
-        MEMBERS.look_at_ledger()
+        MEMBERS.reload_member_list()
         known, now = MEMBERS.known.read(), time.monotonic()
-        own = read_pass(known["pass"], MEMBERS.public_key)
+        own = parse_credential(known["pass"], MEMBERS.public_key)
         with contextlib.suppress(OSError, P2PDaemonError):  # the daemon's, which may be busy
             connected = await node.p2p.list_peers()
-        peers = [info.peer_id for info in connected if MEMBERS.has_met(info.peer_id)]
+        peers = [info.peer_id for info in connected if MEMBERS.is_authenticated(info.peer_id)]
         is_due = own.is_due and now >= next_request
         if is_due:
             next_request = now + max(PERIOD, own.lifetime / 50)
         if told != (news := (known["pass"], known["revocations"])):
             told = news
-            forget_records(node, MEMBERS.revoked)
+            delete_records(node, MEMBERS.revoked)
         elif not is_due:
             peers = random.sample(peers, min(1, len(peers)))  # in case that one has missed something
         await asyncio.gather(*(MEMBERS.show(node.p2p._client, peer) for peer in peers), return_exceptions=True)
         if now >= next_line and (strangers := MEMBERS.strangers.read()):
             next_line = now + LINE_PERIOD
-            logger.warning(describe_strangers(strangers))
+            logger.warning(describe_rejected_calls(strangers))
             with MEMBERS.strangers.change() as counted:
                 counted.clear()
         await asyncio.sleep(PERIOD)
 
 
-def describe_strangers(strangers: dict[bytes, list]) -> str:
+def describe_rejected_calls(strangers: dict[bytes, list]) -> str:
     calls = sum(count for count, _ in strangers.values())
     who = f"peer {PeerID(max(strangers))}" + f" and {format_count(len(strangers) - 1, 'other')}" * (len(strangers) > 1)
     reasons = ", ".join(sorted({reason for _, reason in strangers.values()}))
     return f"refused {format_count(calls, 'call')} of {who}, which may not take part in this run: {reasons}"
 
 
-def forget_records(node: DHTNode, peer_ids: frozenset[bytes]) -> None:
+def delete_records(node: DHTNode, peer_ids: frozenset[bytes]) -> None:
     """What these peers have stored here."""
     for storage in (node.protocol.storage, node.protocol.cache):
         for _, item in list(storage.items()):
             if isinstance(item.value, DictionaryDHTValue):
-                for subkey in [subkey for subkey in item.value.data if find_owner(subkey) in peer_ids]:
+                for subkey in [subkey for subkey in item.value.data if find_subkey_owner(subkey) in peer_ids]:
                     del item.value[subkey]
 
 
@@ -372,9 +372,9 @@ class AuthenticatedP2PClient(p2pclient.Client):
 
         await super().stream_handler(proto, handle, balanced)
 
-    async def meet(self, peer: PeerID) -> None:
+    async def authenticate_with(self, peer: PeerID) -> None:
         """Show this peer's pass, unless the other one has seen it; raises P2PHandlerError where that refuses it."""
-        if MEMBERS.has_met(peer):
+        if MEMBERS.is_authenticated(peer):
             return
         meetings = self.__dict__.setdefault("meetings", {})
         if peer not in meetings:
@@ -385,18 +385,18 @@ class AuthenticatedP2PClient(p2pclient.Client):
     async def call_unary_handler(self, peer_id, proto, data):
         if proto == SHOW:
             return await super().call_unary_handler(peer_id, proto, data)
-        await self.meet(peer_id)
+        await self.authenticate_with(peer_id)
         try:
             return await super().call_unary_handler(peer_id, proto, data)
         except P2PHandlerError as e:
-            if not explain_refusal(e):
+            if not explain_denial(e):
                 raise
             MEMBERS.forget(peer_id)  # it was restarted since, and has to see the pass again
-        await self.meet(peer_id)
+        await self.authenticate_with(peer_id)
         return await super().call_unary_handler(peer_id, proto, data)
 
     async def stream_open(self, peer_id, protocols):
-        await self.meet(peer_id)
+        await self.authenticate_with(peer_id)
         return await super().stream_open(peer_id, protocols)
 
 
@@ -423,7 +423,10 @@ class CredentialValidator(RecordValidatorBase):
     def validate(self, record: DHTRecord) -> bool:
         try:
             value, data = self.split(record.value)
-            member, owner = read_pass(data, MEMBERS.public_key), find_owner(MSGPackSerializer.loads(record.subkey))
+            member, owner = (
+                parse_credential(data, MEMBERS.public_key),
+                find_subkey_owner(MSGPackSerializer.loads(record.subkey)),
+            )
             content = MSGPackSerializer.loads(self.signature.strip_value(DHTRecord(b"", b"", value, 0.0)))
             username = content.get("username", member.username) if isinstance(content, dict) else member.username
             # it was stored while the pass was valid: who stores has to have shown it

@@ -23,7 +23,7 @@ from swarm.guard import MaliciousPeersError
 from swarm.line import LINE, from_line
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.plan import count_bits
-from swarm.processes import STOP_REQUESTED, exit_when_dead
+from swarm.processes import STOP_REQUESTED, exit_if_process_dies
 from swarm.progress import FIRST_LOOK, ProgressTracker
 from swarm.rounds import PeersBehindError, PeersUnreachableError, StateDivergedError
 from swarm.states import StateAverager, list_params
@@ -156,9 +156,9 @@ class CollaborativeOptimizer:
             state_compression=compressions["load_state"],
             **options,
         )
-        exit_when_dead(self.state_averager, "state averager")
+        exit_if_process_dies(self.state_averager, "state averager")
         if client_mode:
-            self.state_averager.offer_states()
+            self.state_averager.serve_state()
         make_local = partial(LocalStepsAverager, sparse=compressions.get("local_steps"))
         self.grad_averager = (make_local if averaging.local_steps > 1 else GradientAverager)(
             self.state_averager.main_parameters,
@@ -166,13 +166,13 @@ class CollaborativeOptimizer:
             compression=compressions["gradients"],
             **options,
         )
-        exit_when_dead(self.grad_averager, "gradient averager")
+        exit_if_process_dies(self.grad_averager, "gradient averager")
         self.state_averager.grad_averager = self.grad_averager
         self.local: LocalSteps | None = None
         if averaging.local_steps > 1:
             self.local = LocalSteps(self.state_averager.main_parameters, self.opt, optimizer, params)
             self.grad_averager.local = self.state_averager.local = self.local
-        self._choose_phase()
+        self._update_phase()
         with self.grad_averager.get_tensors() as gradients:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
                 param.grad = gradient
@@ -180,7 +180,7 @@ class CollaborativeOptimizer:
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)
             seconds = 2 * bits / (LINE.mbits * 1e6)
             LINE.expect_round(seconds, own_seconds=seconds)
-            logger.info(f"a round of {bits / 8e6:.3g} MB: {LINE.describe_times()}")
+            logger.info(f"a round of {bits / 8e6:.3g} MB: {LINE.format_timeouts()}")
 
     @property
     def opt(self) -> torch.optim.Optimizer:
@@ -218,14 +218,14 @@ class CollaborativeOptimizer:
         """Whether rounds run in the background: of local steps only, where there are any."""
         return self.averaging.overlap and (self.local is None or self.is_local)
 
-    def _choose_phase(self) -> None:
+    def _update_phase(self) -> None:
         """By the epoch, after it has changed."""
         batch = self.averaging.target_batch_size * (self.averaging.local_steps if self.is_local else 1)
         self.tracker.set_target(batch - self.averaging.batch_size_lead)
         if self.averaging.robust_averaging == "clip":
             self.grad_averager.max_weight = self.state_averager.max_weight = batch
         if self.local and self.is_local != self.grad_averager.is_local:
-            self.grad_averager.drop()  # of the other kind
+            self.grad_averager.drop_pending()  # of the other kind
             self.grad_averager.is_local = self.is_local
 
     def training_state(self) -> dict:
@@ -240,9 +240,9 @@ class CollaborativeOptimizer:
         """
         self.state_averager.restore_state(state)
         epoch, self.total_samples = self.local_epoch, state["total_samples"]
-        self._choose_phase()
+        self._update_phase()
         self.grad_averager.last_step = None
-        self.grad_averager.drop()
+        self.grad_averager.drop_pending()
         if "local" in state:
             self.local.load_state_dict(state["local"])
         with self.tracker.pause_updates():
@@ -250,9 +250,9 @@ class CollaborativeOptimizer:
             if not self.tracker.present:  # an epoch that this peer was at before counts no more
                 self.tracker.global_progress.epoch = epoch
         self._must_be_exact = True
-        self._offer_states()
+        self._declare_state()
 
-    def _offer_states(self) -> None:
+    def _declare_state(self) -> None:
         if not self.client_mode:  # newcomers ask those who are furthest
             self.state_averager.state_sharing_priority = self.grad_averager.state_sharing_priority = self.local_epoch
 
@@ -263,16 +263,16 @@ class CollaborativeOptimizer:
         """
         self.state_averager.step(apply_delayed_updates=True)
         if self.auxiliary:
-            self._follow_trainers()
+            self._sync_epoch_with_trainers()
             if len(self.tracker.peers_at_epoch) < 2:
                 return  # who is alone needs no help
         else:
             self.grad_averager.accumulate(batch_size)
             self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
-            if self._must_download():
+            if self._needs_state_sync():
                 self.load_state_from_peers()
                 return
-        if self._look_for_group() or self.tracker.ready_to_update_epoch:
+        if self._start_matchmaking() or self.tracker.ready_to_update_epoch:
             self._end_epoch()
 
     def leave(self) -> None:
@@ -287,7 +287,7 @@ class CollaborativeOptimizer:
         self._finish_background(END_PATIENCE)
         self._leave_round(self.scheduled_grads, patience=END_PATIENCE)
         if self.is_local:  # what is saved is the swarm's
-            self.grad_averager.drop()
+            self.grad_averager.drop_pending()
         self.state_averager.shutdown()
         self.grad_averager.shutdown()
 
@@ -331,7 +331,7 @@ class CollaborativeOptimizer:
         """How long an auxiliary peer may do nothing: it has to be there when the trainers' epoch is about to end."""
         return min(at_most, max(0.05, self.tracker.estimated_next_update_time - self.matchmaking_time - get_dht_time()))
 
-    def _follow_trainers(self) -> None:
+    def _sync_epoch_with_trainers(self) -> None:
         """Bring an auxiliary peer to the trainers' epoch: it has no progress of its own.
 
         That is the highest epoch that more than half of them have reached. Forward when they have stepped without it;
@@ -347,36 +347,36 @@ class CollaborativeOptimizer:
         self._leave_round(self.scheduled_grads, patience=0.0)
         self.scheduled_grads, self._epoch_start = None, get_dht_time()
         self.state_averager.set_epoch(epoch)
-        self._choose_phase()
+        self._update_phase()
         with self.tracker.pause_updates():
             self.tracker.update_epoch(epoch)
             self.tracker.global_progress.epoch = epoch
-        self.tracker.fetch_soon(0.0)
+        self.tracker.schedule_refresh(0.0)
 
-    def _must_download(self) -> bool:
+    def _needs_state_sync(self) -> bool:
         """Whether the others are further: once an epoch by any number, as one of them may just be the first."""
-        if not self._may_download():
+        if not self._can_sync_state():
             return False
         if self._must_be_exact and self.tracker.fetched_global_progress_this_epoch.is_set():
             self._must_be_exact = False
             return self.local_epoch != self.tracker.global_epoch
         return self.local_epoch < self.tracker.global_epoch - 1
 
-    def _may_download(self) -> bool:
+    def _can_sync_state(self) -> bool:
         epoch = self.tracker.global_epoch
         is_promising = self._is_one_step_behind(epoch) or epoch >= self._download_from
         return time.monotonic() >= self._download_after and is_promising
 
     def _is_one_step_behind(self, epoch: int) -> bool:
-        return self.local_epoch + 1 == epoch and self._averages_in_step() and not self.auxiliary
+        return self.local_epoch + 1 == epoch and self._is_synchronous() and not self.auxiliary
 
-    def _make_step_of_others(self) -> bool:
+    def _replay_missed_step(self) -> bool:
         """Make the last step of the swarm with the gradients that others have averaged: from the same state they lead
         to the same one, and are fewer bytes than that.
 
         :returns: whether somebody who has started from this very state gave them
         """
-        loaded = self.state_averager.load_step_from_peers(
+        loaded = self.state_averager.download_missed_step(
             self.tracker.list_donors(), avoid=list(self.tracker.silent), timeout=self._download_timeout
         )
         if loaded is None:
@@ -388,10 +388,10 @@ class CollaborativeOptimizer:
                 tensor.copy_(gradient)
         self.state_averager.group_id = group_id
         self.state_averager.step(increment_epoch=True, optimizer_step=True)
-        self._offer_last_step(*before)
+        self._publish_last_step(*before)
         return True
 
-    def _offer_last_step(self, epoch: int, digest: str) -> None:
+    def _publish_last_step(self, epoch: int, digest: str) -> None:
         """To who was late for it; in the background, the optimizer may be using its gradients still."""
         if not self.overlap:
             self.grad_averager.last_step = epoch, digest, self.state_averager.group_id
@@ -411,7 +411,7 @@ class CollaborativeOptimizer:
         """
         control, self.scheduled_grads = self.scheduled_grads, None
         is_running = control is not None and control.stage == AveragingStage.RUNNING_ALLREDUCE
-        if control is not None and not control.done() and self._averages_in_step() and not is_running:
+        if control is not None and not control.done() and self._is_synchronous() and not is_running:
             control.cancel()  # the group would leave this peer out
         self._leave_round(control, patience=self.averaging_timeout)
         self._finish_background(self.averaging_timeout)
@@ -420,7 +420,7 @@ class CollaborativeOptimizer:
         wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
         with self.tracker.performance_ema.pause():
             is_one_behind = self._is_one_step_behind(wanted)
-            has_stepped = loaded = is_one_behind and self._make_step_of_others()
+            has_stepped = loaded = is_one_behind and self._replay_missed_step()
             if is_one_behind and not loaded and self.tracker.global_epoch < self._download_from:
                 self._download_after = time.monotonic() + RETRY_AFTER
                 return False
@@ -433,33 +433,33 @@ class CollaborativeOptimizer:
         if not loaded:
             ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > self.local_epoch]
             logger.warning("no peer sent its state: continuing with the local one")
-            self.tracker.question(ahead)
+            self.tracker.ping_silent_peers(ahead)
             self._download_after = time.monotonic() + RETRY_PERIOD
             return False
 
-        self._choose_phase()
+        self._update_phase()
         samples = self.grad_averager.samples
         if self.local_epoch - old_epoch > MAX_STALENESS and samples:
             logger.warning(f"dropped {samples} samples: their epoch {old_epoch} is too old")
-            self.grad_averager.drop()
+            self.grad_averager.drop_pending()
         logger.info(
             f"{'made the step to' if has_stepped else 'took over the state of'} epoch {self.local_epoch} (was at "
             f"{old_epoch}), kept the gradients of {self.grad_averager.samples} samples"
         )
         self.epoch_samples, self.averaged_with = 0, 1
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
-        self._offer_states()
+        self._declare_state()
         if not self.auxiliary:
             self.tracker.announce()
-        if self._averages_in_step():
-            self.tracker.ask_who_works()
-        self._note_late_download()
+        if self._is_synchronous():
+            self.tracker.refresh_trusted_peers()
+        self._check_download_staleness()
         return True
 
-    def _note_late_download(self) -> None:
+    def _check_download_staleness(self) -> None:
         """Tell a peer that can never catch up why, and let it try less often."""
         with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
-            self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+            self.tracker.refresh_now(timeout=FETCH_TIMEOUT)
         epochs = self.tracker.global_epoch - self.local_epoch
         if epochs <= 0:
             self.late_downloads = 0
@@ -469,7 +469,7 @@ class CollaborativeOptimizer:
         self._download_from = self.tracker.global_epoch + 1
         megabytes, seconds = self.state_averager.received[0] / 1e6, max(1, self.state_averager.received[2]) / 1000
         # what has to come within an epoch, with a connection as it was: a step
-        step_share = min(1.0, self.state_averager.count_step_bits() / 8e6 / megabytes)
+        step_share = min(1.0, self.state_averager.count_step_size_bits() / 8e6 / megabytes)
         is_too_slow = step_share * epochs > 1  # even a step takes longer to arrive than an epoch lasts
         if self.late_downloads >= 3 or is_too_slow:
             pause = min(300.0, seconds * 2 ** max(0, self.late_downloads - 3))
@@ -481,41 +481,41 @@ class CollaborativeOptimizer:
             )
             self._download_after = time.monotonic() + pause
 
-    def _look_for_group(self) -> bool:
+    def _start_matchmaking(self) -> bool:
         """In good time before the epoch ends, so that the round begins as soon as it has ended; returns whether a group
         has formed, which waits for this peer, as that may count fewer samples than the others."""
         digest = self.state_averager.lineage
-        self.grad_averager.round_state = [self.local_epoch, self._averages_in_step(), digest]
+        self.grad_averager.round_state = [self.local_epoch, self._is_synchronous(), digest]
         others = self.tracker.peers_at_epoch
         # all of them: a group that forms before the epoch ends takes nobody in who comes then
-        self.grad_averager.set_expected_peers(others, self._count_needed(others), self.tracker.silent)
-        self._expect_for_parameters()
+        self.grad_averager.set_expected_peers(others, self._count_min_group_size(others), self.tracker.silent)
+        self._set_expected_state_peers()
         # not when alone: a round that is cancelled late still goes on, with a newcomer and gradients of an old epoch
         is_soon = self.tracker.estimated_next_update_time - get_dht_time() <= self.matchmaking_time
         control = self.scheduled_grads
         if self._has_others and is_soon and (control is None or control.triggered or control.done()):
-            self._ban_liars(control)
+            self._ban_malicious_peers(control)
             self.scheduled_grads = self.grad_averager.schedule_step()
             # which of them are gone is known when the epoch ends; a joining peer finds records of long dead peers
-            self.tracker.question(self.tracker.present)
+            self.tracker.ping_silent_peers(self.tracker.present)
         return control is not None and control.stage == AveragingStage.AWAITING_TRIGGER and not control.triggered
 
     @property
     def _has_others(self) -> bool:
         return self.tracker.global_progress.num_peers > 1 + self.auxiliary
 
-    def _expect_for_parameters(self) -> None:
+    def _set_expected_state_peers(self) -> None:
         """Let the averaging of parameters wait, in step, for those of the last round alone: whoever makes the step
         later, by download, has no part in it."""
         others = self.tracker.peers_at_epoch
-        if self._averages_in_step() and not self.auxiliary:
+        if self._is_synchronous() and not self.auxiliary:
             others = self.last_group & self.tracker.present.keys()
         self.state_averager.set_expected_peers(others, silent=self.tracker.silent)
 
-    def _begin_round(self) -> StepControl | None:
+    def _start_round(self) -> StepControl | None:
         """The round of this epoch's gradients, or None where nobody else is there."""
         control = self.scheduled_grads
-        self._ban_liars(control, self.scheduled_state)
+        self._ban_malicious_peers(control, self.scheduled_state)
         if self.scheduled_state is not None and self.scheduled_state.done():
             self.scheduled_state = None
         if control is not None and (control.triggered or control.done()):
@@ -530,7 +530,7 @@ class CollaborativeOptimizer:
             self.scheduled_grads = self.grad_averager.begin(control)
         return self.scheduled_grads
 
-    def _ban_liars(self, *controls: StepControl | None) -> None:
+    def _ban_malicious_peers(self, *controls: StepControl | None) -> None:
         """Ban the peers that have made one of these rounds fail, or the search for its group."""
         for ended in controls:
             is_failure = ended is not None and ended.done() and not ended.cancelled()
@@ -549,7 +549,7 @@ class CollaborativeOptimizer:
                 self.tracker.ban(e.args[0])
             if not control.done():
                 control.cancel()
-            self.grad_averager.put_back()
+            self.grad_averager.restore_pending()
             self.failed_rounds, self._failures = self.failed_rounds + 1, self._failures + 1
             self.averaged_with = 1
             if not self.auxiliary:  # nothing of its own is lost
@@ -558,21 +558,21 @@ class CollaborativeOptimizer:
                 advice = ". Is this machine or its line too busy? --preflight tells" * (self._failures % 3 == 0)
                 logger.log(logging.WARNING if advice else logging.INFO, f"{text}go into the next round{advice}")
                 if isinstance(e, PeersUnreachableError):
-                    self.tracker.leave_out(e.args[0])
+                    self.tracker.mark_unresponsive(e.args[0])
             raise AveragingError("a round has failed") from e  # hivemind logs it where the round was in the background
         group_id, *sent, lies = next(iter(group.values()))
         self._count_round(self.grad_averager.finish(*sent))
         self.tracker.ban(lies)
         self.averaged_with = len(group)
         self.last_group = frozenset(peer_id.to_bytes() for peer_id in group) - {self.dht.peer_id.to_bytes()}
-        if self._averages_in_step() and not self.auxiliary:
+        if self._is_synchronous() and not self.auxiliary:
             self.state_averager.group_id = group_id
-            self._expect_for_parameters()
-            present, absent = self.tracker.present, self.tracker.note_round(self.last_group, self._waited_since)
+            self._set_expected_state_peers()
+            present, absent = self.tracker.present, self.tracker.record_round(self.last_group, self._waited_since)
             # nobody can ping a peer in client mode; one that has just reported is late, and would be so forever
             quiet = [peer_id for peer_id in absent if present[peer_id].time < get_dht_time() - FIRST_LOOK]
-            self.tracker.leave_out(peer_id for peer_id in quiet if present[peer_id].client_mode)
-            self.tracker.question(absent)
+            self.tracker.mark_unresponsive(peer_id for peer_id in quiet if present[peer_id].client_mode)
+            self.tracker.ping_silent_peers(absent)
         else:
             # in other groups there are many whom this peer has not met
             self.tracker.partners.clear()
@@ -586,7 +586,7 @@ class CollaborativeOptimizer:
         """
         start = last = time.monotonic()
         asked, next_look, next_sign = get_dht_time(), start + FIRST_LOOK, start + SIGN_PERIOD
-        patience = self.matchmaking_time if self._averages_in_step() else LINE.round_seconds / 2
+        patience = self.matchmaking_time if self._is_synchronous() else LINE.round_seconds / 2
         patience *= self.local_epoch >= self._patient_from
         answer, self._waited_since, at_least = None, None, 1
         while True:
@@ -604,7 +604,7 @@ class CollaborativeOptimizer:
                     return control.result()  # just now, or its failure is a TimeoutError too
                 if time.monotonic() >= deadline:
                     if control.stage == AveragingStage.LOOKING_FOR_GROUP:
-                        self.tracker.leave_out_idle(asked, len(self.tracker.present) * self._averages_in_step())
+                        self.tracker.exclude_idle_peers(asked, len(self.tracker.present) * self._is_synchronous())
                     raise
             finally:
                 now = time.monotonic()
@@ -617,40 +617,40 @@ class CollaborativeOptimizer:
             waited = time.monotonic() - start
             if waited > self.matchmaking_time and self._waited_since is None:
                 self._waited_since = asked
-                self._stop_waiting_for_late()
+                self._stop_waiting_for_stragglers()
                 # where there are more, they may be busy with long steps: most of the swarm will do
-                self.tracker.leave_out_idle(asked, len(self.tracker.peers_at_epoch) // 2 * self._averages_in_step())
+                self.tracker.exclude_idle_peers(asked, len(self.tracker.peers_at_epoch) // 2 * self._is_synchronous())
             others = self.tracker.peers_at_epoch
-            at_least = self._count_needed(others if self._waited_since is None else ())
+            at_least = self._count_min_group_size(others if self._waited_since is None else ())
             self.grad_averager.set_expected_peers(others, at_least, self.tracker.silent)
-            self._expect_for_parameters()  # that of the last epoch may still be looking for a group (note 72)
+            self._set_expected_state_peers()  # that of the last epoch may still be looking for a group (note 72)
             if time.monotonic() >= next_look and answer is None:
                 if all(question.done() for question in self.tracker.questions):
-                    self.tracker.question(self.tracker.peers_at_epoch)
+                    self.tracker.ping_silent_peers(self.tracker.peers_at_epoch)
                 answer = self.tracker.request_records()
             if answer is None or not answer.done():  # a dead peer delays the DHT for seconds
                 continue
-            self.tracker.take_records(answer.result())
+            self.tracker.apply_records(answer.result())
             answer, next_look = None, time.monotonic() + FIRST_LOOK
-            if self._has_missed_the_round():
+            if self._has_missed_round():
                 raise AllreduceException("the others have stepped without this peer")
             if waited > patience:
-                self._stop_waiting_for_late()
-            if not self.tracker.peers_at_epoch or self.tracker.is_cut_off:
+                self._stop_waiting_for_stragglers()
+            if not self.tracker.peers_at_epoch or self.tracker.lacks_quorum:
                 raise AllreduceException("too few others are there")
 
-    def _stop_waiting_for_late(self) -> None:
+    def _stop_waiting_for_stragglers(self) -> None:
         """In this epoch, the round needs nobody any longer who is an epoch behind."""
         before = len(self.tracker.peers_at_epoch)
         self.tracker.impatient_epoch = self.local_epoch
         if self.local_epoch >= self._patient_from and len(self.tracker.peers_at_epoch) < before:  # in vain
             self._patient_from = self.local_epoch + PATIENT_EVERY
 
-    def _count_needed(self, others: Sequence[bytes]) -> int:
+    def _count_min_group_size(self, others: Sequence[bytes]) -> int:
         """Peers that a round takes: these others, as long as they are waited for, and most of the swarm in any case."""
-        return max(self.tracker.quorum, 1 + len(others)) if self._averages_in_step() else 1
+        return max(self.tracker.quorum, 1 + len(others)) if self._is_synchronous() else 1
 
-    def _averages_in_step(self) -> bool:
+    def _is_synchronous(self) -> bool:
         """Whether all peers go from epoch to epoch together.
 
         Not where the swarm averages in several groups, of which one may be faster, nor where rounds run on in the
@@ -660,25 +660,25 @@ class CollaborativeOptimizer:
         is_one_group = group_size is None or len(self.tracker.peers_at_epoch) + (not self.auxiliary) <= group_size
         return is_one_group and not self.overlap
 
-    def _has_missed_the_round(self) -> bool:
+    def _has_missed_round(self) -> bool:
         """Whether the others have stepped without this peer.
 
         A step by its own gradients alone would part it from them: the averaging of parameters brings those together
         again, but not the moments.
         """
-        return self._averages_in_step() and self.tracker.global_epoch > self.local_epoch
+        return self._is_synchronous() and self.tracker.global_epoch > self.local_epoch
 
     def _end_epoch(self) -> None:
-        if self._has_missed_the_round():
-            if self._may_download() and not self.auxiliary:
+        if self._has_missed_round():
+            if self._can_sync_state() and not self.auxiliary:
                 self.load_state_from_peers()
             return
-        if self.tracker.last_fetch < self._retry_after or self.tracker.is_cut_off:
+        if self.tracker.last_fetch < self._retry_after or self.tracker.lacks_quorum:
             return  # the next steps go on meanwhile
         if not self.tracker.peers_at_epoch and not self.auxiliary:
             # newcomers have to download the state of who goes ahead alone: one more look first
             with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
-                self.tracker.fetch_now(timeout=FETCH_TIMEOUT)
+                self.tracker.refresh_now(timeout=FETCH_TIMEOUT)
             if self.tracker.peers_at_epoch:
                 return
         before = self.local_epoch, self.state_averager.lineage
@@ -686,9 +686,9 @@ class CollaborativeOptimizer:
             with self.tracker.pause_updates():
                 self._average_and_step()
         except AveragingError as e:
-            self._try_again(e.__cause__)
+            self._handle_failed_round(e.__cause__)
             return
-        self._offer_last_step(*before)
+        self._publish_last_step(*before)
         self._epoch_start = get_dht_time()
 
     def _count_round(self, samples: int) -> None:
@@ -701,9 +701,9 @@ class CollaborativeOptimizer:
         averager, finish = self.state_averager, None
         if self.overlap:
             self._finish_background(self.averaging_timeout)
-        control = self._begin_round()
+        control = self._start_round()
         if control is None:
-            self.grad_averager.take_out()
+            self.grad_averager.take_pending()
             self._count_round(self.grad_averager.finish())
         elif self.overlap and not self.auxiliary:
             finish = partial(self._finish_round, control, self.local_epoch)
@@ -725,27 +725,27 @@ class CollaborativeOptimizer:
             averaging_control=self.scheduled_state if with_parameters else None,
             averaging_opts=dict(timeout=self.averaging_timeout) if with_parameters else None,
         )
-        self._choose_phase()
+        self._update_phase()
         self.tracker.update_epoch(self.local_epoch)
         self._must_be_exact = True
-        self._offer_states()
+        self._declare_state()
 
-    def _try_again(self, cause: BaseException) -> None:
+    def _handle_failed_round(self, cause: BaseException) -> None:
         """Find out what the round has failed of."""
         if STOP_REQUESTED.is_set():
             return
         if self.auxiliary:
             self._retry_after = time.monotonic()
-            self.tracker.fetch_soon(0.0)
+            self.tracker.schedule_refresh(0.0)
             return
         if isinstance(cause, StateDivergedError):
             self.load_state_from_peers(*cause.args)
-        elif self._has_missed_the_round():
+        elif self._has_missed_round():
             self.load_state_from_peers()
         else:
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
-                self._stop_waiting_for_late()
+                self._stop_waiting_for_stragglers()
             # one of them may have ended the round by its death
-            self.tracker.question(self.tracker.present, quiet_for=0.0)
+            self.tracker.ping_silent_peers(self.tracker.present, quiet_for=0.0)
             self._retry_after = time.monotonic() + RETRY_AFTER
-            self.tracker.fetch_soon(RETRY_AFTER)
+            self.tracker.schedule_refresh(RETRY_AFTER)

@@ -16,10 +16,10 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from support.console import UserError
 from support.files import temporary_folder
-from swarm.addresses import explain_silence, get_peer_id
+from swarm.addresses import diagnose_unreachable, get_peer_id
 from swarm.membership import MEMBERS
 from swarm.patches import install
-from swarm.vouching import ANSWER_SECONDS, RunAttestation, ask_for_statements, choose_asked
+from swarm.vouching import ANSWER_SECONDS, RunAttestation, request_statements, select_attesters
 
 CONNECT_SECONDS = 15.0
 NOBODY = PeerID(b"\x12\x20" + bytes(32))  # an id whose key is not known to anybody
@@ -66,19 +66,19 @@ async def ask_from_outside(maddrs: list[str]) -> dict[PeerID, RunAttestation]:
     places = defaultdict(list)
     for maddr in maddrs:
         places[get_peer_id(maddr)].append(maddr.rpartition("/p2p/")[0])
-    asked = [peer for peer in choose_asked(maddrs) if all(places[peer])]
+    asked = [peer for peer in select_attesters(maddrs) if all(places[peer])]
     async with open_client() as p2p:
         calls = (connect(p2p, peer, places[peer], ANSWER_SECONDS) for peer in asked)
         failures = await asyncio.gather(*calls, return_exceptions=True)
         there = [peer for peer, failure in zip(asked, failures, strict=True) if failure is None]
-        return await ask_for_statements(p2p, there)
+        return await request_statements(p2p, there)
 
 
 async def probe(p2p: P2P, maddr: str) -> str | None:
     """Why libp2p cannot connect to a peer, with the cure, or None."""
     try:
         await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_SECONDS)
-        await ask_for_statements(p2p, [peer])
+        await request_statements(p2p, [peer])
     except UserError as e:
         return str(e)
     except (ControlFailure, TimeoutError) as e:
@@ -90,7 +90,7 @@ async def probe(p2p: P2P, maddr: str) -> str | None:
 
 async def explain_unreachable(maddrs: list[str]) -> dict[str, str | None]:
     """For each peer why it cannot be reached, with the cure, or None when it can: by name, TCP, and libp2p."""
-    reasons = dict(zip(maddrs, await asyncio.gather(*map(explain_silence, maddrs)), strict=True))
+    reasons = dict(zip(maddrs, await asyncio.gather(*map(diagnose_unreachable, maddrs)), strict=True))
     answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
     if answering:
         async with open_client() as p2p:

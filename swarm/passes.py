@@ -64,7 +64,7 @@ def read_signed(kind: bytes, data: bytes, authority: bytes) -> list:
 
 
 @functools.lru_cache(maxsize=4096)
-def read_pass(data: bytes, authority: bytes) -> Pass:
+def parse_credential(data: bytes, authority: bytes) -> Pass:
     """:raises ValueError: it is not of this authority"""
     if len(data) > MAX_PASS_BYTES:
         raise ValueError("it is too long for a pass")
@@ -131,9 +131,9 @@ class Authority:
         except (OSError, ValueError) as e:
             raise UserError(f"{self.ledger} cannot be read ({e}): restore it, as it holds who was revoked") from e
 
-    def note(self, runs: dict, prefix: str, data: bytes) -> None:
+    def record_issued(self, runs: dict, prefix: str, data: bytes) -> None:
         """Remember the member whose pass this is."""
-        member = read_pass(data, self.public_key)
+        member = parse_credential(data, self.public_key)
         entry = self.open_run(runs, prefix)["members"].setdefault(str(PeerID(member.peer_id)), {"revoked": False})
         entry |= {"username": member.username, "expires": member.expires}
 
@@ -196,7 +196,7 @@ def load_invitation(path: str) -> Invitation:
             text = file.read(2**14)
         parts = {name: base64.b64decode(part, validate=True) for name, part in json.loads(text).items()}
         key = read_key(crypto_pb2.PrivateKey.FromString(parts["key"]).data)
-        member = read_pass(parts["pass"], parts["authority"])
+        member = parse_credential(parts["pass"], parts["authority"])
         if member.peer_id != find_peer_id(RecordValidator(key).local_public_key):
             raise ValueError("its pass is of another peer: each needs an invitation of its own")
     except OSError as e:
@@ -213,7 +213,7 @@ def load_invitation(path: str) -> Invitation:
     return Invitation(key, parts["pass"], parts["authority"])
 
 
-def read_duration(flag: str, text: str) -> float:
+def parse_duration(flag: str, text: str) -> float:
     """Seconds: 30d, 12h, 45m or 90s."""
     match = re.fullmatch(r"(\d{1,9})([dhms])", text, re.ASCII)
     seconds = float(match[1]) * {"d": 86400, "h": 3600, "m": 60, "s": 1}[match[2]] if match else math.nan

@@ -17,7 +17,7 @@ PLAUSIBLE_MBITS = 1e-2, 1e6  # of a line; a claim outside of it is refused, or i
 MOST_TURNS = 16  # rounds in which it sends all of its parts once, at most: gradients grow old
 
 
-def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
+def drop_small_partitions(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
     """What each peer of a group averages, in proportion to the others: nothing where it would be fewer elements than
     min_vector_size.
 
@@ -33,7 +33,7 @@ def drop_small_shares(shares: Sequence[int], min_vector_size: int) -> tuple[int,
     return tuple(share * (index in working) for index, share in enumerate(shares))
 
 
-def give_all_a_share(fractions: Sequence[float], modes: Sequence[AveragingMode]) -> tuple[float, ...]:
+def ensure_min_partition(fractions: Sequence[float], modes: Sequence[AveragingMode]) -> tuple[float, ...]:
     """At least a small one to each peer that can average: by what it averages itself it judges what the others do.
 
     :param fractions: of the tensors, that each would average; a fast line may have all of them
@@ -75,7 +75,7 @@ class AllReducePlan:
     seconds: float  # that the round takes at least, by the claims of most peers: a single claim may double it
 
 
-def plan_round(
+def plan_allreduce(
     bits: float, fractions: Sequence[float], modes: Sequence[AveragingMode], bandwidths: Sequence[float | None]
 ) -> AllReducePlan:
     """Spare the others a long wait for a peer whose line is much slower: it averages nothing for them, and sends so
@@ -109,6 +109,6 @@ def plan_round(
     return AllReducePlan(fractions, modes, shares, min(seconds, 2 * longest))
 
 
-def is_other_share(share: int, before: int) -> bool:
+def has_partition_changed(share: int, before: int) -> bool:
     """Whether it is worth sending a different share than before: a line's speed varies."""
     return share != before and not (min(share, before) > 1 and 0.6 < share / before < 1.6)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_for_processes
 
 from support.console import edge
-from support.signals import begin_end, end_helpers, end_process, find_helpers, obey_signals
+from support.signals import begin_end, find_helpers, obey_signals, terminate_helpers, terminate_process_tree
 
 logger = logging.getLogger("swarm")
 
@@ -28,7 +28,7 @@ STOP_REQUESTED = threading.Event()
 ASK_SECONDS = 10.0
 
 
-def is_worth_a_line(record: logging.LogRecord) -> bool:
+def filter_hivemind_log(record: logging.LogRecord) -> bool:
     """Makes one line of each exception that hivemind has caught and handled, and drops what it logs of each round and
     while stopping."""
     if not record.name.startswith(("hivemind", "asyncio")):
@@ -49,7 +49,7 @@ def quiet_hivemind_logs() -> None:
     """Hide hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
     for name in (None, "hivemind"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(is_worth_a_line)
+            handler.addFilter(filter_hivemind_log)
     # MPFuture.__del__ wakes event loops that are closed by then
     show_unraisable, show = sys.unraisablehook, sys.excepthook
     sys.unraisablehook = lambda unraisable: None if STOPPING.value else show_unraisable(unraisable)
@@ -61,7 +61,7 @@ def quiet_hivemind_logs() -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
-def exit_when_dead(process: multiprocessing.Process, name: str) -> None:
+def exit_if_process_dies(process: multiprocessing.Process, name: str) -> None:
     """End this process and its helpers when that helper dies: whoever waits for its answer would wait forever."""
     # a snapshot of what the helper itself has started: these are nobody's children once it is dead
     helpers = find_helpers(process.pid)
@@ -71,7 +71,7 @@ def exit_when_dead(process: multiprocessing.Process, name: str) -> None:
         if not STOPPING.value:
             begin_end()
             logger.error(f"the {name} process died, this peer cannot continue (out of memory?)")
-            end_process(1, helpers)
+            terminate_process_tree(1, helpers)
 
     threading.Thread(target=watch, name=f"watch {name}", daemon=True).start()
 
@@ -88,7 +88,7 @@ def clean_end() -> Iterator[None]:
         if not STOPPING.value:
             begin_end()
             traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
-            end_process(1)
+            terminate_process_tree(1)
 
     code = 0
     try:
@@ -100,7 +100,7 @@ def clean_end() -> Iterator[None]:
     except BaseException:
         traceback.print_exc()
         code = 1
-    end_process(code)
+    terminate_process_tree(code)
 
 
 def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
@@ -124,7 +124,7 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
             begin_end()
             if unsaved:
                 logger.info(f"ended at once; lost: {unsaved}")
-            end_process(130 if unsaved else 0)
+            terminate_process_tree(130 if unsaved else 0)
 
     obey_signals(request_stop)
     return STOP_REQUESTED
@@ -137,4 +137,4 @@ def shut_down(dht, optimizer=None) -> None:
     if optimizer is not None:
         optimizer.shutdown()
     dht.shutdown()
-    end_helpers(helpers)
+    terminate_helpers(helpers)

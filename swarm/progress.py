@@ -15,10 +15,10 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, get_dht_time
 
 from support.console import format_count
-from swarm.dht import find_answering_peers, name_peers
+from swarm.dht import format_peer_list, ping_peers
 from swarm.line import LINE
-from swarm.vouching import RunAttestation, ask_to_vouch, choose_asked
-from utils import find_peer_id, select_believable
+from swarm.vouching import RunAttestation, request_attestations, select_attesters
+from utils import filter_plausible_records, find_peer_id
 
 logger = logging.getLogger("swarm")
 
@@ -101,7 +101,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 async with enter_asynchronously(self.lock_global_progress):
                     # a whole round may have passed meanwhile, in which the loop has looked itself
                     if time.monotonic() < answered + self.min_refresh_period:
-                        self.take_records(answer.result())
+                        self.apply_records(answer.result())
                         self.last_fetch = asked
                         self.fetched_global_progress_this_epoch.set()
             answer.cancel()
@@ -123,7 +123,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         # anybody may sign "epoch 10**9" with a fresh key, and everybody would ask for that state
         records = [(peer_id, record) for peer_id, (_, record) in newest.items() if peer_id != own_id]
         before, known = self.others, [(peer_id, record) for peer_id, record in records if peer_id in self.trusted]
-        self.others = dict(select_believable(known or records, self.local_progress.epoch))
+        self.others = dict(filter_plausible_records(known or records, self.local_progress.epoch))
         if known:
             limit = max(record.epoch for record in (self.local_progress, *self.others.values())) + MAX_LEAD
             self.others |= {peer_id: record for peer_id, record in records if record.epoch <= limit}
@@ -141,7 +141,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         if gone := self.unexplained & self.silent.keys() & self.others.keys():
             others = format_count(len(self.present), "other peer")
-            logger.info(f"no answer from peer {name_peers(gone)}: continuing with {others}")
+            logger.info(f"no answer from peer {format_peer_list(gone)}: continuing with {others}")
         self.unexplained.clear()
         here = {own_id, *self.present}
         counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id in here}
@@ -158,7 +158,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         workers = [self.local_progress, *(present[peer_id] for peer_id in present.keys() & trusted)]
         speed = sum(record.samples_per_second for record in workers)
         # who has just come has had none; nor do speeds that somebody claims make it shorter than it was
-        LINE.note_epoch(max(self._epoch_seconds, self.target_batch_size / speed if speed else 0.0))
+        LINE.record_epoch_time(max(self._epoch_seconds, self.target_batch_size / speed if speed else 0.0))
         strangers = [newest[peer_id] for peer_id in present.keys() - trusted]
         for name in ("samples_accumulated", "samples_per_second") if len(workers) > 1 else ():
             limit = sum(getattr(record, name) for record in workers)
@@ -198,15 +198,15 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             peer_id
             for peer_id, record in list(self.others.items())
             # neither silent for long, nor banned, which is until later
-            if record.epoch >= self._least_epoch and now - LINE.grace <= self.silent.get(peer_id, now) <= now
+            if record.epoch >= self._min_epoch and now - LINE.grace <= self.silent.get(peer_id, now) <= now
         } - self.unawaited.keys()
         return 1 + (1 + len(members & known or members)) // 2
 
-    def ask_who_works(self) -> None:
+    def refresh_trusted_peers(self) -> None:
         """Ask those whom this peer was told to trust once more, without waiting. Whoever came early has heard of few
         workers, and counts so little of what others say that it comes late to each round, and meets no more of them."""
-        if peers := choose_asked(map(str, self.dht.initial_peers or ())):
-            self._asked = self.dht.run_coroutine(partial(ask_to_vouch, peers=peers), return_future=True)
+        if peers := select_attesters(map(str, self.dht.initial_peers or ())):
+            self._asked = self.dht.run_coroutine(partial(request_attestations, peers=peers), return_future=True)
             self._asked.add_done_callback(
                 lambda done: done.cancelled() or done.exception() or self._hear(done.result())
             )
@@ -226,26 +226,26 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         return [p for p, record in self.present.items() if p in self.trusted and not record.client_mode]
 
     @property
-    def is_impatient(self) -> bool:
+    def has_stopped_waiting(self) -> bool:
         return self.local_progress.epoch == self.impatient_epoch
 
     @property
     def peers_at_epoch(self) -> list[bytes]:
         """Ids of the other peers that are there and at this peer's epoch, or about to be."""
-        return [peer_id for peer_id, record in self.present.items() if record.epoch >= self._least_epoch]
+        return [peer_id for peer_id, record in self.present.items() if record.epoch >= self._min_epoch]
 
     @property
-    def _least_epoch(self) -> int:
+    def _min_epoch(self) -> int:
         # who is one epoch behind makes the others' step just now; worth waiting for, once
-        return self.local_progress.epoch - (not self.is_impatient)
+        return self.local_progress.epoch - (not self.has_stopped_waiting)
 
     @property
-    def is_cut_off(self) -> bool:
+    def lacks_quorum(self) -> bool:
         """Whether too few are there for a round."""
         return 1 + len(self.peers_at_epoch) < self.quorum
 
     @contextlib.contextmanager
-    def step_aside(self) -> Iterator[None]:
+    def suspend_participation(self) -> Iterator[None]:
         """For what takes this peer's time between two steps: the others neither count on its samples meanwhile nor wait
         for it in a round, as its record names an epoch too long past for that; nor do they take it for slow later."""
         own = self.local_progress
@@ -260,24 +260,24 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
                 if self.local_progress is not own:
                     self.local_progress = self._get_local_progress(own.epoch, own.samples_accumulated)
                     self.announce()
-                    self.fetch_soon(0.0)
+                    self.schedule_refresh(0.0)
 
-    def leave_out(self, peer_ids: Iterable[bytes]) -> None:
+    def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
         """From now on these peers do not count, until they report something new."""
         gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
         self.silent |= dict.fromkeys(gone, get_dht_time())
         if gone:
             self.unexplained.update(gone)
-            self.fetch_soon(0.0)
+            self.schedule_refresh(0.0)
 
-    def leave_out_idle(self, since: float, at_most: int) -> None:
+    def exclude_idle_peers(self, since: float, at_most: int) -> None:
         """Those who answer pings, but have given no sign of life since this time, in which others waited for them;
         nobody where there are more of them than this."""
         idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
         if len(idle) <= at_most:
-            self.leave_out(idle)
+            self.mark_unresponsive(idle)
 
-    def question(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
+    def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
         """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
 
         :param quiet_for: seconds without a report after which a peer is asked
@@ -291,10 +291,10 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         asked = set(sorted(public, key=lambda peer_id: present[peer_id].time)[:QUESTIONED])
         if not asked:
             return
-        future = self.dht.run_coroutine(partial(find_answering_peers, peer_ids=list(asked)), return_future=True)
+        future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(asked)), return_future=True)
         self.questions = [question for question in self.questions if not question.done()] + [future]
         future.add_done_callback(
-            lambda done: done.cancelled() or done.exception() or self.leave_out(asked - done.result())
+            lambda done: done.cancelled() or done.exception() or self.mark_unresponsive(asked - done.result())
         )
 
     def ban(self, lies: dict[PeerID, str]) -> None:
@@ -309,9 +309,9 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
             self.lies[peer] += 1
             logger.warning(f"peer {peer} {lie}: no rounds with it for a while")
         if lies:
-            self.fetch_soon(0.0)
+            self.schedule_refresh(0.0)
 
-    def note_round(self, took_part: Iterable[bytes], waited_since: float | None) -> list[bytes]:
+    def record_round(self, took_part: Iterable[bytes], waited_since: float | None) -> list[bytes]:
         """These peers were in the round that has just succeeded.
 
         :param waited_since: when the others began to be waited for, in vain; in seconds of the DHT's time
@@ -338,22 +338,22 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         just come would take an epoch of local steps for over."""
         if samples != self.target_batch_size:
             self.target_batch_size, self.global_progress.eta_next_epoch = samples, math.inf
-            self.fetch_soon(0.0)
+            self.schedule_refresh(0.0)
 
-    def fetch_soon(self, seconds: float) -> None:
+    def schedule_refresh(self, seconds: float) -> None:
         """Look at the swarm's progress again after this time."""
         self.global_progress.next_fetch_time = get_dht_time() + seconds
         self.global_state_updated.set()
 
-    def fetch_now(self, timeout: float) -> None:
+    def refresh_now(self, timeout: float) -> None:
         """Look at the swarm's progress at once. The caller has paused updates."""
-        self.take_records(self.request_records().result(timeout=timeout))
+        self.apply_records(self.request_records().result(timeout=timeout))
 
     def request_records(self) -> MPFuture:
-        """Ask the DHT; for `take_records`, when the answer is there."""
+        """Ask the DHT; for `apply_records`, when the answer is there."""
         return self.dht.get(self.training_progress_key, latest=True, return_future=True)
 
-    def take_records(self, entry: ValueWithExpiration | None) -> None:
+    def apply_records(self, entry: ValueWithExpiration | None) -> None:
         """Look at what the DHT has answered. The caller has paused updates."""
         self.global_progress = self._parse_swarm_progress_data(entry.value if entry else None)
 

@@ -22,7 +22,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
 from arguments import AveragingArguments
 from support.console import format_number
-from swarm.addresses import explain_silence, get_host_port, get_ip, get_peer_id, is_relayed
+from swarm.addresses import diagnose_unreachable, get_host_port, get_ip, get_peer_id, is_relayed
 from swarm.line import LINE
 
 logger = logging.getLogger("reachability")
@@ -66,7 +66,7 @@ def find_reachability(dht: hivemind.DHT, initial_peers: list[str]) -> tuple[list
     return sorted({ip for ip, _ in answers}), any(reached for _, reached in answers)
 
 
-async def answer_newcomers(_: hivemind.DHT, node: DHTNode) -> None:
+async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
     """Runs in the DHT process: from now on, tell peers whether their ports can be reached from here, and let them
     measure how fast the way here is."""
     dialling = asyncio.Semaphore(8)
@@ -79,13 +79,13 @@ async def answer_newcomers(_: hivemind.DHT, node: DHTNode) -> None:
         if seen_at and ports:
             async with dialling:
                 place = f"/ip{seen_at[0].version}/{seen_at[0]}/tcp"
-                asked = (explain_silence(f"{place}/{port}", DIAL_TIMEOUT) for port in ports)
+                asked = (diagnose_unreachable(f"{place}/{port}", DIAL_TIMEOUT) for port in ports)
                 reached = None in await asyncio.gather(*asked)
         return BytesValue(value=json.dumps({"seen_at": [str(ip) for ip in seen_at], "reached": reached}).encode())
 
     measuring, asked, next_period = asyncio.Semaphore(MEASURE_REQUESTS), Counter(), time.monotonic() + MEASURE_PERIOD
 
-    async def take_and_give(request: BytesValue, context: P2PContext) -> BytesValue:
+    async def echo_bytes(request: BytesValue, context: P2PContext) -> BytesValue:
         nonlocal next_period
         if time.monotonic() > next_period:
             next_period = time.monotonic() + MEASURE_PERIOD
@@ -98,7 +98,7 @@ async def answer_newcomers(_: hivemind.DHT, node: DHTNode) -> None:
             return BytesValue(value=bytes(MEASURE_BYTES) if len(request.value) <= 2 else b"")
 
     await node.p2p.add_protobuf_handler(DIAL_BACK, dial_back, BytesValue)
-    await node.p2p.add_protobuf_handler(MEASURE, take_and_give, BytesValue)
+    await node.p2p.add_protobuf_handler(MEASURE, echo_bytes, BytesValue)
 
 
 def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> AveragingArguments:
@@ -228,7 +228,7 @@ def read_fields(message: Empty) -> dict[int, int | bytes]:
     return {field.field_number: field.data for field in UnknownFieldSet(message)}
 
 
-async def find_direct_averagers(prefix: str, _: hivemind.DHT, node: DHTNode) -> int:
+async def count_reachable_averagers(prefix: str, _: hivemind.DHT, node: DHTNode) -> int:
     """Runs in the DHT process: number of peers of the run that give states, and that this one reaches directly."""
     found = await node.get(f"{prefix}_state_averager.all_averagers", latest=True)
     if found is None or not isinstance(found.value, dict):

@@ -24,7 +24,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aenumerate, amap_in_executor, as_aiter, azip
 
 from support.console import format_number
-from swarm.dht import find_answering_peers, name_peers
+from swarm.dht import format_peer_list, ping_peers
 from swarm.guard import (
     DOUBT,
     LEAST_TRUST,
@@ -34,12 +34,19 @@ from swarm.guard import (
     TRUST_WEIGHT,
     MaliciousPeersError,
     ProtocolViolation,
-    find_own_shares,
+    estimate_contributions,
 )
 from swarm.line import LINE, from_line
-from swarm.matchmaking import read_gathered
+from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
-from swarm.plan import choose_part_size, count_bits, drop_small_shares, give_all_a_share, is_other_share, plan_round
+from swarm.plan import (
+    choose_part_size,
+    count_bits,
+    drop_small_partitions,
+    ensure_min_partition,
+    has_partition_changed,
+    plan_allreduce,
+)
 from swarm.sparse import TopKCompression
 
 logger = logging.getLogger("swarm")
@@ -69,7 +76,7 @@ class PeersUnreachableError(AllreduceException):
     """The round has failed, and these peers (ids, bytes) neither send anything nor answer. Argument: the ids."""
 
     def __str__(self) -> str:
-        return f"no answer from {name_peers(self.args[0])}"
+        return f"no answer from {format_peer_list(self.args[0])}"
 
 
 class FailFastAllReduceRunner(AllReduceRunner):
@@ -79,7 +86,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
     def __init__(
         self,
         *args,
-        has_slowed: Callable[[], bool],
+        has_uplink_slowed: Callable[[], bool],
         share: int,
         turn: int,
         takes_all: bool,
@@ -89,7 +96,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         **kwargs,
     ):
         """
-        :param has_slowed: whether this peer's line has become too slow for what the round wants of it
+        :param has_uplink_slowed: whether this peer's line has become too slow for what the round wants of it
         :param share: send each so many-th part of the tensors; the weight of the others is 0
         :param turn: with which of them to begin
         :param takes_all: take the average of all parts anyway; otherwise keep the own values of those not sent
@@ -99,9 +106,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """
         super().__init__(*args, **kwargs)
         sparse = kwargs["compression"] if isinstance(kwargs["compression"], TopKCompression) else None
-        self.tensor_part_reducer.guard(max_weight, are_parameters, sparse)
+        self.tensor_part_reducer.configure_checks(max_weight, are_parameters, sparse)
         own = self.ordered_peer_ids.index(self.peer_id)
-        self.tensor_part_container.guard(are_parameters and max_weight is not None, own if sparse else None)
+        self.tensor_part_container.configure_checks(are_parameters and max_weight is not None, own if sparse else None)
         parts = chain.from_iterable(self.tensor_part_container._input_parts_by_peer)
         rests = iter([] if residual is None else residual.split([len(part) for part, _ in parts]))
         #: what of each part does not arrive, by the peer that averages it
@@ -113,7 +120,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         #: whom the other peers blamed as they ended the round; and the peers that this peer has seen break it
         self.blamed: dict[PeerID, PeerID] = {}
         self.broken = {peer: asyncio.Event() for peer in self.ordered_peer_ids}
-        self.has_slowed, self.share, self.turn, self.takes_all = has_slowed, share, turn, takes_all
+        self.has_uplink_slowed, self.share, self.turn, self.takes_all = has_uplink_slowed, share, turn, takes_all
         #: when each peer was last heard of, in this round
         self.heard = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
 
@@ -121,7 +128,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         # hivemind would spare lines on which acknowledgements wait behind data, which the pacer does
         return False
 
-    def list_awaited(self) -> list[PeerID]:
+    def list_awaited_peers(self) -> list[PeerID]:
         """The other peers whose data this one is waiting for."""
         parts, received = self.tensor_part_container, self.tensor_part_reducer.num_parts_received
         senders = zip(self.sender_peer_ids, received, strict=True)
@@ -131,12 +138,12 @@ class FailFastAllReduceRunner(AllReduceRunner):
                 awaited.add(peer)
         return [peer for peer in awaited if peer != self.peer_id]
 
-    def list_laggards(self, are_reducers: bool) -> list[PeerID]:
+    def list_stragglers(self, are_reducers: bool) -> list[PeerID]:
         """Those without whom this peer's part of the round would go on.
 
         :param are_reducers: where it is done, who has not answered, though that one may be waiting for a sender itself
         """
-        reducer, awaited = self.tensor_part_reducer, self.list_awaited()
+        reducer, awaited = self.tensor_part_reducer, self.list_awaited_peers()
         if reducer.finished.is_set():
             return awaited if are_reducers else []
         received = zip(self.sender_peer_ids, reducer.num_parts_received, strict=True)
@@ -207,17 +214,17 @@ class FailFastAllReduceRunner(AllReduceRunner):
         except BannedException:
             logger.debug(f"sender {sender_index} is out of this round already")
         except ProtocolViolation as e:
-            self.note_lie(self.sender_peer_ids[sender_index], e)
+            self.record_violation(self.sender_peer_ids[sender_index], e)
             raise
         finally:
             if part_index != reducer.num_parts:
                 await self._ban_sender(self.sender_peer_ids[sender_index])
 
-    def note_lie(self, peer_id: PeerID, lie: Exception) -> None:
+    def record_violation(self, peer_id: PeerID, lie: Exception) -> None:
         self.lies[peer_id] = str(lie)
         self.broken[peer_id].set()
 
-    async def note_heard(self, messages: AsyncIterator, peer_id: PeerID):
+    async def record_activity(self, messages: AsyncIterator, peer_id: PeerID):
         async for message in messages:
             self.heard[peer_id] = time.monotonic()
             yield message
@@ -264,7 +271,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
         try:
-            async for message in super().rpc_aggregate_part(self.note_heard(stream, context.remote_id), context):
+            async for message in super().rpc_aggregate_part(self.record_activity(stream, context.remote_id), context):
                 if message.code != averaging_pb2.AVERAGED_PART and self.cause:
                     message.peer_id = self.cause[0].to_bytes()
                 yield message
@@ -279,13 +286,15 @@ class FailFastAllReduceRunner(AllReduceRunner):
         stub = super()._get_peer_stub(peer)
         aggregate_part = stub.rpc_aggregate_part
 
-        async def note_averages(inputs):
-            return self.fill_empty(self.check_blame(self.note_heard(await aggregate_part(inputs), peer), peer), peer)
+        async def record_averages(inputs):
+            return self.fill_skipped_parts(
+                self.check_blame(self.record_activity(await aggregate_part(inputs), peer), peer), peer
+            )
 
-        stub.rpc_aggregate_part = note_averages
+        stub.rpc_aggregate_part = record_averages
         return stub
 
-    async def fill_empty(self, averages: AsyncIterator, peer: PeerID):
+    async def fill_skipped_parts(self, averages: AsyncIterator, peer: PeerID):
         """No difference for parts whose average is not wanted."""
         parts = list(self.tensor_part_container._input_parts_by_peer[self.ordered_peer_ids.index(peer)])
         async for number, message in aenumerate(averages):
@@ -306,7 +315,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
                     rest.add_(missing, alpha=sum(reducer.weights) / self.weight)
         except Exception as e:
             if isinstance(e, ProtocolViolation) and peer_id != self.peer_id:
-                self.note_lie(peer_id, e)
+                self.record_violation(peer_id, e)
             self.end_after(peer_id, e)
             raise
 
@@ -418,7 +427,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     async def _set_expected_peers(self, expected: frozenset[bytes], at_least: int, silent: frozenset[bytes]) -> None:
         """Runs in the averager's process."""
-        self._matchmaking.expect(expected, at_least, silent)
+        self._matchmaking.set_expected_peers(expected, at_least, silent)
         await self._matchmaking.start_when_complete()
 
     @property
@@ -451,25 +460,25 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     async def _run_allreduce_inplace_(self, tensors, group_info, *, peer_fractions, **kwargs) -> None:
         """hivemind's, with a runner of our own."""
-        modes = [read_gathered(data)[0] for data in group_info.gathered]
-        shares = give_all_a_share(peer_fractions, modes)
-        peer_fractions = drop_small_shares(shares, self.allreduce_kwargs["min_vector_size"])
-        bandwidths = [read_gathered(data)[2] for data in group_info.gathered]
+        modes = [parse_gathered(data)[0] for data in group_info.gathered]
+        shares = ensure_min_partition(peer_fractions, modes)
+        peer_fractions = drop_small_partitions(shares, self.allreduce_kwargs["min_vector_size"])
+        bandwidths = [parse_gathered(data)[2] for data in group_info.gathered]
         codec, part_size = kwargs["compression"], choose_part_size(bandwidths)
         bits = count_bits(tensors, codec, kwargs["tensor_infos"])
         if isinstance(codec, TopKCompression):
             part_size = codec.part_size
             bits *= codec.estimate_both_ways(sum(mode != AveragingMode.AUX for mode in modes))
-        make_plan = partial(plan_round, bits, peer_fractions, modes)
+        make_plan = partial(plan_allreduce, bits, peer_fractions, modes)
         plan, own = make_plan(bandwidths), group_info.peer_ids.index(self.peer_id)
 
-        def has_slowed() -> bool:
+        def has_uplink_slowed() -> bool:
             if (LINE.mbits or math.inf) > (bandwidths[own] or math.inf) / 2:
                 return False  # a new round would take all of them longer than what this line has lost
             share = make_plan([*bandwidths[:own], LINE.mbits, *bandwidths[own + 1 :]]).shares[own]
-            return share > plan.shares[own] and is_other_share(share, plan.shares[own])
+            return share > plan.shares[own] and has_partition_changed(share, plan.shares[own])
 
-        self._take_share(plan.shares[own], bandwidths, own)
+        self._set_partition_share(plan.shares[own], bandwidths, own)
         kwargs |= dict(sender_timeout=LINE.next_chunk_timeout, reducer_timeout=2 * LINE.next_chunk_timeout)
         kwargs |= dict(part_size_bytes=part_size, prefetch=PREFETCH)
         own_seconds = 2 * bits / (1e6 * LINE.mbits) if LINE.mbits else 0.0
@@ -484,7 +493,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             ordered_peer_ids=group_info.peer_ids,
             peer_fractions=plan.fractions,
             modes=plan.modes,
-            has_slowed=has_slowed,
+            has_uplink_slowed=has_uplink_slowed,
             share=self._share,
             turn=self._turn,
             takes_all=self.is_urgent,
@@ -500,9 +509,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         LINE.expect_round(time.monotonic() - started, own_seconds)
         self._turn = (self._turn + 1) % self._share
 
-    def _take_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
+    def _set_partition_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
         """Send every N-th part of the tensors in this round."""
-        if is_other_share(share, self._share):
+        if has_partition_changed(share, self._share):
             mbits = [format_number(rate) for rate in (bandwidths[own], max(filter(None, bandwidths)))]
             logger.info(
                 f"this line carries {mbits[0]} Mbit/s up, others {mbits[1]}: "
@@ -511,7 +520,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._share, self._turn = share, 0
 
     async def _aggregate_with_group(self, group_info, **kwargs):
-        watch = asyncio.create_task(self._end_when_a_peer_is_gone(group_info))
+        watch = asyncio.create_task(self._abort_on_peer_failure(group_info))
         try:
             gathered = await super()._aggregate_with_group(group_info, **kwargs)
         except MatchmakingException as e:
@@ -523,7 +532,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             if watch.done() and not watch.exception() and watch.result():
                 raise PeersUnreachableError(watch.result()) from e
             if running.done():
-                self._strike(running.result().list_suspects())
+                self._record_broken_round(running.result().list_suspects())
             raise
         finally:
             watch.cancel()
@@ -536,13 +545,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         if len(averaged) < 2:  # of which this peer is one, unless it is auxiliary
             raise AllreduceException(f"nobody else's data entered the average of {len(group_info.peer_ids)} peers")
         if self.max_weight is not None and self.is_urgent and self.peer_id in averaged:
-            self._judge(runner)
+            self._check_averages(runner)
         for peer in averaged:
             del self._strikes[peer]
         self._rounds_with.update(averaged)
         return {peer_id: data for peer_id, data in gathered.items() if peer_id in averaged}
 
-    def _judge(self, runner: FailFastAllReduceRunner) -> None:
+    def _check_averages(self, runner: FailFastAllReduceRunner) -> None:
         """Raises MaliciousPeersError for those whose averages have for some rounds not been what they should."""
         if not runner.weight:
             return
@@ -550,18 +559,18 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         weight /= max(weight, sum(runner.tensor_part_reducer.weights))
         index = runner.ordered_peer_ids.index(self.peer_id)
         container = runner.tensor_part_container
-        shares = find_own_shares(container, index, weight)
+        shares = estimate_contributions(container, index, weight)
         shares = {runner.ordered_peer_ids[index]: share for index, share in shares.items()}
         for peer, share in shares.items():
             self._trust[peer] += TRUST_WEIGHT * weight * (share - self._trust[peer])
         if out := [peer for peer, trust in self._trust.items() if trust < LEAST_TRUST]:
             self._trust |= dict.fromkeys(out, 2 * LEAST_TRUST)  # when they are back
             raise MaliciousPeersError(dict.fromkeys(out, "sends averages that own gradients are no part of"))
-        is_reversed = container.find_share(weight, range(container.group_size)) < MOSTLY_REVERSED
+        is_reversed = container.estimate_contribution(weight, range(container.group_size)) < MOSTLY_REVERSED
         if is_reversed or any(share < REVERSED and self._trust[peer] < DOUBT for peer, share in shares.items()):
             raise AllreduceException("an average points away from what was sent for it")
 
-    def _strike(self, suspects: list[PeerID]) -> None:
+    def _record_broken_round(self, suspects: list[PeerID]) -> None:
         """Count a broken round, which may be chance.
 
         :raises MaliciousPeersError: a peer has broken several in a row
@@ -582,7 +591,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Seconds to wait for an answer in a round: a line that drops to a tenth has seconds of data in its queues."""
         return max(LINE.patience, LINE.round_seconds / 8)
 
-    async def _end_when_a_peer_is_gone(self, group_info) -> list[bytes]:
+    async def _abort_on_peer_failure(self, group_info) -> list[bytes]:
         """End the running round when a peer that it waits for has sent nothing for a while, nor answers a question:
         the round has failed anyway, and hivemind waits for twice next_chunk_timeout.
 
@@ -596,27 +605,25 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         looks = (LINE.next_chunk_timeout + 2 * LINE.round_seconds) / LOOK_PERIOD  # none while this peer is frozen
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
-            if runner.has_slowed():  # all are sooner done with another plan
+            if runner.has_uplink_slowed():  # all are sooner done with another plan
                 runner.end(self.peer_id, AllreduceException("this peer's line has become slower"))
                 return []
             looks -= 1
             # who waits for a sender itself is the first to say so
-            laggards = runner.list_laggards(are_reducers=looks < -10) if looks < 0 else []
+            laggards = runner.list_stragglers(are_reducers=looks < -10) if looks < 0 else []
             if 0 < 2 * len(laggards) < runner.group_size:  # else it is this peer's own line that is slow
                 runner.lies |= dict.fromkeys(laggards, "keeps a round waiting")
                 runner.end(laggards[0], MaliciousPeersError(runner.lies))
                 return []
             quiet_since = time.monotonic() - quiet_for
             # clients cannot be asked
-            quiet = [p for p in runner.list_awaited() if runner.heard[p] < quiet_since and p not in clients]
+            quiet = [p for p in runner.list_awaited_peers() if runner.heard[p] < quiet_since and p not in clients]
             known |= self._silent - {peer.to_bytes() for peer in quiet}
             if not quiet:
                 continue
             silent = [peer for peer in quiet if peer.to_bytes() in self._silent - known]
             if not silent:  # the optimizer has not asked them either
-                question = partial(
-                    find_answering_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=self._patience
-                )
+                question = partial(ping_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=self._patience)
                 answering = await self.dht.run_coroutine(question, return_future=True)
                 runner.heard |= {peer: time.monotonic() for peer in quiet if peer.to_bytes() in answering}
                 silent = [peer for peer in quiet if runner.heard[peer] < quiet_since]

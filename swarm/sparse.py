@@ -148,7 +148,7 @@ class TopKCompression(CompressionBase):
         return math.ceil(4 * PART * self.estimate_compression_ratio(None))
 
 
-def spare_zeros(codec: CompressionBase) -> CompressionBase:
+def compress_sparse_step(codec: CompressionBase) -> CompressionBase:
     """This codec of states, but for the step that a late peer fetches: where all send sparsely, the average is mostly
     zeros too. It goes in 8 bits then, a third of what it takes with them; as it is where the codec compresses nothing.
     """

@@ -39,10 +39,10 @@ from swarm.downloads import (
     MultiSourceDownload,
     StaleStateError,
     StateSnapshot,
-    copy_together,
+    copy_flat,
     group_donors,
-    read_description,
-    read_request,
+    parse_description,
+    parse_request,
     select_agreed,
 )
 from swarm.gradients import GradientAverager
@@ -101,7 +101,7 @@ def select_voters(peers: Iterable[PeerID], known: Sequence[bytes]) -> list[PeerI
     return random.sample(voters, min(DONORS, len(voters)))
 
 
-def name_step(digest: str) -> str:
+def make_step_key(digest: str) -> str:
     """Return the name of the step from the state of this lineage; states are requested by lineage."""
     return f"{digest} step"
 
@@ -148,18 +148,18 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
     def lineage(self, value: str) -> None:
         self._lineage.value = value.encode()
 
-    def patience(self) -> float:
+    def donor_timeout(self) -> float:
         """Seconds without a message after which a donor is given up."""
         return max(FIRST_ANSWER, self.next_chunk_timeout or 0.0)
 
-    def offer_states(self) -> None:
+    def serve_state(self) -> None:
         """From now on give this client's state to whom it has called, or, if auxiliary, pass on those of clients."""
         if self.mode == AveragingMode.AUX:
             self.allow_state_sharing = True
         else:
-            self._outer_pipe.send(("_give_as_client", [], {}))
+            self._outer_pipe.send(("_serve_state_as_client", [], {}))
 
-    async def _give_as_client(self) -> None:
+    async def _serve_state_as_client(self) -> None:
         """Runs in the process of a client's averager, forever."""
         name = self._get_handle_name(self.prefix, "rpc_download_state")
         options = dict(input_protobuf_type=BytesValue, stream_output=True)
@@ -209,13 +209,13 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
     async def rpc_download_state(
         self, request: BytesValue, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        asked = read_request(request.value)
+        asked = parse_request(request.value)
         if asked is None or not self.allow_state_sharing or self._is_busy_without(context.remote_id):
             return
         if self.mode == AveragingMode.AUX:
-            answer = self._pass_on(request, asked, context)
+            answer = self._relay_client_state(request, asked, context)
         else:
-            give = self._give_blocks if len(asked) == 3 else self._describe
+            give = self._stream_blocks if len(asked) == 3 else self._describe
             answer = give(context.remote_id, *asked)
         async for message in LINE.send(answer, is_round=False):
             yield message
@@ -246,7 +246,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             for snapshot in self._snapshots:
                 snapshot.used.pop(peer, None)  # who asks for a description fetches nothing else any more
             unused = [snapshot for snapshot in self._snapshots if time.monotonic() - snapshot.last_use > IN_USE]
-            wanted = self.lineage if digest is None else name_step(digest)
+            wanted = self.lineage if digest is None else make_step_key(digest)
             snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == wanted), None)
             if snapshot is None and len(self._snapshots) >= MAX_SNAPSHOTS and not unused:
                 if digest is not None:
@@ -272,7 +272,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         with contextlib.suppress(ValueError):  # it has made room for another
             self._snapshots.remove(snapshot)
 
-    async def _give_blocks(
+    async def _stream_blocks(
         self, peer: PeerID, epoch: int, digest: str, numbers: list[int]
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         kept = [snapshot for snapshot in self._snapshots if (snapshot.epoch, snapshot.lineage) == (epoch, digest)]
@@ -282,7 +282,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         for message in kept[0].give(numbers, self.state_compression, peer):
             yield message
 
-    async def _pass_on(
+    async def _relay_client_state(
         self, request: BytesValue, asked: list, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         """The answer of a client; to who asks for a description that of another one when it gives none."""
@@ -301,7 +301,9 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
                 call = self.get_stub(self._p2p, peer, namespace=self.prefix).rpc_download_state(request)
                 stream = await asyncio.wait_for(call, FIRST_ANSWER)
                 # sooner than who is waiting here gives up
-                async for message in aiter_with_timeout(stream, FIRST_ANSWER if is_description else self.patience()):
+                async for message in aiter_with_timeout(
+                    stream, FIRST_ANSWER if is_description else self.donor_timeout()
+                ):
                     if is_description:
                         metadata = self.serializer.loads(message.metadata)
                         self._origins[int(metadata["epoch"]), str(metadata["lineage"])[:MAX_LINEAGE]] = peer
@@ -344,7 +346,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             if self._wants_step.value:
                 return self._get_last_step()
             metadata, tensors, infos = super().get_current_state()
-            return metadata | {"lineage": self.lineage}, copy_together(tensors, infos), infos
+            return metadata | {"lineage": self.lineage}, copy_flat(tensors, infos), infos
 
     def _get_last_step(self):
         """The gradients of the last step while they are there, which is until the next round begins."""
@@ -356,8 +358,8 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
                 CompressionInfo.from_tensor(tensor, key=i, role=TensorRole.GRADIENT)
                 for i, tensor in enumerate(gradients)
             ]
-            metadata = {"epoch": epoch, "lineage": name_step(digest), "group": group_id}
-            return metadata, copy_together(gradients, infos), infos
+            metadata = {"epoch": epoch, "lineage": make_step_key(digest), "group": group_id}
+            return metadata, copy_flat(gradients, infos), infos
 
     def load_state_from_peers(
         self, min_epoch: int = 0, donors: Sequence[bytes] = (), avoid: Sequence[bytes] = (), timeout: float = 600.0
@@ -377,10 +379,10 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         loaded = self._wait_for_download(future, elements, "state")
         if loaded is None:
             return False
-        self.take_over(*loaded)
+        self.apply_downloaded_state(*loaded)
         return True
 
-    def load_step_from_peers(
+    def download_missed_step(
         self, donors: Sequence[bytes], avoid: Sequence[bytes], timeout: float
     ) -> tuple[list[torch.Tensor], bytes] | None:
         """Download the gradients of the step that others have made from this very state.
@@ -412,7 +414,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
                 if STOP_REQUESTED.is_set():
                     return None
 
-    def count_step_bits(self) -> int:
+    def count_step_size_bits(self) -> int:
         """What the gradients of a step take when they are downloaded."""
         params = list_params(self.optimizer)
         infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
@@ -423,8 +425,9 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
     ) -> MPFuture:
         """Begin to download a state, see `load_state_from_peers`, without waiting for it.
 
-        :returns: of (metadata, tensors) to give to `take_over`, or of None: no peer sent its state. metadata["epoch"],
-            and metadata["donors"]: the ids of the peers that sent it; metadata["donor"]: of the one that sent most
+        :returns: a future of (metadata, tensors) for `apply_downloaded_state`, or of None if no peer sent its state.
+            metadata["epoch"] is the state's epoch, metadata["donors"] the ids of the peers that sent it, and
+            metadata["donor"] the id of the peer that sent most of it
         """
         future = MPFuture()
         # what clients declare may lag behind what they have, and an auxiliary peer has no state of its own to keep
@@ -433,7 +436,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         self._outer_pipe.send(("_run_download", [future, "_download_state"], options))
         return future
 
-    def take_over(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+    def apply_downloaded_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
         """Make a downloaded state this peer's own."""
         targets = (*list_params(self.optimizer), *self.extra_tensors)
         # the run's own: all peers have the same, unless one lies
@@ -533,7 +536,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         found = await self._ask_for_descriptions(asked, own, wanted, None, failures, voters)
         for group in select_agreed(group_donors(found, dict.fromkeys(asked, ())), voters):
             group_id = group[0].metadata.get("group")
-            if group[0].key != (own[0], name_step(own[1])) or not isinstance(group_id, bytes):
+            if group[0].key != (own[0], make_step_key(own[1])) or not isinstance(group_id, bytes):
                 continue
             if tensors := await self._fetch_from(group, timeout, failures):
                 return tensors, group_id[:MAX_LINEAGE]
@@ -590,7 +593,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
     ) -> list[torch.Tensor] | None:
         """What all of these donors have, unless all of them fail."""
         self.received[:] = 0, 0, 0
-        download = MultiSourceDownload(group, self._request, self.patience, self.state_compression, self.received)
+        download = MultiSourceDownload(group, self._request, self.donor_timeout, self.state_compression, self.received)
         note_failure = partial(self._note_failure, failures)
         try:
             if await asyncio.wait_for(download.fetch(note_failure), timeout):
@@ -616,7 +619,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         failures: dict[PeerID, int],
         voters: Sequence[PeerID],
     ) -> list[Donor]:
-        """Those of these peers that have what is asked for, see read_request and read_description; nobody waits much
+        """Those of these peers that have what is asked for, see parse_request and parse_description; nobody waits much
         longer than for the first of them, or for more than half of the voters: a malicious peer may be quick."""
 
         async def ask(peer: PeerID) -> Donor:
@@ -624,12 +627,12 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             try:
                 async for message in stream:
                     metadata = self.serializer.loads(message.metadata)
-                    return read_description(peer, metadata, request[0], wanted, optimizer)
+                    return parse_description(peer, metadata, request[0], wanted, optimizer)
                 raise InvalidStateError("it sent none")
             finally:
                 await stream.aclose()
 
-        asked = {asyncio.create_task(asyncio.wait_for(ask(peer), self.patience())): peer for peer in peers}
+        asked = {asyncio.create_task(asyncio.wait_for(ask(peer), self.donor_timeout())): peer for peer in peers}
         donors, pending, start, deadline = [], set(asked), time.monotonic(), math.inf
         try:
             while pending and (now := time.monotonic()) < deadline:

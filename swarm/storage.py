@@ -17,7 +17,7 @@ from hivemind.utils import TimedStorage, ValueWithExpiration, get_dht_time
 
 from swarm.line import LINE
 from swarm.membership import MEMBERS, SHOW
-from utils import MAX_RECORD_LIFETIME, find_owner
+from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
 logger = logging.getLogger("swarm")
 
@@ -40,17 +40,19 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         records = list(zip(*(getattr(request, name) for name in FIELDS), strict=True))
-        admitted = [self.admits(context.remote_id, *record) for record in records]
+        admitted = [self.accepts_record(context.remote_id, *record) for record in records]
         rest = dict(zip(FIELDS, zip(*itertools.compress(records, admitted), strict=True), strict=False))
         stored = iter((await super().rpc_store(dht_pb2.StoreRequest(peer=request.peer, **rest), context)).store_ok)
         return dht_pb2.StoreResponse(store_ok=[it and next(stored) for it in admitted], peer=self.node_info)
 
-    def admits(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires: float, in_cache: bool) -> bool:
+    def accepts_record(
+        self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires: float, in_cache: bool
+    ) -> bool:
         """Whether this is a record of the sender's own, and not one too much; then it counts among them."""
         try:
             subkey, stored, now = self.serializer.loads(tag), self.storage.get(DHTID.from_bytes(key)), get_dht_time()
             # what hivemind passes on, to newcomers and as a cache, has no subkey
-            if in_cache or sender.to_bytes() != find_owner(subkey):
+            if in_cache or sender.to_bytes() != find_subkey_owner(subkey):
                 raise ValueError("it is another peer's")
             held, _ = self.held.get(sender) or ({}, None)
             held = {name: item for name, item in held.items() if item[1] > now}
@@ -64,7 +66,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
             return False
         self.held.store(sender, held, now + MAX_RECORD_LIFETIME)
         for storage in (self.held, self.storage, *filter(None, [stored and stored.value])):
-            forget_overwritten(storage)
+            prune_expiration_heap(storage)
         return True
 
     async def call_store(self, peer, keys, values, *args, **kwargs):
@@ -81,7 +83,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
             records, revoked = DictionaryDHTValue(), MEMBERS.revoked
             held = item.value.data if item and isinstance(item.value, DictionaryDHTValue) else {}
             for subkey, record in held.items():
-                if not revoked or find_owner(subkey) not in revoked:
+                if not revoked or find_subkey_owner(subkey) not in revoked:
                     records.store(subkey, record.value, record.expiration_time)
             found[key] = ValueWithExpiration(records, records.latest_expiration_time) if records else None, nearest
         return found
@@ -95,13 +97,13 @@ class DHTNode(hivemind.dht.node.DHTNode):
         """Who stores something asks who is near its key. Under the key beside it nobody holds anything that they would
         send along, and the same ones are near that."""
 
-        def beside(key: DHTID) -> DHTID:
+        def make_adjacent_key(key: DHTID) -> DHTID:
             return DHTID(key ^ 1)
 
         if found_callback is not None:
-            options["found_callback"] = lambda key, *found: found_callback(beside(key), *found)
-        found = await super().find_nearest_nodes([beside(key) for key in queries], *args, **options)
-        return {beside(key): nodes for key, nodes in found.items()}
+            options["found_callback"] = lambda key, *found: found_callback(make_adjacent_key(key), *found)
+        found = await super().find_nearest_nodes([make_adjacent_key(key) for key in queries], *args, **options)
+        return {make_adjacent_key(key): nodes for key, nodes in found.items()}
 
     async def get_many_by_id(self, key_ids: Collection[DHTID], *args, **options) -> dict:
         """What as many nodes as store a record have answered within the line's patience. hivemind's search waits for
@@ -114,7 +116,7 @@ class DHTNode(hivemind.dht.node.DHTNode):
         return {key: future.result() if future.done() else None for key, future in futures.items()}
 
 
-def forget_overwritten(storage: TimedStorage) -> None:
+def prune_expiration_heap(storage: TimedStorage) -> None:
     """Expiration times of records that were overwritten since, which hivemind keeps."""
     if len(storage.expiration_heap) > 2 * len(storage.data) + 100:
         storage.expiration_heap = list(storage.key_to_heap.values())

@@ -19,7 +19,7 @@ from pydantic.v1 import BaseModel, conlist, constr
 
 from support.console import UserError
 from swarm.addresses import get_peer_id
-from swarm.membership import explain_refusal
+from swarm.membership import explain_denial
 from utils import MAX_WORKERS, Flags, RunContract
 
 VOUCH = "vouch"  # the name of the request
@@ -35,7 +35,7 @@ class RunAttestation(BaseModel):
     workers: conlist(conbytes(strict=True, max_length=64), max_items=MAX_WORKERS) = []  # ids of peers that have worked
 
 
-async def answer_vouching(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None:
+async def register_attestation_handler(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None:
     """Runs in the DHT's process: from now on, tell newcomers what `vouch` has said last."""
     await set_statement(dht, node, RunAttestation(prefix=prefix))
 
@@ -49,17 +49,17 @@ async def set_statement(_: hivemind.DHT, node: DHTNode, statement: RunAttestatio
     node.statement = statement
 
 
-def vouch(dht: hivemind.DHT, statement: RunAttestation) -> None:
+def publish_attestation(dht: hivemind.DHT, statement: RunAttestation) -> None:
     """Tell this to newcomers from now on, without waiting."""
     dht.run_coroutine(partial(set_statement, statement=statement), return_future=True)
 
 
-async def ask_to_vouch(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
+async def request_attestations(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """Runs in the DHT's process: the statements of those of these peers that answer."""
-    return await ask_for_statements(node.p2p, peers)
+    return await request_statements(node.p2p, peers)
 
 
-async def ask_for_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
+async def request_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """:raises UserError: all that answer say that this peer is not a member of their run"""
 
     async def ask(peer: PeerID) -> RunAttestation:
@@ -70,7 +70,7 @@ async def ask_for_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunA
     answers = await asyncio.gather(*calls, return_exceptions=True)  # of whatever kind others' bytes make it
     found = {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, RunAttestation)}
     for peer, answer in zip(peers, answers, strict=True):
-        if not found and (reason := explain_refusal(answer)):
+        if not found and (reason := explain_denial(answer)):
             raise UserError(f"peer {peer} in --initial_peers does not let this one in: {reason}")
     return found
 
@@ -78,16 +78,18 @@ async def ask_for_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunA
 def ask_initial_peers(
     dht: hivemind.DHT, prefix: str, initial_peers: Iterable[str], is_new_run: bool
 ) -> RunAttestation | None:
-    """What the peers in --initial_peers say of this run, see `combine`."""
-    peers = choose_asked(initial_peers)
-    return combine(dht.run_coroutine(partial(ask_to_vouch, peers=peers)) if peers else {}, prefix, is_new_run)
+    """What the peers in --initial_peers say of this run, see `merge_attestations`."""
+    peers = select_attesters(initial_peers)
+    return merge_attestations(
+        dht.run_coroutine(partial(request_attestations, peers=peers)) if peers else {}, prefix, is_new_run
+    )
 
 
-def choose_asked(initial_peers: Iterable[str]) -> list[PeerID]:
+def select_attesters(initial_peers: Iterable[str]) -> list[PeerID]:
     return list(dict.fromkeys(map(get_peer_id, initial_peers)))[:ASKED]
 
 
-def combine(answers: dict[PeerID, RunAttestation], prefix: str, is_new_run: bool) -> RunAttestation | None:
+def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_new_run: bool) -> RunAttestation | None:
     """What these say together of a run; None where none of them answers, or knows it.
 
     :param prefix: the run's; empty: that which they serve

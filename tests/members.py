@@ -17,7 +17,7 @@ from arguments import SwarmArguments
 from swarm.dht import DHT
 from swarm.identity import make_identity
 from swarm.joining import check_addresses, start_dht
-from swarm.membership import MEMBERS, explain_refusal
+from swarm.membership import MEMBERS, explain_denial
 from swarm.passes import Authority, Invitation
 from utils import RecordValidator, find_peer_id, make_validators
 
@@ -60,7 +60,7 @@ async def open_stream(_, node, peer: PeerID, name: str) -> str:
         async for _ in await node.p2p.iterate_protobuf_handler(peer, name, BytesValue(), BytesValue):
             return "an answer"
     except P2PHandlerError as e:
-        return explain_refusal(e) or str(e)
+        return explain_denial(e) or str(e)
 
 
 async def connect(_, node, peer: PeerID, maddrs: list[str]) -> None:
@@ -75,7 +75,7 @@ def make_invitation(folder: Path, run: str, name: str, lifetime: float = 3600.0,
     said = dict(prefix=run, peer_id=peer_id, username=name, expires=get_dht_time() + lifetime, lifetime=lifetime)
     data = authority.sign(b"pass", (said | changes).values())
     with authority.open_members() as runs:
-        authority.note(runs, run, data)
+        authority.record_issued(runs, run, data)
     Invitation(key, data, authority.public_key).save("--out", path)
     return str(path)
 

@@ -19,10 +19,10 @@ from records import make_metrics
 
 import swarm.status
 from support.console import UserError
-from swarm.downloads import MAX_BLOCKS, read_request
-from swarm.matchmaking import read_gathered
+from swarm.downloads import MAX_BLOCKS, parse_request
+from swarm.matchmaking import parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS
-from utils import MAX_EPOCH_GAP, LocalMetrics, RunContract, find_peer_id, make_validators, select_believable
+from utils import MAX_EPOCH_GAP, LocalMetrics, RunContract, filter_plausible_records, find_peer_id, make_validators
 
 FAST = settings(max_examples=100, deadline=None, database=None)
 
@@ -108,7 +108,7 @@ def test_records_are_parsed_or_invalid(value):
 def test_what_peers_tell_their_group(data, parts):
     for message in (data, MSGPackSerializer.dumps(parts), MSGPackSerializer.dumps(list(parts))):
         with contextlib.suppress(ValueError):
-            _, _, bandwidth = read_gathered(message)
+            _, _, bandwidth = parse_gathered(message)
             assert bandwidth is None or PLAUSIBLE_MBITS[0] <= bandwidth <= PLAUSIBLE_MBITS[1]
 
 
@@ -116,7 +116,7 @@ def test_what_peers_tell_their_group(data, parts):
 @given(data=BYTES, parts=st.lists(st.integers(0, 9) | st.text(max_size=9) | st.lists(NUMBERS, max_size=9), max_size=3))
 def test_what_peers_ask_for(data, parts):
     for message in (data, MSGPackSerializer.dumps(parts)):
-        if (request := read_request(message)) is not None:
+        if (request := parse_request(message)) is not None:
             kinds = [int, str, list][: len(request)]
             assert [type(part) for part in request] == kinds
             blocks = request[2] if len(request) == 3 else []
@@ -127,7 +127,7 @@ def test_what_peers_ask_for(data, parts):
 @given(st.lists(st.integers(0, 10**9) | st.integers(0, 3000), max_size=30), st.none() | st.integers(0, 10**9))
 def test_believable_records_belong_together(epochs, last_epoch):
     records = [(str(i), LocalMetrics.construct(epoch=epoch)) for i, epoch in enumerate(epochs)]
-    chosen = sorted(metrics.epoch for _, metrics in select_believable(records, last_epoch))
+    chosen = sorted(metrics.epoch for _, metrics in filter_plausible_records(records, last_epoch))
     assert bool(chosen) == bool(epochs)
     assert all(b - a <= MAX_EPOCH_GAP for a, b in zip(chosen, chosen[1:], strict=False))
     assert not any(abs(epoch - chosen[0]) <= MAX_EPOCH_GAP and epoch not in chosen for epoch in epochs)

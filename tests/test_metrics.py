@@ -24,10 +24,10 @@ from utils import (
     RunContract,
     aggregate_metrics,
     fetch_metrics,
+    filter_plausible_records,
     make_validators,
-    name_worker,
+    make_worker_key,
     peer_label,
-    select_believable,
 )
 
 
@@ -201,8 +201,8 @@ def test_absurd_epochs_hide_nobody():
     assert aggregate_metrics([honest[0], absurd], last_epoch=9).epoch == 10
     # what is left of peers that died ten minutes ago does not outvote the one that goes on
     assert aggregate_metrics([*honest, ("survivor", make_metrics(900))]).epoch == 900
-    believable = select_believable([*honest, absurd])
-    assert select_believable(believable) == believable == honest
+    believable = filter_plausible_records([*honest, absurd])
+    assert filter_plausible_records(believable) == believable == honest
 
 
 def test_peer_label_is_the_same_in_every_process():
@@ -214,7 +214,7 @@ def make_ids(kind: str, count: int) -> list[bytes]:
 
 
 def name(peer_ids: list[bytes]) -> list[str]:
-    return [name_worker(peer_id) for peer_id in peer_ids[:64]]
+    return [make_worker_key(peer_id) for peer_id in peer_ids[:64]]
 
 
 def test_figures_are_those_of_peers_that_have_worked(monkeypatch):

@@ -132,7 +132,7 @@ class CheckpointHandler:
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
         """Take over a state that has just been downloaded, and begin to write it."""
         averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
-        averager.take_over(metadata, tensors)
+        averager.apply_downloaded_state(metadata, tensors)
         # a whole training state: should all trainers die, one can continue from it (--resume_from_checkpoint)
         state = collect_state(self.model, self.optimizer, self.settings)
         # who averages for the trainers meanwhile continues where it was

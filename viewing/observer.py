@@ -9,13 +9,13 @@ from collections import deque
 from arguments import AuxPeerArguments
 from support.console import UserError
 from support.flags import describe_shared, find_typed
-from swarm.addresses import stop_unreachable
+from swarm.addresses import exit_if_unreachable
 from swarm.contract import compare_with_run, require_same
 from swarm.joining import make_dht, warn_of_local_addresses
 from swarm.membership import MEMBERS
 from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
-from swarm.vouching import RunAttestation, vouch
+from swarm.vouching import RunAttestation, publish_attestation
 from utils import MAX_WORKERS, SwarmMetrics
 from viewing.page import StatusServer
 from viewing.report import RunReport
@@ -51,11 +51,11 @@ class Observer:
         self.own_flags = describe_shared(groups, find_typed(map(type, groups)))
         if self.dht.vouched:
             self.report.workers.ids |= set(self.dht.vouched.workers)
-        vouch(self.dht, self.dht.vouched or RunAttestation(prefix=self.prefix, flags=self.own_flags))
+        publish_attestation(self.dht, self.dht.vouched or RunAttestation(prefix=self.prefix, flags=self.own_flags))
         # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
         if self.dht.client_mode and (is_aux or self.needs_model):
             shut_down(self.dht)
-            stop_unreachable()
+            exit_if_unreachable()
         warn_of_local_addresses(self.dht, swarm)
         self.optimizer = self.archive = self.contract = None
         #: the newest metrics, until `step` returns them
@@ -95,7 +95,7 @@ class Observer:
         compare_with_run(self.dht, self.prefix, self.contract)
         self.optimizer = make_optimizer(model, self.dht, swarm, optimizer_args, averaging_args, auxiliary=True)
         if self.assists:
-            self.optimizer.state_averager.offer_states()
+            self.optimizer.state_averager.serve_state()
         if archive_args.store_checkpoints:
             self.archive = CheckpointHandler(self.groups, model, tokenizer, self.optimizer)
 
@@ -128,7 +128,7 @@ class Observer:
         course.look_at_contract(self.dht, workers)
         # what this peer has seen of the run, and who is there
         known = [*workers.present][:MAX_WORKERS]
-        vouch(
+        publish_attestation(
             self.dht, RunAttestation(prefix=self.prefix, contract=course.contract, flags=self.own_flags, workers=known)
         )
         if self.contract and course.contract:
@@ -143,7 +143,7 @@ class Observer:
         """
         if self.watching.done():
             self.watching.result()
-        MEMBERS.require_own_pass()
+        MEMBERS.check_own_credential()
         metrics = self.news.pop() if self.news else None
         if self.archive:
             # as it is now: the thread that watches changes it, and empties it where the run has started over

@@ -28,7 +28,7 @@ from pathlib import Path
 from hivemind import DHT
 
 from support.console import UserError
-from swarm.addresses import get_host_port, is_relayed, select_for_others
+from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
 from swarm.status import VISIT_TIMEOUT, format_join, make_place
 from viewing.history import History
 
@@ -73,7 +73,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
         """
         self.dht, self.read_progress, self.history = dht, read_progress, history
         # or the first visitors would find none where the DHT's process is too busy to answer in time
-        self.maddrs, self.next_look = select_for_others(dht.get_visible_maddrs()), 0.0
+        self.maddrs, self.next_look = list_shareable_maddrs(dht.get_visible_maddrs()), 0.0
         self.answers, self.next_answers, self.answering = {}, 0.0, threading.Lock()
         self.html = (Path(__file__).parent / "page.html").read_bytes()
         self.policy = make_policy(self.html.decode())
@@ -116,7 +116,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
         look = self.dht.run_coroutine(partial(DHT._get_visible_maddrs, latest=True), return_future=True)
         self.next_look = time.monotonic() + ANSWER_PERIOD
         try:
-            self.maddrs = select_for_others(look.result(LOOK_TIMEOUT))
+            self.maddrs = list_shareable_maddrs(look.result(LOOK_TIMEOUT))
             self.next_look = time.monotonic() + ADDRESS_PERIOD
         except Exception as e:  # whatever went wrong there
             logger.warning(f"the page cannot tell this peer's addresses anew ({e!r}), will ask again")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import hivemind
 
 from support.console import format_duration
-from swarm.contract import TrainingSchedule, choose_contract, fetch_contracts, read_schedule
+from swarm.contract import TrainingSchedule, choose_contract, fetch_contracts, parse_schedule
 from swarm.processes import STOP_REQUESTED
 from utils import ContributorRegistry, LocalMetrics, RunContract, find_peer_id
 
@@ -33,7 +33,7 @@ class RunCourse:
             return
         found = fetch_contracts(dht, self.prefix, SCHEDULE_TIMEOUT)
         if contract := choose_contract(it for key, it in found.items() if find_peer_id(key) in workers.ids):
-            self.contract, self.schedule, self.next_look = contract, read_schedule(contract), now + SCHEDULE_PERIOD
+            self.contract, self.schedule, self.next_look = contract, parse_schedule(contract), now + SCHEDULE_PERIOD
         elif self.is_gone:
             self.contract = None  # the next run of this name has settings of its own
         self.is_gone = not contract  # or the DHT has not answered

@@ -27,9 +27,9 @@ from utils import (
     describe_evaluation,
     fetch_progress,
     fetch_records,
+    filter_plausible_records,
     find_evaluation,
     format_evaluation,
-    select_believable,
 )
 from viewing.curves import draw_learning_curve
 from viewing.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
@@ -122,7 +122,7 @@ class RunReport:
         records = fetch_records(dht, self.prefix, timeout, self.workers, latest=not is_last)
         if STOP_REQUESTED.is_set() and not is_last:
             return None  # the last look does not wait for this one
-        believable = select_believable([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
+        believable = filter_plausible_records([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
         current = aggregate_metrics(believable, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
         self.older_reads = self.older_reads + 1 if current and self.last and current.epoch < last_epoch else 0

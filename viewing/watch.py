@@ -37,10 +37,10 @@ from utils import (
     aggregate_metrics,
     fetch_metrics,
     fetch_progress,
+    filter_plausible_records,
     find_evaluation,
     format_evaluation,
     name_peer,
-    select_believable,
 )
 from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 
@@ -101,9 +101,9 @@ def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
 def take_snapshot(
     dht: hivemind.DHT, prefix: str, last_epoch: int | None, workers: ContributorRegistry
 ) -> SwarmSnapshot:
-    records = select_believable(fetch_metrics(dht, prefix, FETCH_TIMEOUT, workers), last_epoch)
+    records = filter_plausible_records(fetch_metrics(dht, prefix, FETCH_TIMEOUT, workers), last_epoch)
     # both have an epoch, and both may hold an absurd one
-    progress = select_believable(list(fetch_progress(dht, prefix, FETCH_TIMEOUT).items()), last_epoch)
+    progress = filter_plausible_records(list(fetch_progress(dht, prefix, FETCH_TIMEOUT).items()), last_epoch)
     return SwarmSnapshot(dict(records), dict(progress), aggregate_metrics(records, last_epoch))
 
 

@@ -183,7 +183,7 @@ def test_nobody_counts_on_a_peer_that_has_stepped_aside():
 
             wait_until(lambda: other_counts(60, True) and one.present, 20, "both together")
             speed = one.performance_ema.samples_per_second
-            with one.step_aside():
+            with one.suspend_participation():
                 wait_until(lambda: other_counts(30, False), 20, "one aside")
                 assert one_id in other.present
             wait_until(lambda: other_counts(60, True), 20, "both together again")
@@ -205,9 +205,9 @@ def test_a_newcomer_that_evaluates_first_is_not_waited_for():
             other.report_local_progress(0, 30)
             for epoch in (0, 1):
                 one.report_local_progress(epoch, 0)
-                one.fetch_soon(0.0)
+                one.schedule_refresh(0.0)
                 wait_until(lambda: one.present, 20, "it has seen the other")
-                with one.step_aside():
+                with one.suspend_participation():
                     pass
                 # behind what it might have said
                 assert dhts[0].store(f"{prefix}_mark", epoch, get_dht_time() + 60)

@@ -36,7 +36,7 @@ from machine.preflight import (
     format_check,
     run_preflight,
 )
-from swarm.addresses import explain_silence
+from swarm.addresses import diagnose_unreachable
 
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 PUBLIC, HOME = f"/ip4/11.0.0.1/tcp/1/p2p/{PEER}", f"/ip4/192.168.1.2/tcp/1/p2p/{PEER}"
@@ -133,11 +133,11 @@ def test_silence_is_explained():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
         assert "is not a hivemind peer" in asyncio.run(
-            explain_silence(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
+            diagnose_unreachable(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
         )
-    assert "nothing listens" in asyncio.run(explain_silence(f"/dns4/localhost/tcp/{port}/p2p/{PEER}"))
-    assert "does not resolve" in asyncio.run(explain_silence(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}"))
-    assert asyncio.run(explain_silence(f"/p2p/{PEER}")) is None
+    assert "nothing listens" in asyncio.run(diagnose_unreachable(f"/dns4/localhost/tcp/{port}/p2p/{PEER}"))
+    assert "does not resolve" in asyncio.run(diagnose_unreachable(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}"))
+    assert asyncio.run(diagnose_unreachable(f"/p2p/{PEER}")) is None
 
 
 def test_wrong_input_is_one_line(start, tmp_path, tiny_data):

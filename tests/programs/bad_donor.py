@@ -20,7 +20,7 @@ from hivemind.proto import averaging_pb2
 
 from arguments import SwarmArguments
 from support.console import setup_logging
-from swarm.downloads import read_request
+from swarm.downloads import parse_request
 from swarm.joining import make_dht
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.states import StateAverager
@@ -54,7 +54,7 @@ class BadStateAverager(StateAverager):
     async def rpc_download_state(
         self, request: BytesValue, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        if is_description := len(read_request(request.value)) == 1:
+        if is_description := len(parse_request(request.value)) == 1:
             self.downloads.value += 1
             self._snapshots.clear()
             print(json.dumps({"gave": self.kind}), flush=True)

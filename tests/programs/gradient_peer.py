@@ -184,10 +184,10 @@ def main() -> None:
     sizes = args.target_batch_size, args.group_size
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
-        optimizer.state_averager.offer_states()
+        optimizer.state_averager.serve_state()
     optimizer._download_from = args.download_from
-    load_step = optimizer.state_averager.load_step_from_peers
-    optimizer.state_averager.load_step_from_peers = lambda *own, **more: (
+    load_step = optimizer.state_averager.download_missed_step
+    optimizer.state_averager.download_missed_step = lambda *own, **more: (
         time.sleep(args.slow_downloads) or load_step(*own, **more)
     )
     stop = handle_stop_signals()

@@ -16,11 +16,11 @@ from swarm.joining import make_dht
 from swarm.processes import clean_end, shut_down
 
 shares = multiprocessing.Array("d", 2)
-plan_round = swarm.rounds.plan_round
+plan_allreduce = swarm.rounds.plan_allreduce
 
 
 def note_shares(*args):
-    plan = plan_round(*args)
+    plan = plan_allreduce(*args)
     shares[:] = plan.fractions
     return plan
 
@@ -39,7 +39,7 @@ class CountedRunner(swarm.rounds.FailFastAllReduceRunner):
             runners.value -= 1
 
 
-swarm.rounds.plan_round, swarm.rounds.FailFastAllReduceRunner = note_shares, CountedRunner
+swarm.rounds.plan_allreduce, swarm.rounds.FailFastAllReduceRunner = note_shares, CountedRunner
 with clean_end():
     settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
     peers, maddrs = [], []

@@ -79,7 +79,7 @@ with clean_end():
             print(json.dumps({"received": averager.received[0]}), flush=True)
             time.sleep(0.1)
         metadata, tensors = future.result()
-        averager.take_over(metadata, tensors)
+        averager.apply_downloaded_state(metadata, tensors)
         pairs = list(zip(list_tensors(averager), expected, strict=True))
         facts = dict(epoch=averager.local_epoch, lineage=averager.lineage, donors=metadata["donors"])
         facts["kept"] = sum(tensor.untyped_storage().nbytes() for tensor in list_tensors(averager))

@@ -17,10 +17,10 @@ from swarm.guard import (
     ProtocolViolation,
     RobustReducer,
     VerifyingContainer,
-    choose_factors,
-    find_odd,
-    find_own_shares,
-    sketch,
+    compute_clipping_factors,
+    compute_sketch,
+    estimate_contributions,
+    find_outliers,
 )
 
 
@@ -32,7 +32,9 @@ def make_gradients(count: int, correlation: float, numbers: int = 5000) -> torch
 
 def factors_of(gradients: torch.Tensor) -> list[float]:
     count, numbers = gradients.shape
-    return choose_factors((gradients @ gradients.T).double(), torch.full((count,), float(numbers)).double()).tolist()
+    return compute_clipping_factors(
+        (gradients @ gradients.T).double(), torch.full((count,), float(numbers)).double()
+    ).tolist()
 
 
 def test_honest_gradients_count_in_full():
@@ -61,7 +63,7 @@ async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=Fal
     """The averages of all parts, of which those senders that lie send no more."""
     shapes = [torch.Size([7]), torch.Size([3])]
     reducer = RobustReducer(shapes, senders)
-    reducer.guard(max_weight, are_parameters, None)
+    reducer.configure_checks(max_weight, are_parameters, None)
 
     async def send(index: int) -> list:
         averages = []
@@ -98,7 +100,7 @@ def test_weights_are_bounded_and_of_parameters_the_median_counts():
 def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> VerifyingContainer:
     """What is known after a round in which each of these peers has averaged one part of the own tensor."""
     container = VerifyingContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
-    container.guard(are_parameters, None)
+    container.configure_checks(are_parameters, None)
     for index, (average, part) in enumerate(zip(averages, own.chunk(len(averages)), strict=True)):
         container.register_processed_part(index, 0, average - part if average.shape == part.shape else average)
     return container
@@ -110,16 +112,21 @@ def test_a_false_average_is_found():
         gradients = make_gradients(4, correlation)
         own, true = gradients[0], list(gradients.mean(0).chunk(4))
         weight = 0.25 * float(gradients[0].norm() / gradients.norm(dim=1).mean())
-        assert min(find_own_shares(give_averages(own, true), 0, weight).values()) > 0.6
+        assert min(estimate_contributions(give_averages(own, true), 0, weight).values()) > 0.6
         noise = torch.randn(1250) * true[2].norm() / 1250**0.5
         for false, at_most in ((noise, 0.2), (-true[2], -0.6), (50 * true[2], FAR_TOO_LONG)):
             container = give_averages(own, [*true[:2], false, true[3]])
-            good, bad, other = (find_own_shares(container, 0, weight)[index] for index in (1, 2, 3))
+            good, bad, other = (estimate_contributions(container, 0, weight)[index] for index in (1, 2, 3))
             assert bad <= at_most and min(good, other) > 0.6
         false = give_averages(own, [true[0], *(-part for part in true[1:])])
-        assert false.find_share(weight, range(4)) < MOSTLY_REVERSED < 0.6 < container.find_share(weight, (1, 3))
+        assert (
+            false.estimate_contribution(weight, range(4))
+            < MOSTLY_REVERSED
+            < 0.6
+            < container.estimate_contribution(weight, (1, 3))
+        )
         # who is the odd one itself blames nobody
-        assert find_own_shares(give_averages(-10 * own, true), 0, weight) == {}
+        assert estimate_contributions(give_averages(-10 * own, true), 0, weight) == {}
     with pytest.raises(ProtocolViolation, match="not finite"):
         give_averages(own, [*true[:3], true[3] * math.nan])
     with pytest.raises(ProtocolViolation, match="shape"):
@@ -139,15 +146,17 @@ def test_whose_parameters_have_become_others_is_found():
     def sketch_at(distance: float, constant: float = 0.0) -> list[float]:
         """Of parameters so far from the common ones, in terms of their length."""
         step = distance * length / numbers**0.5
-        return sketch([t + step * torch.randn(t.shape, generator=generator) + constant for t in common])
+        return compute_sketch([t + step * torch.randn(t.shape, generator=generator) + constant for t in common])
 
     near, far = [sketch_at(1e-3) for _ in range(3)], sketch_at(0.2)
     assert near[0][0] == pytest.approx(length, rel=1e-3)
     assert torch.tensor(far).dist(torch.tensor(near[0])).item() == pytest.approx(0.2 * length, rel=0.7)
-    assert find_odd(near) == find_odd([near[0], far]) == find_odd([[0.0] * SKETCH_SIZE] * 4) == []
-    assert find_odd([near[0], far, *near[1:]]) == find_odd([near[0], [math.nan] * SKETCH_SIZE, *near[1:]]) == [1]
-    assert find_odd([near[0], sketch_at(1e-3, constant=1e-4), near[1]]) == [], "rounding that goes one way"
-    assert find_odd([near[0], [math.inf] * SKETCH_SIZE, *near[1:], far]) == [1, 4]
+    assert find_outliers(near) == find_outliers([near[0], far]) == find_outliers([[0.0] * SKETCH_SIZE] * 4) == []
+    assert (
+        find_outliers([near[0], far, *near[1:]]) == find_outliers([near[0], [math.nan] * SKETCH_SIZE, *near[1:]]) == [1]
+    )
+    assert find_outliers([near[0], sketch_at(1e-3, constant=1e-4), near[1]]) == [], "rounding that goes one way"
+    assert find_outliers([near[0], [math.inf] * SKETCH_SIZE, *near[1:], far]) == [1, 4]
 
 
 def test_one_of_three_that_was_led_astray_takes_over_the_state_of_the_others(start):

@@ -36,7 +36,7 @@ from swarm.dht import DHT
 from swarm.line import Line
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import CancellableStep, ResilientControlClient, install
-from swarm.processes import is_worth_a_line
+from swarm.processes import filter_hivemind_log
 
 
 def test_an_averager_ignores_ctrl_c():
@@ -100,7 +100,7 @@ def test_a_group_waits_for_a_fixed_number_of_peers():
 
 
 def test_dead_peers_count_until_their_records_expire():
-    """Note 22; ProgressTracker.leave_out."""
+    """Note 22; ProgressTracker.mark_unresponsive."""
     fetch = inspect.getsource(ProgressTracker._progress_fetcher)
     assert "ping" not in fetch and "ping" not in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
 
@@ -117,12 +117,12 @@ def test_a_state_is_believed_as_it_comes():
 
 
 def test_a_round_waits_for_a_peer_that_is_gone():
-    """Note 22; VerifyingAverager._end_when_a_peer_is_gone."""
+    """Note 22; VerifyingAverager._abort_on_peer_failure."""
     assert "ping" not in inspect.getsource(AllReduceRunner)
 
 
 def test_a_follower_asks_nothing_of_its_leader():
-    """Note 70; EarlyStartMatchmaking.expect: once accepted, it waits for the leader's message and nothing else."""
+    """Note 70; set_expected_peers of EarlyStartMatchmaking: once accepted, it waits for the leader alone."""
     joined = inspect.getsource(Matchmaking._request_join_group).split("pause_search")[1]
     assert "wait_for(anext(stream), time_to_expiration" in joined and "ping" not in joined
 
@@ -250,13 +250,13 @@ def test_times_and_bandwidth_are_fixed_when_a_peer_starts():
 
 
 def test_all_wait_for_the_slowest_line():
-    """plan_round: a peer without a share still sends all of its tensors."""
+    """plan_allreduce: a peer without a share still sends all of its tensors."""
     source = inspect.getsource(AllReduceRunner._generate_input_for_peer)
     assert source.count("yield") == 2 and "continue" not in source
 
 
 def test_peers_that_were_lost_are_not_looked_for():
-    """keep_in_touch: hivemind pings initial peers once, at its start."""
+    """reconnect_lost_peers: hivemind pings initial peers once, at its start."""
     assert inspect.getsource(hivemind.dht.DHTNode).count("call_ping(") == 1
 
 
@@ -275,12 +275,12 @@ def test_a_group_is_full_of_auxiliary_peers():
 
 
 def test_small_shares_of_equals_are_given_all_the_same():
-    """drop_small_shares."""
+    """drop_small_partitions."""
     assert load_balance_peers(1010, [100.0, 100.0], min_size=600) == (505, 505)
 
 
 def test_clients_give_no_state():
-    """Note 29; StateAverager.offer_states."""
+    """Note 29; StateAverager.serve_state."""
     assert "if not self.client_mode:" in inspect.getsource(hivemind.DecentralizedAverager._run_internal)
 
 
@@ -355,7 +355,7 @@ def test_anybody_stores_anything_in_any_number():
 
 
 def test_overwritten_records_are_remembered():
-    """Note 73; forget_overwritten."""
+    """Note 73; prune_expiration_heap."""
     storage = TimedStorage()
     for i in range(100):
         storage.store("key", i, get_dht_time() + 100 + i)
@@ -377,11 +377,11 @@ def test_a_key_has_several_spellings_and_records_under_ids_no_signature():
 
 
 def test_what_hivemind_says_of_a_failed_group_is_dropped(monkeypatch):
-    """Note 37; is_worth_a_line in swarm/processes.py."""
+    """Note 37; filter_hivemind_log in swarm/processes.py."""
     monkeypatch.delenv("HIVEMIND_LOGLEVEL", raising=False)
 
     def is_shown(name: str, text: str) -> bool:
-        return is_worth_a_line(logging.LogRecord(name, logging.ERROR, __file__, 1, text, (), None))
+        return filter_hivemind_log(logging.LogRecord(name, logging.ERROR, __file__, 1, text, (), None))
 
     task = "Exception in <Task finished name='Task-58' coro=<{}() done, defined at x.py:149> exception=OSError()>:"
     assert not is_shown("hivemind.utils.asyncio", task.format("Matchmaking._request_join_potential_leaders"))

@@ -20,8 +20,8 @@ from processes import ROOT, Script, make_prefix, wait_until
 from swarms import Swarm, epochs
 
 from swarm.line import LINE, LONGEST_CLAIMED, PAYLOAD_SHARE, Line
-from swarm.matchmaking import EarlyStartMatchmaking, read_gathered
-from swarm.plan import PLAUSIBLE_MBITS, plan_round
+from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
+from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.progress import ProgressTracker
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
@@ -370,9 +370,9 @@ def test_a_group_waits_for_all_then_for_most():
 def test_times_follow_from_answers_and_rounds_unless_they_are_given():
     line = Line()
     assert line.request_timeout == pytest.approx(2 * 6 * 0.3)
-    line.note_answer(10.0)  # of a peer that was frozen: one alone counts little
+    line.record_rtt(10.0)  # of a peer that was frozen: one alone counts little
     assert line.patience == pytest.approx(6 * 0.6)
-    line.note_answer(1.0)
+    line.record_rtt(1.0)
     assert line.patience == pytest.approx(6.0) and line.matchmaking_time == pytest.approx(25.0)
     line.expect_round(100.0)
     assert line.averaging_timeout == pytest.approx(300.0 + 25.0) and line.next_chunk_timeout == pytest.approx(50.0)
@@ -381,7 +381,7 @@ def test_times_follow_from_answers_and_rounds_unless_they_are_given():
     line.expect_round(1e9, own_seconds=250.0)
     assert line.averaging_timeout == pytest.approx(3 * 250.0 + 25.0)
     for _ in range(80):  # forgotten
-        line.note_answer(0.01)
+        line.record_rtt(0.01)
         line.expect_round(1.0)
     assert line.patience == pytest.approx(1.5) and line.averaging_timeout == pytest.approx(30.0 + 7.5)
     line.fix(2.0, None, 9.0, 4.0)
@@ -392,19 +392,19 @@ def test_times_follow_from_answers_and_rounds_unless_they_are_given():
 def test_a_plan_spares_the_others_a_slow_line():
     node, client, aux = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
     bits = 8 * 28e6
-    equals = plan_round(bits, (1, 1, 1), (node,) * 3, (20, 20, 20))
+    equals = plan_allreduce(bits, (1, 1, 1), (node,) * 3, (20, 20, 20))
     assert equals.shares == (1, 1, 1) and equals.seconds == pytest.approx(ROUND_SECONDS, rel=0.01)
-    slow = plan_round(bits, (1, 1, 1, 1), (node,) * 4, (20, 20, 2, 20))
+    slow = plan_allreduce(bits, (1, 1, 1, 1), (node,) * 4, (20, 20, 2, 20))
     # alone it would send for 112 s; the others need 17 s
     assert slow.shares == (1, 1, 7, 1) and slow.modes == (node, node, client, node) and slow.fractions == (1, 1, 0, 1)
     assert slow.seconds < 25
     # a difference that costs nobody three seconds is none, nor is that to a server which helps, or is one of few
-    assert plan_round(4e6, (1, 1, 1), (node,) * 3, (20, 20, 2)).shares == (1, 1, 1)
-    assert plan_round(bits, (1, 1, 1, 1), (node, node, aux, aux), (20, 20, 1000, 1000)).shares == (1, 1, 1, 1)
-    assert plan_round(bits, (1, 1, 1), (node,) * 3, (20, 20, 1000)).shares == (1, 1, 1)
-    assert plan_round(bits, (0, 1), (client, aux), (2, None)).fractions == (0, 1)
+    assert plan_allreduce(4e6, (1, 1, 1), (node,) * 3, (20, 20, 2)).shares == (1, 1, 1)
+    assert plan_allreduce(bits, (1, 1, 1, 1), (node, node, aux, aux), (20, 20, 1000, 1000)).shares == (1, 1, 1, 1)
+    assert plan_allreduce(bits, (1, 1, 1), (node,) * 3, (20, 20, 1000)).shares == (1, 1, 1)
+    assert plan_allreduce(bits, (0, 1), (client, aux), (2, None)).fractions == (0, 1)
     # nor does the slowest claim that is accepted make all timeouts long
-    crawling = plan_round(bits, (1, 1, 1, 1), (node,) * 4, (20, 20, PLAUSIBLE_MBITS[0], 20))
+    crawling = plan_allreduce(bits, (1, 1, 1, 1), (node,) * 4, (20, 20, PLAUSIBLE_MBITS[0], 20))
     assert crawling.seconds < 3 * equals.seconds
 
 
@@ -413,9 +413,9 @@ def test_implausible_bandwidth_is_refused(claim):
     def pack(bandwidth) -> bytes:
         return MSGPackSerializer.dumps([bandwidth, AveragingMode.NODE.value, MSGPackSerializer.dumps(None)])
 
-    assert [read_gathered(pack(rate))[2] for rate in (None, *PLAUSIBLE_MBITS)] == [None, *PLAUSIBLE_MBITS]
+    assert [parse_gathered(pack(rate))[2] for rate in (None, *PLAUSIBLE_MBITS)] == [None, *PLAUSIBLE_MBITS]
     with pytest.raises(ValueError, match="bandwidth|cannot be read"):
-        read_gathered(pack(claim))
+        parse_gathered(pack(claim))
 
 
 def test_who_has_just_fallen_silent_counts_for_a_quorum():
@@ -427,9 +427,9 @@ def test_who_has_just_fallen_silent_counts_for_a_quorum():
     tracker.partners, tracker.vouched = set(names[:2]) | {b"behind"}, set(names[2:])
     tracker.unawaited = {}
     try:
-        LINE.note_epoch(40)
+        LINE.record_epoch_time(40)
         assert LINE.grace == 10
-        for silent, quorum, is_cut_off in (
+        for silent, quorum, lacks_quorum in (
             ((), 3, False),
             ((-1, -1), 3, False),  # most are there
             ((-1, -2, -3), 3, True),
@@ -439,11 +439,11 @@ def test_who_has_just_fallen_silent_counts_for_a_quorum():
             ((-11, -11, -11, -11), 1, False),
         ):
             tracker.silent = {name: now + seconds for name, seconds in zip(names, silent, strict=False)}
-            assert (tracker.quorum, tracker.is_cut_off) == (quorum, is_cut_off), silent
-        LINE.note_epoch(0)  # nobody knows yet how long one takes
+            assert (tracker.quorum, tracker.lacks_quorum) == (quorum, lacks_quorum), silent
+        LINE.record_epoch_time(0)  # nobody knows yet how long one takes
         tracker.silent = dict.fromkeys(names[:2], now - 1)
         assert tracker.quorum == 2
-        LINE.note_epoch(40)
+        LINE.record_epoch_time(40)
         tracker.silent = dict.fromkeys(names[:3], now - 1)
         tracker.others |= {b"strange%d" % number: SimpleNamespace(epoch=5) for number in range(9)}
         assert tracker.quorum == 3  # whoever has not worked yet does not count
@@ -452,12 +452,12 @@ def test_who_has_just_fallen_silent_counts_for_a_quorum():
         del tracker.others[b"a"]  # it has left in order
         assert tracker.quorum == 7
     finally:
-        LINE.note_epoch(before)
+        LINE.record_epoch_time(before)
 
 
 def test_long_epochs_leave_more_time_for_others():
     line = Line()
-    line.note_answer(0.1)
+    line.record_rtt(0.1)
     for epoch, matchmaking, grace in ((2, 8.1, 0.5), (120, 9.6, 30), (1000, 15, 60)):
-        line.note_epoch(epoch)
+        line.record_epoch_time(epoch)
         assert (line.matchmaking_time, line.grace) == pytest.approx((matchmaking, grace))

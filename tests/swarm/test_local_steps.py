@@ -11,7 +11,7 @@ from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
-from swarm.contract import TrainingSchedule, describe_averaging, read_schedule
+from swarm.contract import TrainingSchedule, describe_averaging, parse_schedule
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.progress import ProgressTracker
 from swarm.states import initialize_optimizer_state_
@@ -65,7 +65,7 @@ def test_what_all_have_come_moves_the_anchor(start, density):
 def test_samples_of_a_run_with_local_steps():
     averaging = AveragingArguments(target_batch_size=100, local_steps=25, local_steps_from=200)
     contract = RunContract(joined=0.0, contract={"schedule": "peak 1, total 500", **describe_averaging(averaging)})
-    schedule = read_schedule(contract)
+    schedule = parse_schedule(contract)
     assert schedule == TrainingSchedule(100, 500, 25, 200)
     assert [schedule.count_samples(epoch) for epoch in (0, 200, 201, 203)] == [0, 20_000, 22_500, 27_500]
 
@@ -118,12 +118,12 @@ def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
     assert model.tolist() == pytest.approx([-0.1] * 5)
     sent = local.measure()
     local.step()  # while the round is under way
-    local.take_out(sent)
+    local.take_pending(sent)
     local.move_anchor([torch.full((5,), 3.0)])
     assert model.tolist() == pytest.approx([2.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
     local.move_anchor([torch.full((5,), 4.0)])  # somebody else's step
     assert model.tolist() == pytest.approx([3.9] * 5) and local.measure()[0].tolist() == pytest.approx([0.1] * 5)
-    local.drop()
+    local.drop_pending()
     assert model.tolist() == [4.0] * 5
 
 

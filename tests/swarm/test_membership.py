@@ -21,11 +21,11 @@ from processes import make_prefix, wait_until
 import invite
 from arguments import InviteArguments, SwarmArguments, parse_arguments
 from support.console import UserError
-from swarm.adoption import find_settings
+from swarm.adoption import discover_settings
 from swarm.dht import DHT
 from swarm.identity import make_identity
-from swarm.membership import MEMBERS, SHOW, explain_refusal
-from swarm.passes import Authority, Pass, load_invitation, read_pass
+from swarm.membership import MEMBERS, SHOW, explain_denial
+from swarm.passes import Authority, Pass, load_invitation, parse_credential
 from swarm.reachability import DIAL_BACK, MEASURE
 from swarm.vouching import VOUCH
 from utils import RecordValidator
@@ -36,7 +36,7 @@ async def call(_, node, peer: PeerID, name: str) -> str:
     try:
         answer = await node.p2p.call_protobuf_handler(peer, name, BytesValue(), BytesValue)
     except P2PHandlerError as e:
-        return explain_refusal(e) or str(e)
+        return explain_denial(e) or str(e)
     return f"{len(answer.value)} bytes"
 
 
@@ -62,12 +62,12 @@ async def list_routes(_, node) -> set[PeerID]:
 
 
 async def read_own(*_) -> Pass:
-    return read_pass(MEMBERS.known.read()["pass"], MEMBERS.public_key)
+    return parse_credential(MEMBERS.known.read()["pass"], MEMBERS.public_key)
 
 
 async def find_own_fault(*_) -> str | None:
     try:
-        MEMBERS.require_own_pass()
+        MEMBERS.check_own_credential()
     except UserError as e:
         return str(e)
 
@@ -78,7 +78,7 @@ def join(*dhts: DHT, prefix: str = "", **swarm) -> list[str]:
     try:
         args = SwarmArguments(prefix, addresses(*dhts), **swarm)
         make_identity(args)
-        return find_settings(args)
+        return discover_settings(args)
     finally:
         leave()
 
@@ -175,8 +175,8 @@ def test_what_is_revoked_and_renewed_reaches_all(tmp_path):
 
                 def knows(peer=peer, fault=fault) -> bool:
                     said = peer.run_coroutine(find_own_fault)
-                    has_met = hostile.peer_id in peer.run_coroutine(list_met)
-                    return not has_met and (said is None) == (fault is None) and (fault or "") in (said or "")
+                    is_authenticated = hostile.peer_id in peer.run_coroutine(list_met)
+                    return not is_authenticated and (said is None) == (fault is None) and (fault or "") in (said or "")
 
                 wait_until(knows, 60, "the revocation")
             print(f"revoked within {time.monotonic() - start:.1f} s")
@@ -190,7 +190,7 @@ def test_what_is_revoked_and_renewed_reaches_all(tmp_path):
             wait_until(lambda: renewed.run_coroutine(read_own).expires > get_dht_time() + 1800, 120, "a new pass")
             after = load_invitation(brief)
             assert after.data != before and stat.S_IMODE(os.stat(brief).st_mode) == 0o600
-            assert read_pass(after.data, after.authority).username == "brief"
+            assert parse_credential(after.data, after.authority).username == "brief"
 
 
 def find_key(path: str) -> bytes:
@@ -256,7 +256,7 @@ def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
     ]
     # each file is for one peer, and says what the authority has signed
     invitations = [load_invitation(path) for path in ("b", "c")]
-    assert [read_pass(i.data, i.authority).prefix for i in invitations] == ["one", "two"]
+    assert [parse_credential(i.data, i.authority).prefix for i in invitations] == ["one", "two"]
     parts = json.loads(Path("b").read_text()) | {"key": json.loads(Path("c").read_text())["key"]}
     for text, words in (
         (json.dumps(parts), "its pass is of another peer"),

@@ -17,15 +17,15 @@ from swarm.downloads import (
     MAX_BLOCKS,
     Donor,
     StateSnapshot,
-    allocate_together,
-    differ,
+    allocate_flat,
     digest,
+    digests_differ,
     list_blocks,
-    read_request,
+    parse_request,
     select_agreed,
 )
 from swarm.progress import find_majority_epoch
-from swarm.sparse import TopKCompression, spare_zeros
+from swarm.sparse import TopKCompression, compress_sparse_step
 
 NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
 MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds
@@ -178,7 +178,7 @@ def test_blocks_cover_all_numbers_once():
     infos = make_infos(
         torch.zeros(3, BLOCK), torch.zeros(()), torch.zeros(BLOCK + 1, dtype=torch.uint8), torch.zeros(0)
     )
-    tensors = allocate_together(infos)
+    tensors = allocate_flat(infos)
     assert [(t.shape, t.dtype) for t in tensors] == [(i.descriptor.shape, i.descriptor.dtype) for i in infos]
     for tensor in tensors:
         tensor.zero_()
@@ -200,7 +200,7 @@ def test_what_a_snapshot_gives_is_what_it_describes():
         data = b"".join(message.tensor_part.buffer for message in snapshot.give([number], codec, "peer"))
         block = torch.frombuffer(bytearray(data), dtype=torch.float32)
         assert torch.equal(block, tensors[index].view(-1)[start:stop])
-        assert not differ(described[number], digest(block))
+        assert not digests_differ(described[number], digest(block))
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,10 @@ def test_what_a_snapshot_gives_is_what_it_describes():
 def test_other_numbers_have_another_digest(change):
     torch.manual_seed(0)
     numbers = torch.randn(BLOCK)
-    assert not differ(digest(numbers), digest(numbers * (1 + 0.02 * torch.randn(BLOCK))))
-    assert differ(digest(numbers), digest(change(numbers))) and differ(digest(change(numbers)), digest(numbers))
+    assert not digests_differ(digest(numbers), digest(numbers * (1 + 0.02 * torch.randn(BLOCK))))
+    assert digests_differ(digest(numbers), digest(change(numbers))) and digests_differ(
+        digest(change(numbers)), digest(numbers)
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,13 +240,13 @@ def test_other_numbers_have_another_digest(change):
     ],
 )
 def test_requests_are_checked(request_, expected):
-    assert read_request(MSGPackSerializer.dumps(request_)) == expected
+    assert parse_request(MSGPackSerializer.dumps(request_)) == expected
 
 
 def test_bytes_that_are_no_request_are_refused():
-    assert read_request(b"") == [0]  # of hivemind
+    assert parse_request(b"") == [0]  # of hivemind
     for data in (b"\xc1", b"\xdd\xff\xff\xff\xff", b"GET / HTTP/1.1", bytes(100)):
-        assert read_request(data) is None
+        assert parse_request(data) is None
 
 
 def round_trip(codec, tensor: torch.Tensor, role: TensorRole = TensorRole.OPTIMIZER) -> torch.Tensor:
@@ -268,14 +270,17 @@ def test_a_missed_step_of_sparse_updates_takes_a_third_of_the_bytes():
     sent = [update.extract(update.compress(torch.randn(500, 1000) ** 3)) for _ in range(8)]
     average = update.extract(update.answer(sum(sent) / 8))
     info = CompressionInfo.from_tensor(average, key=0, role=TensorRole.GRADIENT)
-    sizes = [codec.compress(average, info).ByteSize() for codec in (spare_zeros(codec), codec)]
+    sizes = [codec.compress(average, info).ByteSize() for codec in (compress_sparse_step(codec), codec)]
     assert sizes[0] < 0.36 * sizes[1]
-    taken = round_trip(spare_zeros(codec), average, TensorRole.GRADIENT)
+    taken = round_trip(compress_sparse_step(codec), average, TensorRole.GRADIENT)
     assert ((taken - average).norm() / average.norm()).item() < 0.02
-    assert torch.equal(taken == 0, average == 0) and not differ(digest(average), digest(taken))
+    assert torch.equal(taken == 0, average == 0) and not digests_differ(digest(average), digest(taken))
     # a state's parameters and moments go as before, and so does all where nothing is compressed
-    assert spare_zeros(codec).role_compressions[TensorRole.OPTIMIZER] is codec.role_compressions[TensorRole.OPTIMIZER]
-    assert spare_zeros(LOAD_STATE_COMPRESSIONS["none"]) is LOAD_STATE_COMPRESSIONS["none"]
+    assert (
+        compress_sparse_step(codec).role_compressions[TensorRole.OPTIMIZER]
+        is codec.role_compressions[TensorRole.OPTIMIZER]
+    )
+    assert compress_sparse_step(LOAD_STATE_COMPRESSIONS["none"]) is LOAD_STATE_COMPRESSIONS["none"]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8])
@@ -285,7 +290,7 @@ def test_parameters_in_16_bits(scale):
     for numbers in (scale * torch.randn(10_000), torch.zeros(300)):
         taken = round_trip(LOAD_STATE_COMPRESSIONS["float16"], numbers, TensorRole.PARAMETER)
         assert torch.allclose(taken, numbers, rtol=2**-11, atol=2**-24 * numbers.abs().max().item())
-        assert not differ(digest(numbers), digest(taken))
+        assert not digests_differ(digest(numbers), digest(taken))
     numbers[3] = float("nan")
     assert not round_trip(Scaled16bit(), numbers).isfinite().all()
 
@@ -313,7 +318,7 @@ def test_moments_in_8_bits(decades):
         taken = round_trip(codec, moment)
         assert taken.shape == moment.shape and taken.dtype == torch.float32
         assert ((taken - moment).norm() / moment.norm()).item() < 0.02
-        assert not differ(digest(moment), digest(taken))
+        assert not digests_differ(digest(moment), digest(taken))
     assert (taken > 0).all()
     assert largest_change(codec) < 0.5
     assert largest_change(Float16Compression()) > 100

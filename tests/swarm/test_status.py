@@ -17,7 +17,7 @@ import run_trainer
 import run_training_monitor
 from arguments import SwarmArguments, make_host_maddrs
 from support.console import UserError
-from swarm.addresses import is_local, is_public, select_for_others
+from swarm.addresses import is_local, is_public, list_shareable_maddrs
 from swarm.status import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
 
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
@@ -124,8 +124,8 @@ def test_a_newcomer_gets_addresses_that_it_can_reach(maddrs, ip, chosen):
 
 def test_loopback_is_shown_only_when_there_is_nothing_else():
     local, home, public = "/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1", "/ip4/11.0.0.1/tcp/1"
-    assert select_for_others([local, home, RELAY, public]) == [public, home, RELAY]
-    assert select_for_others([local, "/ip6/::1/tcp/1"]) == [local, "/ip6/::1/tcp/1"]
+    assert list_shareable_maddrs([local, home, RELAY, public]) == [public, home, RELAY]
+    assert list_shareable_maddrs([local, "/ip6/::1/tcp/1"]) == [local, "/ip6/::1/tcp/1"]
     assert [is_public(maddr) for maddr in (local, home, public, RELAY)] == [False, False, True, True]
     assert is_local("/ip6/::1/tcp/1") and not is_local("/ip6/2001:db8::1/tcp/1") and not is_local("/dns4/a/tcp/1")
 

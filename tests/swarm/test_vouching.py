@@ -15,12 +15,19 @@ from records import run_dhts
 import run_trainer
 from arguments import TRAINER_ARGS, AveragingArguments, SwarmArguments, parse_arguments
 from support.console import UserError
-from swarm.adoption import adopt, find_settings, require_vouched
-from swarm.contract import compare_with_run, confirm_contract, join_run, publish_contract
+from swarm.adoption import apply_settings, discover_settings, require_vouched
+from swarm.contract import compare_with_run, join_run, publish_contract, recheck_contract
 from swarm.dht import DHT
 from swarm.line import GRACE_SHARE, LINE, LONGEST_GRACE
 from swarm.progress import ProgressTracker
-from swarm.vouching import RunAttestation, answer_vouching, ask_initial_peers, ask_to_vouch, set_statement, vouch
+from swarm.vouching import (
+    RunAttestation,
+    ask_initial_peers,
+    publish_attestation,
+    register_attestation_handler,
+    request_attestations,
+    set_statement,
+)
 from utils import RunContract, make_validators
 
 
@@ -31,7 +38,7 @@ def run_peer(prefix: str, *others: DHT):
     validators, public_key = make_validators(prefix)
     dht = DHT(addresses(*others), host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators)
     try:
-        dht.run_coroutine(partial(answer_vouching, prefix=prefix))
+        dht.run_coroutine(partial(register_attestation_handler, prefix=prefix))
         yield dht, public_key
     finally:
         RSAPrivateKey._process_wide_key = None
@@ -47,8 +54,8 @@ def make_contract(**terms: str) -> RunContract:
 
 
 def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
-    vouch(dht, statement)
-    ask = partial(ask_to_vouch, peers=[dht.peer_id])
+    publish_attestation(dht, statement)
+    ask = partial(request_attestations, peers=[dht.peer_id])
     wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
 
 
@@ -92,10 +99,10 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         command += ["--total_steps", "9000"]
         monkeypatch.setattr(sys, "argv", command)
         groups = parse_arguments(*TRAINER_ARGS)
-        swarm, model, optimizer, *_ = adopt(groups, find_settings(groups[0]))
+        swarm, model, optimizer, *_ = apply_settings(groups, discover_settings(groups[0]))
         assert (swarm.experiment_prefix, model.config_path) == (prefix, "./configs/demo.json")
         assert (optimizer.optim, optimizer.learning_rate, optimizer.total_steps) == ("adamw", 0.1, 9000)
-        assert find_settings(SwarmArguments(prefix, addresses(one), adopt=False)) == []
+        assert discover_settings(SwarmArguments(prefix, addresses(one), adopt=False)) == []
 
         # the monitor's settings bind: in the preflight too, and whether they are taken over or not
         wrong = "--learning_rate: the run has 0.1, you have 0.2. Omit these flags"
@@ -122,11 +129,11 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {prefix}x"})
         tell(one, three, RunAttestation(prefix=prefix, contract=contract, flags=shared))
         settings = [f"--experiment_prefix={prefix}", "--seed=7"]
-        assert find_settings(SwarmArguments("", addresses(one))) == settings
-        assert adopt(groups, settings)[1].seed == 7
+        assert discover_settings(SwarmArguments("", addresses(one))) == settings
+        assert apply_settings(groups, settings)[1].seed == 7
         for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
             with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* of --initial_peers; --no_adopt"):
-                adopt(groups, [wrong])
+                apply_settings(groups, [wrong])
         tell(three, one, RunAttestation(prefix=prefix, contract=make_contract(a="c")))
         for names, others, words in (
             (prefix, (one, three), "disagree"),
@@ -134,15 +141,15 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
             (prefix, (two,), f"serves run 'other', not '{prefix}'"),
         ):
             with pytest.raises(UserError, match=words):
-                find_settings(SwarmArguments(names, addresses(*others)))
+                discover_settings(SwarmArguments(names, addresses(*others)))
         tell(two, three, RunAttestation(prefix="an/other"))
-        assert find_settings(SwarmArguments("an/other", addresses(two))) == ["--experiment_prefix=an/other"]
+        assert discover_settings(SwarmArguments("an/other", addresses(two))) == ["--experiment_prefix=an/other"]
         with pytest.raises(UserError, match="serve run 'an/other': if you trust that"):
-            find_settings(SwarmArguments("", addresses(two)))
+            discover_settings(SwarmArguments("", addresses(two)))
         gone = addresses(two)
-    assert find_settings(SwarmArguments(prefix, gone)) == []
+    assert discover_settings(SwarmArguments(prefix, gone)) == []
     with pytest.raises(UserError, match="cannot reach --initial_peers"):
-        find_settings(SwarmArguments("", gone))
+        discover_settings(SwarmArguments("", gone))
 
 
 def test_a_strangers_contract_locks_nobody_out():
@@ -158,17 +165,17 @@ def test_a_strangers_contract_locks_nobody_out():
         newcomer.vouched = ask_initial_peers(newcomer, prefix, addresses(monitor), False)
         mine = join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
         assert compare_with_run(newcomer, prefix, terms) == 0
-        confirm_contract(newcomer, prefix, mine)
+        recheck_contract(newcomer, prefix, mine)
         # now somebody has worked, by other terms
         tell(monitor, newcomer, RunAttestation(prefix=prefix, contract=make_contract(learning_rate="0.2")))
         with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
-            confirm_contract(newcomer, prefix, mine)
+            recheck_contract(newcomer, prefix, mine)
         with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
             join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
         assert mine.flags == flags
         tell(monitor, newcomer, RunAttestation(prefix=prefix, contract=make_contract(**terms)))
         newcomer.vouched = RunAttestation(prefix=prefix)
-        confirm_contract(newcomer, prefix, mine)
+        recheck_contract(newcomer, prefix, mine)
         assert newcomer.vouched.contract.contract == terms
 
 
@@ -197,7 +204,7 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
                 tracker.shutdown()
             partner.shutdown()
             with one.pause_updates():
-                one.fetch_now(10)
+                one.refresh_now(10)
                 # who has just come knows how long an epoch takes, by what those do who have worked
                 assert LINE.grace == LONGEST_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
         finally:
@@ -213,14 +220,14 @@ def test_who_came_early_hears_later_who_has_worked():
         try:
             tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"a", b"b"]))
             assert not tracker.trusted
-            tracker.ask_who_works()
+            tracker.refresh_trusted_peers()
             wait_until(lambda: tracker.trusted == {b"a", b"b"}, 20, "the workers")
             tell(monitor, early, RunAttestation(prefix="other", workers=[b"c"]))
-            tracker.ask_who_works()
+            tracker.refresh_trusted_peers()
             wait_until(tracker._asked.done, 20, "an answer about another run")
             tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"d"]))
             assert tracker.trusted == {b"a", b"b"}
-            tracker.ask_who_works()
+            tracker.refresh_trusted_peers()
             wait_until(lambda: tracker.trusted == {b"d"}, 20, "the newest")
         finally:
             tracker.shutdown()
