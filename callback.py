@@ -41,9 +41,7 @@ from support.files import append_line, read_json_lines, write_file
 from swarm.addresses import list_shareable_maddrs
 from swarm.contract import parse_schedule, publish_contract, recheck_contract
 from swarm.joining import warn_of_local_addresses
-from swarm.line import LINE
 from swarm.local_steps import at_anchor
-from swarm.membership import MEMBERS
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
@@ -122,7 +120,7 @@ class CollaborativeCallback:
         self.counters = Counter(dict.fromkeys(("epochs", "averaged_epochs", "skipped_steps", "computed_samples"), 0))
         self.samples_before, self.train_start = 0, time.monotonic()
         self.has_contributed = False
-        self.rounds_before = dict(optimizer.round_seconds), LINE.traffic
+        self.rounds_before = self.read_round_seconds(), optimizer.uplink.traffic
         # the longest time between two steps since the last epoch
         self.longest_step, self.last_step_end = 0.0, time.monotonic()
         self.saved_epoch = 0
@@ -158,7 +156,7 @@ class CollaborativeCallback:
                 raise UserError(f"cannot resume: {e}; --resume_from_checkpoint none starts over") from e
             self.saved_epoch = self.optimizer.local_epoch
             self.counters.update(state.get("counters", {}))
-            self.optimizer.failed_rounds = self.counters.pop("failed_rounds", 0)
+            self.optimizer.stats.failed = self.counters.pop("failed_rounds", 0)
             self.samples_before = self.counters["computed_samples"]
             # what came after the checkpoint was lost, and comes again
             lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
@@ -180,7 +178,7 @@ class CollaborativeCallback:
             maddr = list_shareable_maddrs(self.dht.get_visible_maddrs())[0]
             logger.info(f"others may join through --initial_peers {maddr}")
             if not self.swarm.initial_peers:
-                command = format_join(self.prefix, [maddr], self.contract.flags)
+                command = format_join(self.prefix, [maddr], self.contract.flags, self.dht.membership is not None)
                 text = f" --train_file {SAMPLE_TEXT}" * (self.data_args.train_file == SAMPLE_TEXT)
                 logger.info(f"for example: {command}{text}")
         warn_of_local_addresses(self.dht, self.swarm)
@@ -224,7 +222,8 @@ class CollaborativeCallback:
     def run_periodic_tasks(self) -> None:
         """What is due now: most times nothing."""
         now = time.monotonic()
-        MEMBERS.check_own_credential()
+        if self.dht.membership:
+            self.dht.membership.check_own_credential()
         if now >= self.next_contract_time:
             expiration = self.optimizer.tracker.metadata_expiration
             self.next_contract_time = now + expiration / 3
@@ -260,20 +259,20 @@ class CollaborativeCallback:
         self.counters["epochs"] += 1
         self.recent_seconds.append((now - self.epoch_start) / max(1, epoch - self.last_epoch))
         self.check_data_wait(now - self.epoch_start)
-        self.counters["averaged_epochs"] += optimizer.averaged_with > 1
+        self.counters["averaged_epochs"] += optimizer.stats.group_size > 1
         if self.mini_steps:
             self.epoch_loss = self.loss_sum / self.mini_steps
         metrics = {
             "epoch": epoch,
             "samples_per_second": float(optimizer.tracker.performance_ema.samples_per_second),
-            "samples_accumulated": optimizer.epoch_samples,
+            "samples_accumulated": optimizer.stats.samples,
             "loss": self.loss_sum,
             "mini_steps": self.mini_steps,
-            "averaged_with": optimizer.averaged_with,
+            "averaged_with": optimizer.stats.group_size,
             "num_peers": len(optimizer.tracker.present) + 1,
             "grad_norm": optimizer.opt.grad_norm,
             "learning_rate": float(optimizer.opt.param_groups[0]["lr"]),
-            "total_samples": optimizer.total_samples,
+            "total_samples": optimizer.stats.total_samples,
             "skipped_steps": self.counters["skipped_steps"],
             "epoch_seconds": now - self.epoch_start,
             "client_mode": self.dht.client_mode,
@@ -282,9 +281,11 @@ class CollaborativeCallback:
         if self.counters["epochs"] == 3:
             # the first two begin in the middle, or wait for others who start; and short steps are harmless
             step_seconds = max(0.5, self.batch_size / max(metrics["samples_per_second"], 1e-9))
-            checks = [check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], optimizer.matchmaking_time)]
-            warn_of([check_step_time(step_seconds, self.batch_size), *checks])
-        if username := MEMBERS.username or self.swarm.username:
+            matchmaking_time = optimizer.uplink.timeouts.matchmaking
+            epoch_check = check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], matchmaking_time)
+            warn_of([check_step_time(step_seconds, self.batch_size), epoch_check])
+        membership = self.dht.membership
+        if username := membership.username if membership else self.swarm.username:
             metrics["username"] = username
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
@@ -320,7 +321,7 @@ class CollaborativeCallback:
             loss = "" if self.epoch_loss is None else f"loss = {self.epoch_loss:.5f}  "
             logger.info(
                 f"Epoch #{epoch}  {loss}averaged with {metrics['averaged_with']} of "
-                f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.epoch_samples}  "
+                f"{metrics['num_peers']}  {now - self.epoch_start:.1f} s  own samples {optimizer.stats.samples}  "
                 f"{format_progress(epoch, progress)}  {format_samples(progress)}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
@@ -333,7 +334,7 @@ class CollaborativeCallback:
     def publish_attestation(self) -> None:
         """Tell newcomers that were given this peer's address what they need to know of the run."""
         has_worked = self.counters["epochs"] > 0
-        workers = [self.dht.peer_id.to_bytes(), *self.optimizer.last_group][:MAX_WORKERS] if has_worked else []
+        workers = [self.dht.peer_id.to_bytes(), *self.optimizer.stats.last_group][:MAX_WORKERS] if has_worked else []
         # where nobody has worked, it may be this trainer that has the wrong settings
         is_sure = has_worked or not self.dht.vouched or self.dht.vouched.contract
         contract = self.contract if is_sure else None
@@ -344,8 +345,8 @@ class CollaborativeCallback:
     def publish(self) -> None:
         """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""
         more = {"evaluation": self.evaluation} if self.args.eval_steps else {}
-        if self.optimizer.averaged_with > 1:
-            more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.last_group][:MAX_WORKERS]
+        if self.optimizer.stats.group_size > 1:
+            more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.stats.last_group][:MAX_WORKERS]
         try:
             record = LocalMetrics.parse_obj(self.metrics | more).dict()
         except ValidationError as e:
@@ -431,9 +432,13 @@ class CollaborativeCallback:
                 f"{self.args.dataloader_num_workers}), if this machine has cores to spare"
             )
 
+    def read_round_seconds(self) -> dict[str, float]:
+        stats = self.optimizer.stats
+        return {"waiting": stats.matchmaking_seconds, "averaging": stats.averaging_seconds}
+
     def measure_rounds(self) -> dict:
         """Time and bytes that rounds took since the epoch before."""
-        seconds, traffic = dict(self.optimizer.round_seconds), LINE.traffic
+        seconds, traffic = self.read_round_seconds(), self.optimizer.uplink.traffic
         before_seconds, before_traffic = self.rounds_before
         self.rounds_before = seconds, traffic
         return {
@@ -473,7 +478,8 @@ class CollaborativeCallback:
         loss = self.measure_loss()
         parts = [f"epoch {optimizer.local_epoch:,} {min(100, 100 * gathered // target)}%"]
         parts += [] if loss is None else [f"loss {loss:.4f}"]
-        parts += [f"own samples {optimizer.total_samples + here:,}", format_count(len(tracker.present) + 1, "peer")]
+        parts.append(f"own samples {optimizer.stats.total_samples + here:,}")
+        parts.append(format_count(len(tracker.present) + 1, "peer"))
         if speed > 1e-6:  # not before somebody's first step
             parts.append(f"{format_number(speed)} samples/s")
             seconds = min(progress.eta_next_epoch - get_dht_time(), (target - gathered) / speed)
@@ -493,7 +499,7 @@ class CollaborativeCallback:
 
     def collect_state(self) -> dict:
         """This trainer's whole state, see machine/checkpoint.py."""
-        counters = {**self.counters, "failed_rounds": self.optimizer.failed_rounds}
+        counters = {**self.counters, "failed_rounds": self.optimizer.stats.failed}
         return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
 
     def save(self) -> None:
@@ -536,10 +542,10 @@ class CollaborativeCallback:
             "unigram_entropy": entropy,
             "peer_id": str(self.dht.peer_id),
             "epoch": optimizer.local_epoch,
-            "samples": optimizer.total_samples,
+            "samples": optimizer.stats.total_samples,
             "epochs_here": self.counters["epochs"],
             "epochs_averaged": self.counters["averaged_epochs"],
-            "failed_rounds": optimizer.failed_rounds,
+            "failed_rounds": optimizer.stats.failed,
             "skipped_steps": self.counters["skipped_steps"],
             "computed_samples": self.counters["computed_samples"],
         }

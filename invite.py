@@ -51,8 +51,10 @@ def revoke(args: InviteArguments) -> None:
     print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
     if args.initial_peers:
         from swarm.adoption import discover_settings
+        from swarm.identity import make_identity
 
-        discover_settings(SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key))  # shows them
+        swarm = SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key)
+        discover_settings(swarm, make_identity(swarm))  # shows them the new list
 
 
 def show_members(args: InviteArguments) -> None:

@@ -29,7 +29,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 from swarm.addresses import list_shareable_maddrs
 from swarm.adoption import apply_settings, discover_settings
 from swarm.identity import make_identity
-from swarm.line import LINE
 from swarm.processes import clean_end
 from viewing.observer import Observer
 
@@ -42,8 +41,9 @@ def main(*groups) -> None:
     setup_logging("aux")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
-    make_identity(groups[0])
-    observer = Observer(*apply_settings(groups, discover_settings(groups[0])))
+    membership = make_identity(groups[0])
+    groups = apply_settings(groups, discover_settings(groups[0], membership))
+    observer = Observer(membership, *groups)
     stop = observer.begin()
     maddrs = list_shareable_maddrs(observer.dht.get_visible_maddrs())
     logger.info(f"others may join through --initial_peers {' '.join(maddrs)}")
@@ -53,9 +53,10 @@ def main(*groups) -> None:
         if args.assist_in_averaging:
             optimizer.step()
             if metrics:
-                sent, received = (count / 1e6 for count in LINE.traffic)
+                sent, received = (count / 1e6 for count in observer.dht.uplink.traffic)
+                stats = optimizer.stats
                 logger.info(
-                    f"helped in {optimizer.rounds} rounds, {optimizer.failed_rounds} failed; sent {sent:,.1f} MB, "
+                    f"helped in {stats.succeeded} rounds, {stats.failed} failed; sent {sent:,.1f} MB, "
                     f"received {received:,.1f} MB"
                 )
         stop.wait(optimizer.seconds_to_next_step(args.assist_refresh) if args.assist_in_averaging else 1.0)

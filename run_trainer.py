@@ -55,6 +55,7 @@ from swarm.adoption import apply_settings, discover_settings, require_vouched
 from swarm.contract import join_run
 from swarm.identity import KEY_FILE, keep_identity, make_identity
 from swarm.joining import make_dht
+from swarm.membership import Membership
 from swarm.processes import STOP_REQUESTED, clean_end, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
 from text.batches import check_data_arguments, data_seed
@@ -74,21 +75,22 @@ def main(*groups) -> None:
     if args.num_train_epochs and data_args.streaming:
         raise UserError("--num_train_epochs: --streaming reads text endlessly, not in passes: give --max_steps instead")
     if args.preflight:
-        make_identity(groups[0])
-        raise SystemExit(run_preflight(*apply_settings(groups, discover_settings(groups[0]))))
+        membership = make_identity(groups[0])
+        raise SystemExit(run_preflight(membership, *apply_settings(groups, discover_settings(groups[0], membership))))
     with start_ranks(args) as ranks:
         logger.info(
             f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"python {platform.python_version()}, {ranks.device}{f' and {ranks.count - 1} more' * (ranks.count > 1)}"
         )
+        membership, settings = None, []
         if ranks.number == 0:
-            make_identity(groups[0], kept_at=Path(args.output_dir) / KEY_FILE)
-        # what was not given, the peers of the run know
-        settings = ranks.share(discover_settings(groups[0]) if ranks.number == 0 else [])
-        train(ranks, *apply_settings(groups, settings))
+            membership = make_identity(groups[0], kept_at=Path(args.output_dir) / KEY_FILE)
+            # what was not given, the peers of the run know
+            settings = discover_settings(groups[0], membership)
+        train(ranks, membership, *apply_settings(groups, ranks.share(settings)))
 
 
-def train(ranks: DeviceGroup, *groups) -> None:
+def train(ranks: DeviceGroup, membership: Membership | None, *groups) -> None:
     """A trainer's life from its first look at the data to the saved model. With several devices each has a process, its
     rank, that lives this life; rank 0 alone speaks to the swarm and to the user."""
     swarm, model_args, optimizer_args, averaging_args, data_args, args = groups
@@ -110,7 +112,7 @@ def train(ranks: DeviceGroup, *groups) -> None:
     if is_main:
         page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
         # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
-        dht, public_key = make_dht(swarm)
+        dht, public_key = make_dht(swarm, membership)
         require_vouched(dht.vouched, groups)
         if isinstance(dataset["train"], ShardedSplit):
             # now: a peer that has joined should not keep others waiting; restarted, it begins with another shard

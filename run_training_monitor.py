@@ -33,10 +33,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-import hivemind
-
 from swarm.addresses import list_shareable_maddrs
 from swarm.adoption import apply_settings, discover_settings
+from swarm.dht import DHT
 from swarm.identity import make_identity
 from swarm.processes import clean_end
 from swarm.status import format_join
@@ -48,13 +47,13 @@ from viewing.watch import watch_swarm
 logger = logging.getLogger("monitor")
 
 
-def print_how_to_join(dht: hivemind.DHT, prefix: str, flags: str) -> None:
+def print_how_to_join(dht: DHT, prefix: str, flags: str) -> None:
     """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them.
 
     :param flags: that all peers of the run must share
     """
     maddrs = list_shareable_maddrs(dht.get_visible_maddrs())
-    peers, command = " ".join(maddrs), format_join(prefix, maddrs, flags)
+    peers, command = " ".join(maddrs), format_join(prefix, maddrs, flags, dht.membership is not None)
     print(
         f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n", flush=True
     )
@@ -84,12 +83,12 @@ def main(*groups) -> None:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
     # a watcher is another peer than the monitor, whose file it may have been given
-    make_identity(dataclasses.replace(swarm, identity_path=None) if args.watch else swarm)
-    groups = swarm, args, *_ = apply_settings(groups, discover_settings(swarm))
+    membership = make_identity(dataclasses.replace(swarm, identity_path=None) if args.watch else swarm)
+    groups = swarm, args, *_ = apply_settings(groups, discover_settings(swarm, membership))
     if args.watch:
-        watch_swarm(swarm, args.refresh_period)
+        watch_swarm(swarm, membership, args.refresh_period)
         return
-    observer = Observer(*groups)
+    observer = Observer(membership, *groups)
     if not observer.dht.client_mode:
         print_how_to_join(observer.dht, swarm.experiment_prefix, observer.flags)
     stop = observer.begin()

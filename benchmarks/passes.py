@@ -24,13 +24,12 @@ from hivemind.p2p import PeerID
 from hivemind.proto.dht_pb2 import PingRequest
 from members import make_invitation, run_peer
 
-from swarm.membership import MEMBERS
 from swarm.passes import parse_credential
 
 CALLS = 200
 
 
-async def time_calls(_, node, peer: PeerID, is_closed: bool) -> dict[str, list[float]]:
+async def time_calls(dht, node, peer: PeerID, is_closed: bool) -> dict[str, list[float]]:
     """Runs in a DHT's process: milliseconds of each call."""
     seconds = {"ping": [], "handshake": [], "look-up": [], "signature": []}
 
@@ -40,15 +39,15 @@ async def time_calls(_, node, peer: PeerID, is_closed: bool) -> dict[str, list[f
         seconds[name].append(1e3 * (time.perf_counter() - start))
 
     async def look_up() -> None:
-        MEMBERS.require(peer)
+        dht.membership.require(peer)
 
     async def verify() -> None:
-        parse_credential.__wrapped__(MEMBERS.known.read()["pass"], MEMBERS.public_key)
+        parse_credential.__wrapped__(dht.membership.known.read()["pass"], dht.membership.public_key)
 
     for _ in range(CALLS):
         await measure("ping", lambda: node.protocol.get_stub(peer).rpc_ping(PingRequest()))
         if is_closed:
-            await measure("handshake", lambda: MEMBERS.show(node.p2p._client, peer))
+            await measure("handshake", lambda: dht.membership.show(node.p2p._client, peer))
             await measure("look-up", look_up)
             await measure("signature", verify)
     return {name: times for name, times in seconds.items() if times}

@@ -112,7 +112,7 @@ def watch_pings(dht, optimizer, peer_ids: list[str], pings: list[tuple]) -> None
     seconds = 0.0
     while True:
         time.sleep(PING_PERIOD)
-        before, seconds = seconds, optimizer.round_seconds["averaging"]
+        before, seconds = seconds, optimizer.stats.averaging_seconds
         questions = [partial(measure_ping, peer_id=peer_id) for peer_id in peer_ids]
         futures = [dht.run_coroutine(question, return_future=True) for question in questions]
         if seconds > before:
@@ -127,7 +127,6 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
     from support.console import setup_logging
     from swarm.joining import make_dht
-    from swarm.line import LINE
     from swarm.optimizer import CollaborativeOptimizer
     from swarm.processes import handle_stop_signals, shut_down
 
@@ -135,7 +134,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     dht, *_ = make_dht(SwarmArguments(experiment_prefix, initial_peers, host_maddrs=[f"/ip4/{ip}/tcp/0"]))
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
-    LINE.set_bandwidth(row.up, is_given=True)
+    dht.uplink.set_bandwidth(row.up, is_fixed=True)
     is_sparse = row.compression == "sparse"  # of which local steps are averaged
     averaging = AveragingArguments(
         target_batch_size=row.peers * (1 if is_sparse else STEPS_PER_EPOCH) * BATCH_SIZE,
@@ -178,9 +177,13 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     counts = (0, 0)
     while not stop.wait(STEP_SECONDS):  # stands for the work of computing a gradient
         optimizer.step(batch_size=BATCH_SIZE)
-        if counts != (counts := (optimizer.rounds, optimizer.failed_rounds)):
-            line = {"time": time.time(), "epoch": optimizer.local_epoch, "averaged_with": optimizer.averaged_with}
-            line |= {"rounds": counts[0], "failed_rounds": counts[1], "round_seconds": optimizer.round_seconds}
+        if counts != (counts := (optimizer.stats.succeeded, optimizer.stats.failed)):
+            line = {"time": time.time(), "epoch": optimizer.local_epoch, "averaged_with": optimizer.stats.group_size}
+            line |= {
+                "rounds": counts[0],
+                "failed_rounds": counts[1],
+                "round_seconds": {"averaging": optimizer.stats.averaging_seconds},
+            }
             # of those that wait for their answer still, what they have waited
             waits = [(future.result() if future.done() else time.monotonic() - sent) for sent, future in pings]
             pings[:] = [(sent, future) for sent, future in pings if not future.done()]

@@ -19,7 +19,7 @@ from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.contract import describe_averaging
-from swarm.optimizer import CollaborativeOptimizer
+from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.sparse import TopKCompression, compress_sparse_step
 from swarm.states import initialize_optimizer_state_, list_params
 
@@ -114,7 +114,8 @@ def make_optimizer(
     :param auxiliary: a role that computes no gradients (the monitor)
     """
     is_sparse, load_state = averaging.compression == "sparse", LOAD_STATE_COMPRESSIONS[averaging.load_state_compression]
-    return CollaborativeOptimizer(
+    kind = AveragingHelper if auxiliary else CollaborativeOptimizer
+    return kind(
         dht,
         swarm.experiment_prefix,
         averaging,
@@ -126,7 +127,6 @@ def make_optimizer(
         state_averaging=COMPRESSIONS[averaging.state_compression],
         load_state=compress_sparse_step(load_state) if is_sparse else load_state,
         client_mode=client_mode,
-        auxiliary=auxiliary,
     )
 
 

@@ -64,10 +64,11 @@ from swarm.contract import compare_with_run
 from swarm.dht import raise_file_limit
 from swarm.identity import make_identity
 from swarm.joining import check_addresses, start_dht
-from swarm.line import LINE
+from swarm.membership import Membership
 from swarm.outside import explain_unreachable
 from swarm.processes import clean_end, quiet_hivemind_logs
 from swarm.reachability import count_reachable_averagers, find_reachability, measure_bandwidth
+from swarm.uplink import RoundTimeouts
 from swarm.vouching import ask_initial_peers
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
@@ -215,17 +216,20 @@ def estimate_round_seconds(parameters: int, peers: int, averaging: AveragingArgu
 
 def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) -> Check:
     size, seconds = estimate_round_seconds(parameters, peers, averaging)
-    times = (averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout)
-    LINE.fix(*times, averaging.next_chunk_timeout)
-    LINE.expect_round(seconds, own_seconds=seconds)
+    timeouts = RoundTimeouts(
+        round_seconds=max(seconds, RoundTimeouts.round_seconds),
+        fixed_matchmaking=averaging.matchmaking_time or 0.0,
+        fixed_request=averaging.request_timeout or 0.0,
+        fixed_averaging=averaging.averaging_timeout or 0.0,
+        fixed_chunk=averaging.next_chunk_timeout or 0.0,
+    )
     finding = (
         f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {format_number(averaging.bandwidth)} "
-        f"Mbit/s (--bandwidth); {LINE.format_timeouts()}"
+        f"Mbit/s (--bandwidth); {timeouts.describe()}"
     )
     cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
-    longest = LINE.averaging_timeout
-    is_late = seconds > longest - LINE.matchmaking_time
-    return judge("bandwidth", finding, cure, is_fatal=seconds > longest, is_warning=is_late)
+    is_late = seconds > timeouts.averaging - timeouts.matchmaking
+    return judge("bandwidth", finding, cure, is_fatal=seconds > timeouts.averaging, is_warning=is_late)
 
 
 def measure_passes(
@@ -266,9 +270,10 @@ class Table:
             self.add(Check(what, "fatal", str(e)))
 
 
-def run_preflight(*groups) -> int:
+def run_preflight(membership: Membership | None, *groups) -> int:
     """Print all checks in the order in which they make sense; a later one is left out when an earlier one forbids it.
 
+    :param membership: of a closed run
     :param groups: instances of GROUPS
     :returns: the exit code, 0 when nothing is fatal, else 2
     """
@@ -300,7 +305,7 @@ def run_preflight(*groups) -> int:
         if dataset:
             check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
             contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
-    reports, averaging = check_swarm(table, groups, contract)
+    reports, averaging = check_swarm(table, membership, groups, contract)
     if contract and devices:
         with table.attempt("step time"):
             tuned, autocast = tune(model, (tokenizer, dataset, corpus), devices, groups)
@@ -312,7 +317,7 @@ def run_preflight(*groups) -> int:
             table.add(check_step_time(seconds, batch_size))
             speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
             epoch_seconds = averaging.target_batch_size / speed
-            table.add(check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time or LINE.matchmaking_time))
+            table.add(check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time or RoundTimeouts().matchmaking))
             if averaging.bandwidth is not None:  # no peer, no measure
                 table.add(check_bandwidth(model.num_parameters(), peers, averaging))
     fatal, warnings = table.levels["fatal"], f"{table.levels['warning']} warning{'s'[: table.levels['warning'] != 1]}"
@@ -337,7 +342,7 @@ def check_stream(train, tokenizer, data_args: DataArguments) -> Check:
 
 
 def check_swarm(
-    table: Table, groups: tuple, contract: dict[str, str] | None
+    table: Table, membership: Membership | None, groups: tuple, contract: dict[str, str] | None
 ) -> tuple[list[LocalTrainingProgress], AveragingArguments]:
     """Checks of the way to the swarm and of the swarm.
 
@@ -348,7 +353,7 @@ def check_swarm(
     reports, prefix = [], swarm.experiment_prefix
     with table.attempt("joining", clock="this machine's clock"):
         swarm = check_addresses(swarm)
-        reasons = {} if swarm.use_ipfs else asyncio.run(explain_unreachable(swarm.initial_peers))
+        reasons = {} if swarm.use_ipfs else asyncio.run(explain_unreachable(swarm.initial_peers, membership))
         is_alone = bool(reasons) and all(reasons.values())  # one that answers is enough
         for maddr, reason in reasons.items():
             finding = f"{maddr}: {reason or 'answers, and has the expected id'}"
@@ -358,7 +363,7 @@ def check_swarm(
         if is_alone:
             return reports, averaging
         quiet_hivemind_logs()
-        dht = start_dht(swarm, make_validators(prefix)[0], client_mode=swarm.client_mode)
+        dht = start_dht(swarm, make_validators(prefix)[0], membership, client_mode=swarm.client_mode)
         averaging = measure_bandwidth(dht, averaging)
         if swarm.initial_peers:
             table.add(check_clock(dht.run_coroutine(partial(measure_clock, swarm.initial_peers))))
@@ -426,8 +431,8 @@ def main(*groups) -> None:
     :param groups: instances of GROUPS
     """
     setup_logging("preflight")
-    make_identity(groups[0])
-    groups = apply_settings(groups, discover_settings(groups[0]))
+    membership = make_identity(groups[0])
+    groups = apply_settings(groups, discover_settings(groups[0], membership))
     _, model_args, *_, data_args, args = groups
     args = dataclasses.replace(args, per_device_train_batch_size="auto")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)

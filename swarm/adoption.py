@@ -16,7 +16,7 @@ from arguments import SwarmArguments, parse_arguments
 from support.console import UserError
 from support.flags import format_flag
 from swarm.addresses import check_multiaddrs
-from swarm.membership import MEMBERS
+from swarm.membership import Membership
 from swarm.outside import ask_from_outside, find_problem
 from swarm.status import resolve_initial_peers
 from swarm.vouching import RunAttestation, merge_attestations
@@ -27,22 +27,23 @@ OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")  # wha
 CONFIGS = "configs"
 
 
-def discover_settings(swarm: SwarmArguments) -> list[str]:
+def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> list[str]:
     """The run that the peers in --initial_peers serve and the flags that they vouch for, as --NAME=VALUE.
 
     :raises UserError: they serve another run, or disagree; or nobody tells which run they serve, and none was given
     """
     if not swarm.initial_peers or not swarm.adopt or swarm.use_ipfs:
         return []
-    MEMBERS.enter(swarm)
-    prefix = swarm.experiment_prefix or MEMBERS.prefix
+    prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
     check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
-    found = merge_attestations(asyncio.run(ask_from_outside(maddrs)), prefix, swarm.new_run)
+    found = merge_attestations(asyncio.run(ask_from_outside(maddrs, membership)), prefix, swarm.new_run)
     if not found:
         if prefix:
             return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
-        raise UserError(find_problem(maddrs) or "--initial_peers do not tell which run they serve: --experiment_prefix")
+        raise UserError(
+            find_problem(maddrs, membership) or "--initial_peers do not tell which run they serve: --experiment_prefix"
+        )
     if not prefix and not re.fullmatch(r"[\w-]{1,100}", found.prefix, re.ASCII):
         # it names folders and dashboards
         raise UserError(f"--initial_peers serve run {found.prefix!r}: if you trust that, give --experiment_prefix")

@@ -16,11 +16,11 @@ from support.console import UserError
 from support.files import temporary_folder
 from support.signals import block_signals
 from swarm.addresses import get_peer_id
-from swarm.line import LINE, ask
-from swarm.membership import MEMBERS, maintain_membership
+from swarm.membership import Membership, maintain_membership
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
-from swarm.storage import DHTNode, DHTProtocol
+from swarm.storage import DHTNode, make_node_classes
+from swarm.uplink import Uplink
 from swarm.vouching import RunAttestation
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
@@ -55,9 +55,9 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
                 known.discard(peer)
 
 
-async def monitor_uplink(_: hivemind.DHT, node: DHTNode) -> None:
+async def monitor_uplink(dht: hivemind.DHT, node: DHTNode) -> None:
     """Runs in the DHT's process, forever."""
-    await LINE.watch(node)
+    await dht.uplink.watch(node)
 
 
 def raise_file_limit() -> float:
@@ -78,14 +78,28 @@ class DHT(hivemind.DHT):
     #: what the peers in --initial_peers say of the run; None where nobody does
     vouched: RunAttestation | None = None
 
-    def __init__(self, *args, identity_path: str | None = None, **kwargs):
+    def __init__(
+        self,
+        *args,
+        identity_path: str | None = None,
+        uplink: Uplink | None = None,
+        membership: Membership | None = None,
+        **kwargs,
+    ):
+        """
+        :param identity_path: the file of the peer's key; default: a new key, which is not kept
+        :param uplink: shared with all that sends through it; default: a new one
+        :param membership: None if the run is open
+        :param kwargs: options of hivemind.DHT
+        """
+        self.uplink, self.membership = uplink or Uplink(), membership
         #: in the DHT's process: those of its coroutines that are not done
         self._tasks: set[asyncio.Task] = set()
         install()
         with block_signals():  # torch starts its manager of shared memory, and would wait forever for one that has died
             torch.empty(1).share_memory_()
         with temporary_folder() as folder:  # p2pd reads a new key there, and it is needed no more
-            if MEMBERS.invite:  # for hivemind to look whether another peer uses it
+            if membership and membership.invite:  # for hivemind to look whether another peer uses it
                 P2P.generate_identity(identity_path := f"{folder}/invited")
             super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
 
@@ -93,7 +107,8 @@ class DHT(hivemind.DHT):
         super().run_in_background(*args, **kwargs)
         self.touching = self.run_coroutine(reconnect_lost_peers, return_future=True)
         self.watching = self.run_coroutine(monitor_uplink, return_future=True)
-        self.keeping = self.run_coroutine(maintain_membership, return_future=True)
+        if self.membership:
+            self.keeping = self.run_coroutine(maintain_membership, return_future=True)
 
     async def _run_coroutine(self, coro, future) -> None:
         """Hold the task until it is done: hivemind leaves it to the garbage collector (note 86)."""
@@ -105,7 +120,7 @@ class DHT(hivemind.DHT):
             self._tasks.discard(task)
 
     def run(self) -> None:
-        install_in_dht_process(DHTProtocol, DHTNode)
+        install_in_dht_process(*make_node_classes(self.uplink, self.membership))
         try:
             super().run()
         except EOFError:
@@ -126,15 +141,18 @@ async def ping_peers(
 ) -> set[bytes]:
     """Runs in the DHT's process: those of these peers that answer a ping, or else a second one.
 
-    :param patience: seconds to wait for each answer; default: the line's
+    :param patience: seconds to wait for each answer; default: the uplink's timeout of a response
     """
+
+    uplink: Uplink = dht.uplink
+    timeout = patience or uplink.timeouts.response
 
     async def answers(peer: PeerID) -> bool:
         for attempt in range(2):
             with contextlib.suppress(asyncio.TimeoutError):
                 # only the second one costs the peer its place in the routing table
-                question = asyncio.shield(node.protocol.call_ping(peer)) if attempt else ask(node, peer)
-                if await asyncio.wait_for(question, patience or LINE.patience) is not None:
+                ping = asyncio.shield(node.protocol.call_ping(peer)) if attempt else uplink.measure_rtt(node, peer)
+                if await asyncio.wait_for(ping, timeout) is not None:
                     return True
         return False
 

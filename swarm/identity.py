@@ -9,7 +9,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import SwarmArguments
 from support.console import UserError
-from swarm.passes import load_invitation, read_key
+from swarm.membership import Membership, install_client
+from swarm.passes import Authority, load_invitation, read_key
 from utils import RecordValidator
 
 logger = logging.getLogger("joining")
@@ -17,24 +18,37 @@ logger = logging.getLogger("joining")
 KEY_FILE = "signing_key"  # in the folder of a trainer without --identity_path
 
 
-def make_identity(swarm: SwarmArguments, kept_at: Path | None = None) -> None:
-    """Set this process's key: call it once, before anything that uses the network and before helpers are forked.
+def make_identity(swarm: SwarmArguments, kept_at: Path | None = None) -> Membership | None:
+    """Set this process's key and, for a closed run, load its pass.
 
-    The key comes from --invite, or else from --identity_path, or else from `kept_at`. A missing file means a new key:
-    hivemind writes it to --identity_path, `keep_identity` to the other one.
+    Call it once, before anything that uses the network and before helpers are forked. The key comes from --invite, or
+    else from --identity_path, or else from `kept_at`. A missing file means a new key: hivemind writes it to
+    --identity_path, `keep_identity` to the other one.
 
     :param kept_at: the file in which `keep_identity` has saved the key, if it has. The public key names a peer in
         metrics: with a new key, a restarted trainer would be another peer, whose total_samples count again those that
         its checkpoint remembers.
-    :raises UserError: --invite or --identity_path is not usable
+    :returns: the membership of a closed run; None if the run is open
+    :raises UserError: --invite, --authority_key or --identity_path is not usable
     """
     if swarm.invite:
-        key = load_invitation(swarm.invite).key
+        invitation = load_invitation(swarm.invite)
+        key = invitation.key
     elif swarm.identity_path and os.path.exists(swarm.identity_path):
         key = load_identity(swarm.identity_path)
     else:
         key = load_kept_identity(kept_at)
     RSAPrivateKey._process_wide_key = key  # hivemind has no other way in, and signs its progress with it
+    if not swarm.authorize:
+        return None
+    if swarm.invite:
+        prefix, username = swarm.experiment_prefix, swarm.username
+        membership = Membership.from_invitation(swarm.invite, invitation, prefix, username)
+    else:
+        issuer = Authority(swarm.authority_key)
+        membership = Membership.from_authority(issuer, swarm.experiment_prefix, swarm.username)
+    install_client(membership)
+    return membership
 
 
 def load_identity(path: str) -> RSAPrivateKey:

@@ -33,7 +33,7 @@ from swarm.addresses import (
     list_shareable_maddrs,
 )
 from swarm.dht import DHT, check_versions, raise_file_limit
-from swarm.membership import MEMBERS, CredentialValidator
+from swarm.membership import CredentialValidator, Membership
 from swarm.outside import find_problem
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
@@ -53,19 +53,20 @@ logger = logging.getLogger("joining")
 RELAY_TIMEOUT = 200  # seconds until a peer stops waiting for a place at a relay
 
 
-def make_dht(swarm: SwarmArguments) -> tuple[hivemind.DHT, bytes]:
+def make_dht(swarm: SwarmArguments, membership: Membership | None = None) -> tuple[DHT, bytes]:
     """Start this peer's DHT, with the run's validators, in the way that the network allows.
 
     A peer that others cannot reach becomes a client where a peer that it reaches directly averages, and is reached
     through a relay where there is none: look at `dht.client_mode`.
 
+    :param membership: of a closed run, see `make_identity`
     :returns: the DHT and this peer's public key, the subkey of the records it signs
     """
     swarm = check_addresses(swarm)
     raise_file_limit()
     quiet_hivemind_logs()
     validators, public_key = make_validators(swarm.experiment_prefix)
-    dht = start_dht(swarm, validators, client_mode=swarm.client_mode)
+    dht = start_dht(swarm, validators, membership, client_mode=swarm.client_mode)
     if swarm.initial_peers and not swarm.client_mode:
         seen_at, is_reachable = find_reachability(dht, swarm.initial_peers)
         where = f"at {' and '.join(seen_at)}, port {' and '.join(map(str, find_ports(dht)))}" if seen_at else ""
@@ -107,7 +108,6 @@ def check_addresses(swarm: SwarmArguments) -> SwarmArguments:
     for maddr in swarm.announce_maddrs:
         if get_host_port(maddr)[2] == 0:
             raise UserError(f"--announce_maddrs {maddr} has no port: give the one that others connect to")
-    MEMBERS.enter(swarm)
     return swarm
 
 
@@ -140,11 +140,14 @@ def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
     return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)
 
 
-def start_dht(swarm: SwarmArguments, validators: list, is_first: bool = True, **options) -> DHT:
+def start_dht(
+    swarm: SwarmArguments, validators: list, membership: Membership | None, is_first: bool = True, **options
+) -> DHT:
     """Start the DHT's helper process; a UserError when that fails, twice where the others are there after all."""
     if not options.get("client_mode") and not swarm.use_ipfs:
         # or nobody relays through this peer before it has found out by itself that it is public, which takes minutes
         options.setdefault("force_reachability", "public")
+    of_members = [CredentialValidator(validators[1], membership)] if membership else []
     try:
         dht = DHT(
             start=True,
@@ -154,7 +157,8 @@ def start_dht(swarm: SwarmArguments, validators: list, is_first: bool = True, **
             announce_maddrs=swarm.announce_maddrs or None,
             identity_path=swarm.identity_path,
             use_relay=swarm.use_relay,
-            record_validators=[*validators, *([CredentialValidator(validators[1])] if MEMBERS.prefix else [])],
+            record_validators=[*validators, *of_members],
+            membership=membership,
             # hivemind's 15 s are short for a loaded machine (note 13)
             startup_timeout=60,
             **options,
@@ -167,11 +171,11 @@ def start_dht(swarm: SwarmArguments, validators: list, is_first: bool = True, **
                 "which allows 3 s: synchronize it, e.g. sudo timedatectl set-ntp true"
             ) from e
         # the peer did not get through to us just now: whether it can is found out with more patience
-        return start_dht(swarm, validators, **{**options, "strict": False, "check_if_identity_free": False})
+        return start_dht(swarm, validators, membership, **{**options, "strict": False, "check_if_identity_free": False})
     except (P2PDaemonError, RuntimeError, OSError, ValueError) as e:
-        reason = explain_failed_start(swarm, str(e))
+        reason = explain_failed_start(swarm, str(e), membership)
         if reason is None and is_first:
-            return start_dht(swarm, validators, is_first=False, **options)
+            return start_dht(swarm, validators, membership, is_first=False, **options)
         raise UserError(reason or f"--initial_peers answer now, and did not before ({e}): try again") from e
     dht.run_coroutine(register_dial_back_handler)
     dht.run_coroutine(partial(register_attestation_handler, prefix=swarm.experiment_prefix))
@@ -192,12 +196,12 @@ def restart_as_client_or_relayed(swarm: SwarmArguments, validators: list, dht: D
         who = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
         wait = "its gradients count once a trainer that others can reach is there (none of --initial_peers is a relay)"
         logger.warning(f"{reason}: continuing in client mode, {who if averagers else wait}")
-        return start_dht(swarm, validators, client_mode=True, **options)
+        return start_dht(swarm, validators, dht.membership, client_mode=True, **options)
     logger.warning(
         f"{reason}, and no peer that averages could be reached by a client: waiting for an address at a relay"
     )
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)
-    dht = start_dht(swarm, validators, strict=False, **options)
+    dht = start_dht(swarm, validators, dht.membership, strict=False, **options)
     for fifth in range(5 * RELAY_TIMEOUT):
         if maddrs := [maddr for maddr in dht.get_visible_maddrs(latest=True) if is_relayed(maddr)]:
             logger.warning(f"others reach this peer through a relay: {list_shareable_maddrs(maddrs)[0]}")
@@ -220,7 +224,7 @@ def warn_of_local_addresses(dht: hivemind.DHT, swarm: SwarmArguments) -> None:
         )
 
 
-def explain_failed_start(swarm: SwarmArguments, error: str) -> str | None:
+def explain_failed_start(swarm: SwarmArguments, error: str, membership: Membership | None) -> str | None:
     """One line for the daemon's error, which names the flag to change; None where all --initial_peers answer."""
     last_line = error.strip().splitlines()[-1] if error.strip() else "no reason given"
     if "already taken" in error:
@@ -231,5 +235,5 @@ def explain_failed_start(swarm: SwarmArguments, error: str) -> str | None:
     if swarm.identity_path and (swarm.identity_path in error or "saving the identity" in error):
         return f"--identity_path {swarm.identity_path} cannot be written ({last_line}): name a file in another folder"
     if swarm.initial_peers:
-        return find_problem(swarm.initial_peers)
+        return find_problem(swarm.initial_peers, membership)
     return f"cannot start the peer-to-peer daemon ({last_line})"

@@ -17,7 +17,6 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 from hivemind.utils.serializer import MSGPackSerializer
 
 from swarm.guard import MaliciousPeersError
-from swarm.line import LINE, from_line
 from swarm.plan import PLAUSIBLE_MBITS
 from utils import find_peer_id
 
@@ -110,9 +109,6 @@ class EarlyStartMatchmaking(Matchmaking):
     #: the last peer that was asked to lead; until it accepts or refuses, nobody can join this one
     asked: PeerID | None = None
 
-    # where all answers are slow, hivemind's fixed time would pass everybody over
-    request_timeout = from_line("request_timeout")
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # this is for groups whose keys wander, which ours do not, and refuses a group that is larger than the trainers'
@@ -179,12 +175,15 @@ class EarlyStartMatchmaking(Matchmaking):
         return await super().leader_assemble_group()
 
     async def look_for_group(self, step):
-        self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = LINE.matchmaking_time
+        # hivemind's times are fixed at the start: if all answers were slow, no peer would answer in time
+        timeouts = self.group_key_manager.dht.uplink.timeouts
+        self.request_timeout = timeouts.request
+        self.min_matchmaking_time = self.potential_leaders.min_matchmaking_time = timeouts.matchmaking
         # the DHT keeps, of two records, the one that lasts longer: where matchmaking_time has become shorter, no other
         # peer would see that this one looks for a group again, while this one waits to be asked (note 82)
         until = max(step.scheduled_time, self.group_key_manager.declared_until + 1e-3)
         if self.at_least > 1:
-            until = max(until, get_dht_time() + LINE.looking_time)
+            until = max(until, get_dht_time() + timeouts.group_search)
         if step.scheduled_time < until < step.deadline:
             step.scheduled_time = until
         looking = asyncio.create_task(self.look_again())

@@ -26,7 +26,6 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 
-from arguments import SwarmArguments
 from support.console import UserError, format_count
 from swarm.passes import (
     MAX_LIST_BYTES,
@@ -34,7 +33,6 @@ from swarm.passes import (
     Authority,
     Invitation,
     Pass,
-    load_invitation,
     parse_credential,
     read_revocations,
 )
@@ -107,57 +105,67 @@ class SharedMemoryDict:
             self.write(value)
 
 
-class Members:
-    """This peer's own pass, and the members of its run that it has met."""
+class Membership:
+    """This peer's own pass to a closed run, and the members that it has met; shared with helpers that are forked later.
 
-    #: of the closed run; empty: the run is open, and all else here is unused
-    prefix = ""
-    #: of this peer: its name, by its pass; the file of its invitation; and the authority itself, where it is that
-    username: str | None = None
-    invite: str | None = None
-    issuer: Authority | None = None
+    An open run has none of this: there, all that takes a membership is given None.
+    """
 
-    def enter(self, swarm: SwarmArguments) -> None:
-        """Take part in the closed run that --invite or --authority_key is for, if any. Call it after `make_identity`,
-        and before helpers are forked.
-
-        :raises UserError: the invitation or key cannot be used
+    def __init__(self, prefix: str, username: str, own: bytes, public_key: bytes, issuer: Authority | None = None):
         """
-        if not swarm.authorize:
-            return
-        self.issuer, self.invite = None, swarm.invite
-        if swarm.invite:
-            invitation = load_invitation(swarm.invite)
-            own, self.public_key = invitation.data, invitation.authority
-            member = parse_credential(own, self.public_key)
-            self.prefix, self.username = member.prefix, member.username
-            for flag, given in ("experiment_prefix", swarm.experiment_prefix), ("username", swarm.username):
-                if given and given != (invited := self.prefix if flag == "experiment_prefix" else self.username):
-                    raise UserError(f"--invite {swarm.invite} is for --{flag} {invited}, not {given}: omit --{flag}")
-        else:
-            self.issuer, self.prefix = Authority(swarm.authority_key), swarm.experiment_prefix
-            self.public_key, self.username = self.issuer.public_key, swarm.username or "authority"
-            with self.issuer.open_members() as runs:
-                self.issuer.open_run(runs, self.prefix)
-            own = self.issue_own()
+        :param prefix: the name of the run
+        :param username: the name of this peer, as in its pass
+        :param own: the pass
+        :param public_key: the public key of the authority
+        :param issuer: the authority itself, if this peer is its run's monitor
+        """
+        self.prefix, self.username, self.public_key, self.issuer = prefix, username, public_key, issuer
+        #: the file that this peer's pass came in, where a renewed one is saved
+        self.invite: str | None = None
         self.own_id = find_peer_id(RecordValidator().local_public_key)
         size = 64 * MAX_MEMBERS + MAX_LIST_BYTES + MAX_PASS_BYTES
         self.known = SharedMemoryDict(size, {"pass": own, "revocations": b"", "peers": {}})
         self.strangers = SharedMemoryDict(2**16, {})
         self.reload_member_list()
-        replace_client(AuthenticatedP2PClient)
 
-    def issue_own(self) -> bytes:
+    @classmethod
+    def from_invitation(cls, path: str, invitation: Invitation, prefix: str, username: str | None) -> "Membership":
+        """Enter the run that the invitation is for; this process has its key already.
+
+        :param path: the file of --invite
+        :param prefix: --experiment_prefix, or an empty text
+        :param username: --username, or None
+        :raises UserError: the invitation is for another run or another name
+        """
+        member = parse_credential(invitation.data, invitation.authority)
+        for flag, value, invited in (
+            ("experiment_prefix", prefix, member.prefix),
+            ("username", username, member.username),
+        ):
+            if value and value != invited:
+                raise UserError(f"--invite {path} is for --{flag} {invited}, not {value}: omit --{flag}")
+        self = cls(member.prefix, member.username, invitation.data, invitation.authority)
+        self.invite = path
+        return self
+
+    @classmethod
+    def from_authority(cls, issuer: Authority, prefix: str, username: str | None) -> "Membership":
+        """Enter the run as the peer that holds the authority's key.
+
+        :raises UserError: the member list cannot be read
+        """
+        username = username or "authority"
+        with issuer.open_members() as runs:
+            issuer.open_run(runs, prefix)
         own_id = find_peer_id(RecordValidator().local_public_key)
-        return self.issuer.issue(self.prefix, own_id, self.username, OWN_LIFETIME)
+        own = issuer.issue(prefix, own_id, username, OWN_LIFETIME)
+        return cls(prefix, username, own, issuer.public_key, issuer)
 
     # --- who may
 
     @property
     def revoked(self) -> frozenset[bytes]:
-        """Ids of peers whose passes do not count any more."""
-        if not self.prefix:
-            return frozenset()
+        """The ids of peers whose passes are no longer valid."""
         return read_revocations(self.known.read()["revocations"], self.public_key, self.prefix)[1]
 
     def verify_credential(self, data: bytes, peer_id: bytes) -> Pass:
@@ -190,11 +198,10 @@ class Members:
 
     def check_own_credential(self) -> None:
         """:raises UserError: this peer may not take part any more, which costs the others nothing"""
-        if self.prefix:
-            try:
-                self.verify_credential(self.known.read()["pass"], self.own_id)
-            except Refused as e:
-                raise UserError(REASONS[e.args[0]]) from None
+        try:
+            self.verify_credential(self.known.read()["pass"], self.own_id)
+        except Refused as e:
+            raise UserError(REASONS[e.args[0]]) from None
 
     def add_member(self, member: Pass) -> None:
         if self.known.read()["peers"].get(member.peer_id) != member.expires:
@@ -290,7 +297,8 @@ class Members:
         except UserError as e:
             logger.warning(str(e))
         if parse_credential(self.known.read()["pass"], self.public_key).is_due:
-            self.apply_renewed(parse_credential(data := self.issue_own(), self.public_key), data)
+            data = self.issuer.issue(self.prefix, self.own_id, self.username, OWN_LIFETIME)
+            self.apply_renewed(parse_credential(data, self.public_key), data)
 
 
 def parse_message(data: bytes, count: int) -> list[bytes]:
@@ -304,29 +312,30 @@ def parse_message(data: bytes, count: int) -> list[bytes]:
     return message
 
 
-async def maintain_membership(_: hivemind.DHT, node: DHTNode) -> None:
+async def maintain_membership(dht: hivemind.DHT, node: DHTNode) -> None:
     """Runs in the DHT's process, forever: pass on what is new, renew what is to end, and say what was refused."""
+    membership: Membership = dht.membership
     told, next_request, next_line, connected = None, 0.0, 0.0, []
-    while MEMBERS.prefix:
-        MEMBERS.reload_member_list()
-        known, now = MEMBERS.known.read(), time.monotonic()
-        own = parse_credential(known["pass"], MEMBERS.public_key)
+    while True:
+        membership.reload_member_list()
+        known, now = membership.known.read(), time.monotonic()
+        own = parse_credential(known["pass"], membership.public_key)
         with contextlib.suppress(OSError, P2PDaemonError):  # the daemon's, which may be busy
             connected = await node.p2p.list_peers()
-        peers = [info.peer_id for info in connected if MEMBERS.is_authenticated(info.peer_id)]
+        peers = [info.peer_id for info in connected if membership.is_authenticated(info.peer_id)]
         is_due = own.is_due and now >= next_request
         if is_due:
             next_request = now + max(PERIOD, own.lifetime / 50)
         if told != (news := (known["pass"], known["revocations"])):
             told = news
-            delete_records(node, MEMBERS.revoked)
+            delete_records(node, membership.revoked)
         elif not is_due:
             peers = random.sample(peers, min(1, len(peers)))  # in case that one has missed something
-        await asyncio.gather(*(MEMBERS.show(node.p2p._client, peer) for peer in peers), return_exceptions=True)
-        if now >= next_line and (strangers := MEMBERS.strangers.read()):
+        await asyncio.gather(*(membership.show(node.p2p._client, peer) for peer in peers), return_exceptions=True)
+        if now >= next_line and (strangers := membership.strangers.read()):
             next_line = now + LINE_PERIOD
             logger.warning(describe_rejected_calls(strangers))
-            with MEMBERS.strangers.change() as counted:
+            with membership.strangers.change() as counted:
                 counted.clear()
         await asyncio.sleep(PERIOD)
 
@@ -350,9 +359,12 @@ def delete_records(node: DHTNode, peer_ids: frozenset[bytes]) -> None:
 class AuthenticatedP2PClient(p2pclient.Client):
     """hivemind's connection to its daemon, which all calls from and to other peers pass."""
 
+    #: hivemind makes the instances, from a subclass that `install_client` makes
+    membership: Membership
+
     async def add_unary_handler(self, proto, handler, balanced=False):
         async def handle(data: bytes, peer: PeerID) -> bytes:
-            MEMBERS.require(peer)
+            self.membership.require(peer)
             return await handler(data, peer)
 
         await super().add_unary_handler(proto, handler if proto == SHOW else handle, balanced)
@@ -360,7 +372,7 @@ class AuthenticatedP2PClient(p2pclient.Client):
     async def stream_handler(self, proto, handler_cb, balanced=False):
         async def handle(info, reader, writer) -> None:
             try:
-                MEMBERS.require(info.peer_id)
+                self.membership.require(info.peer_id)
             except Refused as e:
                 with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
                     await P2P.send_protobuf(RPCError(message=repr(e)), writer)
@@ -374,11 +386,11 @@ class AuthenticatedP2PClient(p2pclient.Client):
 
     async def authenticate_with(self, peer: PeerID) -> None:
         """Show this peer's pass, unless the other one has seen it; raises P2PHandlerError where that refuses it."""
-        if MEMBERS.is_authenticated(peer):
+        if self.membership.is_authenticated(peer):
             return
         meetings = self.__dict__.setdefault("meetings", {})
         if peer not in meetings:
-            meetings[peer] = asyncio.create_task(MEMBERS.show(self, peer))
+            meetings[peer] = asyncio.create_task(self.membership.show(self, peer))
             meetings[peer].add_done_callback(lambda _: meetings.pop(peer))
         await asyncio.shield(meetings[peer])
 
@@ -391,7 +403,7 @@ class AuthenticatedP2PClient(p2pclient.Client):
         except P2PHandlerError as e:
             if not explain_denial(e):
                 raise
-            MEMBERS.forget(peer_id)  # it was restarted since, and has to see the pass again
+            self.membership.forget(peer_id)  # it was restarted since, and has to see the pass again
         await self.authenticate_with(peer_id)
         return await super().call_unary_handler(peer_id, proto, data)
 
@@ -400,16 +412,21 @@ class AuthenticatedP2PClient(p2pclient.Client):
         return await super().stream_open(peer_id, protocols)
 
 
+def install_client(membership: Membership) -> None:
+    """Let this process and its helpers show the pass to each peer before their first call to it."""
+    replace_client(type("AuthenticatedP2PClient", (AuthenticatedP2PClient,), {"membership": membership}))
+
+
 class CredentialValidator(RecordValidatorBase):
     """Under every key, only records of members: each carries the pass of its owner."""
 
     priority = 20  # outside of the signature
 
-    def __init__(self, signature: RecordValidator):
-        self.signature = signature
+    def __init__(self, signature: RecordValidator, membership: Membership):
+        self.signature, self.membership = signature, membership
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        own = MEMBERS.known.read()["pass"]
+        own = self.membership.known.read()["pass"]
         return record.value + own + len(own).to_bytes(2, "big")
 
     def split(self, value: bytes) -> tuple[bytes, bytes]:
@@ -423,19 +440,14 @@ class CredentialValidator(RecordValidatorBase):
     def validate(self, record: DHTRecord) -> bool:
         try:
             value, data = self.split(record.value)
-            member, owner = (
-                parse_credential(data, MEMBERS.public_key),
-                find_subkey_owner(MSGPackSerializer.loads(record.subkey)),
-            )
+            member = parse_credential(data, self.membership.public_key)
+            owner = find_subkey_owner(MSGPackSerializer.loads(record.subkey))
             content = MSGPackSerializer.loads(self.signature.strip_value(DHTRecord(b"", b"", value, 0.0)))
             username = content.get("username", member.username) if isinstance(content, dict) else member.username
             # it was stored while the pass was valid: who stores has to have shown it
             is_in_time = record.expiration_time <= member.expires + MAX_RECORD_LIFETIME
-            is_own = (member.prefix, member.peer_id, member.username) == (MEMBERS.prefix, owner, username)
+            is_own = (member.prefix, member.peer_id, member.username) == (self.membership.prefix, owner, username)
             return is_own and is_in_time
         except Exception as e:  # hostile bytes: the decoder, and the extension types it calls, raise whatever they like
             logger.debug(f"refused a record of no member: {e!r}")
             return False
-
-
-MEMBERS = Members()

@@ -16,7 +16,6 @@ from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, 
 
 from support.console import format_count
 from swarm.dht import format_peer_list, ping_peers
-from swarm.line import LINE
 from swarm.vouching import RunAttestation, request_attestations, select_attesters
 from utils import filter_plausible_records, find_peer_id
 
@@ -158,7 +157,7 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         workers = [self.local_progress, *(present[peer_id] for peer_id in present.keys() & trusted)]
         speed = sum(record.samples_per_second for record in workers)
         # who has just come has had none; nor do speeds that somebody claims make it shorter than it was
-        LINE.record_epoch_time(max(self._epoch_seconds, self.target_batch_size / speed if speed else 0.0))
+        self.dht.uplink.record_epoch_time(max(self._epoch_seconds, self.target_batch_size / speed if speed else 0.0))
         strangers = [newest[peer_id] for peer_id in present.keys() - trusted]
         for name in ("samples_accumulated", "samples_per_second") if len(workers) > 1 else ():
             limit = sum(getattr(record, name) for record in workers)
@@ -193,12 +192,12 @@ class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
         """How many peers a round takes, this one among them: most of those at this epoch who are known to have worked.
         Who has fallen silent counts on for a while: the network may be cut in two, and a step of the smaller half would
         be another one than that of the larger."""
-        now, known = get_dht_time(), self.trusted
+        now, known, grace = get_dht_time(), self.trusted, self.dht.uplink.timeouts.partition_grace
         members = {
             peer_id
             for peer_id, record in list(self.others.items())
             # neither silent for long, nor banned, which is until later
-            if record.epoch >= self._min_epoch and now - LINE.grace <= self.silent.get(peer_id, now) <= now
+            if record.epoch >= self._min_epoch and now - grace <= self.silent.get(peer_id, now) <= now
         } - self.unawaited.keys()
         return 1 + (1 + len(members & known or members)) // 2
 

@@ -23,7 +23,6 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 from arguments import AveragingArguments
 from support.console import format_number
 from swarm.addresses import diagnose_unreachable, get_host_port, get_ip, get_peer_id, is_relayed
-from swarm.line import LINE
 
 logger = logging.getLogger("reachability")
 
@@ -102,12 +101,12 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
 
 
 def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> AveragingArguments:
-    """Set the pace of this peer's line: --bandwidth, or what was measured against the initial peers.
+    """Set the pace of this peer's uplink: --bandwidth, or what was measured against the initial peers.
 
     :returns: the same arguments with that bandwidth
     """
     if averaging.bandwidth is not None:
-        LINE.set_bandwidth(averaging.bandwidth, is_given=True)
+        dht.uplink.set_bandwidth(averaging.bandwidth, is_fixed=True)
         return averaging
     peers = {get_peer_id(str(maddr)) for maddr in dht.initial_peers or ()}
     found = dht.run_coroutine(partial(measure_rates, peers)) if peers else None
@@ -120,7 +119,7 @@ def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> Avera
         bandwidth = float(f"{min(up, 1e5):.2g}")
         rates = [format_number(rate) for rate in (up, down, bandwidth)]
         logger.info(f"bandwidth: measured {rates[0]} Mbit/s up, {rates[1]} down, sending {rates[2]} (--bandwidth)")
-    LINE.set_bandwidth(bandwidth, is_given=False)
+    dht.uplink.set_bandwidth(bandwidth, is_fixed=False)
     return dataclasses.replace(averaging, bandwidth=bandwidth)
 
 

@@ -36,7 +36,6 @@ from swarm.guard import (
     ProtocolViolation,
     estimate_contributions,
 )
-from swarm.line import LINE, from_line
 from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
 from swarm.plan import (
@@ -48,6 +47,7 @@ from swarm.plan import (
     plan_allreduce,
 )
 from swarm.sparse import TopKCompression
+from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")
 
@@ -86,6 +86,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
     def __init__(
         self,
         *args,
+        uplink: Uplink,
         has_uplink_slowed: Callable[[], bool],
         share: int,
         turn: int,
@@ -96,6 +97,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
         **kwargs,
     ):
         """
+        :param uplink: the pacer of all that is sent
         :param has_uplink_slowed: whether this peer's line has become too slow for what the round wants of it
         :param share: send each so many-th part of the tensors; the weight of the others is 0
         :param turn: with which of them to begin
@@ -120,7 +122,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         #: whom the other peers blamed as they ended the round; and the peers that this peer has seen break it
         self.blamed: dict[PeerID, PeerID] = {}
         self.broken = {peer: asyncio.Event() for peer in self.ordered_peer_ids}
-        self.has_uplink_slowed, self.share, self.turn, self.takes_all = has_uplink_slowed, share, turn, takes_all
+        self.uplink, self.has_uplink_slowed = uplink, has_uplink_slowed
+        self.share, self.turn, self.takes_all = share, turn, takes_all
         #: when each peer was last heard of, in this round
         self.heard = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
 
@@ -287,9 +290,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
         aggregate_part = stub.rpc_aggregate_part
 
         async def record_averages(inputs):
-            return self.fill_skipped_parts(
-                self.check_blame(self.record_activity(await aggregate_part(inputs), peer), peer), peer
-            )
+            averages = self.uplink.receive(await aggregate_part(self.uplink.send(inputs, self.takes_all)))
+            averages = self.check_blame(self.record_activity(averages, peer), peer)
+            return self.fill_skipped_parts(averages, peer)
 
         stub.rpc_aggregate_part = record_averages
         return stub
@@ -380,39 +383,24 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
     def max_weight(self, value: float | None) -> None:
         self._max_weight.value = value or 0.0
 
-    bandwidth = from_line("mbits")
-    next_chunk_timeout = from_line("next_chunk_timeout")
-    _allreduce_timeout = from_line("averaging_timeout")
-
-    @classmethod
-    def get_stub(cls, *args, **kwargs):
-        stub = super().get_stub(*args, **kwargs)
-        aggregate_part, download_state = stub.rpc_aggregate_part, stub.rpc_download_state
-
-        async def pace_aggregate_part(inputs):
-            return LINE.receive(await aggregate_part(LINE.send(inputs, cls.is_urgent)))
-
-        async def count_download_state(request):
-            return LINE.receive(await download_state(request))
-
-        stub.rpc_aggregate_part, stub.rpc_download_state = pace_aggregate_part, count_download_state
-        return stub
-
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        async for message in LINE.send(super().rpc_aggregate_part(LINE.receive(stream), context), self.is_urgent):
+        uplink = self.dht.uplink
+        averages = super().rpc_aggregate_part(uplink.receive(stream), context)
+        async for message in uplink.send(averages, self.is_urgent):
             yield message
 
     async def rpc_download_state(
         self, request: averaging_pb2.DownloadRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        async for message in LINE.send(super().rpc_download_state(request, context), is_round=False):
+        async for message in self.dht.uplink.send(super().rpc_download_state(request, context), is_round=False):
             yield message
 
     def step(self, *args, allow_retries: bool = False, **kwargs):
         # a retry inside hivemind would start from tensors that the failed round has half averaged, in place, and waits
         # for others who have moved on
+        self.bandwidth = self.dht.uplink.mbits  # which the group is told
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
     def set_expected_peers(self, peer_ids: Iterable[bytes], at_least: int = 1, silent: Iterable[bytes] = ()) -> None:
@@ -436,6 +424,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     async def _step(self, *, step, **kwargs) -> None:
         task, start = asyncio.current_task(), asyncio.create_task(self._start_when_triggered(step))
+        self._allreduce_timeout = self.dht.uplink.timeouts.averaging
         self._steps.add(task)  # nobody else holds one that waits for its epoch to end: it would be garbage (note 81)
         try:
             await super()._step(step=step, **kwargs)
@@ -464,6 +453,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         shares = ensure_min_partition(peer_fractions, modes)
         peer_fractions = drop_small_partitions(shares, self.allreduce_kwargs["min_vector_size"])
         bandwidths = [parse_gathered(data)[2] for data in group_info.gathered]
+        uplink = self.dht.uplink
         codec, part_size = kwargs["compression"], choose_part_size(bandwidths)
         bits = count_bits(tensors, codec, kwargs["tensor_infos"])
         if isinstance(codec, TopKCompression):
@@ -473,16 +463,17 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         plan, own = make_plan(bandwidths), group_info.peer_ids.index(self.peer_id)
 
         def has_uplink_slowed() -> bool:
-            if (LINE.mbits or math.inf) > (bandwidths[own] or math.inf) / 2:
+            if (uplink.mbits or math.inf) > (bandwidths[own] or math.inf) / 2:
                 return False  # a new round would take all of them longer than what this line has lost
-            share = make_plan([*bandwidths[:own], LINE.mbits, *bandwidths[own + 1 :]]).shares[own]
+            share = make_plan([*bandwidths[:own], uplink.mbits, *bandwidths[own + 1 :]]).shares[own]
             return share > plan.shares[own] and has_partition_changed(share, plan.shares[own])
 
         self._set_partition_share(plan.shares[own], bandwidths, own)
-        kwargs |= dict(sender_timeout=LINE.next_chunk_timeout, reducer_timeout=2 * LINE.next_chunk_timeout)
+        next_chunk = uplink.timeouts.next_chunk
+        kwargs |= dict(sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
         kwargs |= dict(part_size_bytes=part_size, prefetch=PREFETCH)
-        own_seconds = 2 * bits / (1e6 * LINE.mbits) if LINE.mbits else 0.0
-        LINE.expect_round(plan.seconds, own_seconds)
+        own_seconds = 2 * bits / (1e6 * uplink.mbits) if uplink.mbits else 0.0
+        uplink.expect_round(plan.seconds, own_seconds)
         started = time.monotonic()
         runner = FailFastAllReduceRunner(
             p2p=self._p2p,
@@ -493,6 +484,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             ordered_peer_ids=group_info.peer_ids,
             peer_fractions=plan.fractions,
             modes=plan.modes,
+            uplink=uplink,
             has_uplink_slowed=has_uplink_slowed,
             share=self._share,
             turn=self._turn,
@@ -506,7 +498,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         # of an auxiliary peer, nothing
         async for tensor, update in azip(as_aiter(*tensors), runner):
             tensor.add_(update)
-        LINE.expect_round(time.monotonic() - started, own_seconds)
+        uplink.expect_round(time.monotonic() - started, own_seconds)
         self._turn = (self._turn + 1) % self._share
 
     def _set_partition_share(self, share: int, bandwidths: Sequence[float | None], own: int) -> None:
@@ -528,7 +520,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             if (running := self._running_groups[group_info.group_id]).done():
                 if lies := running.result().lies:
                     raise MaliciousPeersError(lies) from e
-                await asyncio.wait({watch}, timeout=2 * self._patience + 0.5)
+                await asyncio.wait({watch}, timeout=2 * self.dht.uplink.timeouts.silence_in_round + 0.5)
             if watch.done() and not watch.exception() and watch.result():
                 raise PeersUnreachableError(watch.result()) from e
             if running.done():
@@ -586,11 +578,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._strikes.clear()
             raise MaliciousPeersError({peer: f"has broken {MAX_STRIKES} rounds in a row"})
 
-    @property
-    def _patience(self) -> float:
-        """Seconds to wait for an answer in a round: a line that drops to a tenth has seconds of data in its queues."""
-        return max(LINE.patience, LINE.round_seconds / 8)
-
     async def _abort_on_peer_failure(self, group_info) -> list[bytes]:
         """End the running round when a peer that it waits for has sent nothing for a while, nor answers a question:
         the round has failed anyway, and hivemind waits for twice next_chunk_timeout.
@@ -600,9 +587,10 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         runner = await asyncio.shield(self._running_groups[group_info.group_id])
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}
-        quiet_for = max(FIRST_LOOK, LINE.round_seconds / 8)
+        timeouts = self.dht.uplink.timeouts
+        quiet_for = max(FIRST_LOOK, timeouts.round_seconds / 8)
         known = self._silent  # which is older than what they have sent in this round
-        looks = (LINE.next_chunk_timeout + 2 * LINE.round_seconds) / LOOK_PERIOD  # none while this peer is frozen
+        looks = (timeouts.next_chunk + 2 * timeouts.round_seconds) / LOOK_PERIOD  # none while this peer is frozen
         while not runner._future.done():
             await asyncio.wait({runner._future}, timeout=LOOK_PERIOD)
             if runner.has_uplink_slowed():  # all are sooner done with another plan
@@ -623,7 +611,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
                 continue
             silent = [peer for peer in quiet if peer.to_bytes() in self._silent - known]
             if not silent:  # the optimizer has not asked them either
-                question = partial(ping_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=self._patience)
+                question = partial(
+                    ping_peers, peer_ids=[peer.to_bytes() for peer in quiet], patience=timeouts.silence_in_round
+                )
                 answering = await self.dht.run_coroutine(question, return_future=True)
                 runner.heard |= {peer: time.monotonic() for peer in quiet if peer.to_bytes() in answering}
                 silent = [peer for peer in quiet if runner.heard[peer] < quiet_since]

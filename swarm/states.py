@@ -46,7 +46,6 @@ from swarm.downloads import (
     select_agreed,
 )
 from swarm.gradients import GradientAverager
-from swarm.line import LINE
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED
 from swarm.rounds import VerifyingAverager
@@ -150,7 +149,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
 
     def donor_timeout(self) -> float:
         """Seconds without a message after which a donor is given up."""
-        return max(FIRST_ANSWER, self.next_chunk_timeout or 0.0)
+        return max(FIRST_ANSWER, self.dht.uplink.timeouts.next_chunk)
 
     def serve_state(self) -> None:
         """From now on give this client's state to whom it has called, or, if auxiliary, pass on those of clients."""
@@ -217,7 +216,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         else:
             give = self._stream_blocks if len(asked) == 3 else self._describe
             answer = give(context.remote_id, *asked)
-        async for message in LINE.send(answer, is_round=False):
+        async for message in self.dht.uplink.send(answer, is_round=False):
             yield message
 
     def _is_busy_without(self, peer: PeerID) -> bool:
@@ -656,4 +655,5 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
 
     async def _request(self, peer: PeerID, request: Sequence) -> AsyncIterator[averaging_pb2.DownloadData]:
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-        return await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(list(request))))
+        stream = await stub.rpc_download_state(BytesValue(value=self.serializer.dumps(list(request))))
+        return self.dht.uplink.receive(stream)

@@ -15,19 +15,20 @@ import shlex
 from arguments import split_host_port
 from support.console import UserError
 from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public
-from swarm.membership import MEMBERS
 from swarm.outside import find_peer
 
 MAX_PAGE_BYTES = 64 * 1024
 VISIT_TIMEOUT = 5.0  # seconds
 
 
-def format_join(prefix: str, maddrs: list[str], flags: str) -> str:
+def format_join(prefix: str, maddrs: list[str], flags: str, is_closed: bool) -> str:
     """A trainer's command, for copy and paste.
 
     :param flags: that all peers of the run must share
+    :param is_closed: whether the run is for invited peers alone
     """
-    prefix = shlex.quote(prefix) + " --invite FILE" * bool(MEMBERS.prefix)
+    invite = " --invite FILE" if is_closed else ""
+    prefix = shlex.quote(prefix) + invite
     return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
 
 

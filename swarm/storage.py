@@ -15,8 +15,8 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import TimedStorage, ValueWithExpiration, get_dht_time
 
-from swarm.line import LINE
-from swarm.membership import MEMBERS, SHOW
+from swarm.membership import SHOW, Membership
+from swarm.uplink import Uplink
 from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
 logger = logging.getLogger("swarm")
@@ -28,14 +28,16 @@ FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")
 
 
 class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name of the class
+    membership: Membership | None = None  # see make_node_classes
+
     def __init__(self, **options):
         super().__init__(**options)
         self.held = TimedStorage()  # by sender: bytes and expiration times of its records by key and subkey
 
     @classmethod
     async def create(cls, p2p: P2P, *args, **options) -> "DHTProtocol":
-        if MEMBERS.prefix:  # before this peer calls others, which may call back
-            await p2p._client.add_unary_handler(SHOW, MEMBERS.answer)
+        if cls.membership:  # before this peer calls others, which may call back
+            await p2p._client.add_unary_handler(SHOW, cls.membership.answer)
         return await super().create(p2p, *args, **options)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
@@ -80,7 +82,8 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
         in dictionaries."""
         found = await super().call_find(peer, keys)
         for key, (item, nearest) in (found or {}).items():
-            records, revoked = DictionaryDHTValue(), MEMBERS.revoked
+            records = DictionaryDHTValue()
+            revoked = self.membership.revoked if self.membership else frozenset()
             held = item.value.data if item and isinstance(item.value, DictionaryDHTValue) else {}
             for subkey, record in held.items():
                 if not revoked or find_subkey_owner(subkey) not in revoked:
@@ -92,6 +95,8 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # requests have the name 
 class DHTNode(hivemind.dht.node.DHTNode):
     """hivemind's, with a fraction of its traffic: there, up to 20 others send all records of a key for each report and
     each look of a peer, which of ten trainers was 1 Mbit/s for each of them."""
+
+    uplink: Uplink  # see make_node_classes
 
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
         """Who stores something asks who is near its key. Under the key beside it nobody holds anything that they would
@@ -110,7 +115,7 @@ class DHTNode(hivemind.dht.node.DHTNode):
         each of them, and forever where one of its workers has failed (note 77)."""
         options = {"beam_size": self.num_replicas} | options | {"return_futures": True}
         futures = await super().get_many_by_id(key_ids, *args, **options)
-        _, late = await asyncio.wait(futures.values(), timeout=LINE.patience)
+        _, late = await asyncio.wait(futures.values(), timeout=self.uplink.timeouts.response)
         for search in [search for key in key_ids for search in self.pending_get_requests[key] if search.future in late]:
             search.finish_search()
         return {key: future.result() if future.done() else None for key, future in futures.items()}
@@ -121,3 +126,9 @@ def prune_expiration_heap(storage: TimedStorage) -> None:
     if len(storage.expiration_heap) > 2 * len(storage.data) + 100:
         storage.expiration_heap = list(storage.key_to_heap.values())
         heapq.heapify(storage.expiration_heap)
+
+
+def make_node_classes(uplink: Uplink, membership: Membership | None) -> tuple[type[DHTProtocol], type[DHTNode]]:
+    """Return the classes of this peer's DHT node. hivemind makes the instances, and passes nothing through to them."""
+    protocol = type("DHTProtocol", (DHTProtocol,), {"membership": membership})
+    return protocol, type("DHTNode", (DHTNode,), {"uplink": uplink})

@@ -17,20 +17,16 @@ from arguments import SwarmArguments
 from swarm.dht import DHT
 from swarm.identity import make_identity
 from swarm.joining import check_addresses, start_dht
-from swarm.membership import MEMBERS, explain_denial
+from swarm.membership import explain_denial
 from swarm.passes import Authority, Invitation
 from utils import RecordValidator, find_peer_id, make_validators
 
 PLAIN_CLIENT = p2pclient.Client
-#: what peers have in shared memory, which this process would use again
-KEPT: list[dict] = []
 
 
 def leave() -> None:
     """Make this process one that has entered no run."""
     RSAPrivateKey._process_wide_key, p2pclient.Client = None, PLAIN_CLIENT
-    KEPT.append(dict(MEMBERS.__dict__))
-    MEMBERS.__dict__.clear()
 
 
 @contextlib.contextmanager
@@ -39,9 +35,10 @@ def run_peer(prefix: str, *others: DHT, **swarm):
     leave()
     try:
         args = SwarmArguments(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm)
-        make_identity(args)
+        membership = make_identity(args)
         args = check_addresses(args)
-        dht = start_dht(args, make_validators(args.experiment_prefix)[0], client_mode=args.client_mode)
+        validators, _ = make_validators(args.experiment_prefix)
+        dht = start_dht(args, validators, membership, client_mode=args.client_mode)
     finally:
         leave()
     try:

@@ -17,6 +17,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, wait_until
 
+from swarm.uplink import Uplink
 from utils import LocalMetrics, make_validators
 
 
@@ -50,9 +51,9 @@ def run_dhts(*validators_of_each: list):
         for validators in validators_of_each:
             peers = [str(maddr) for maddr in dhts[0].get_visible_maddrs()] if dhts else []
             host_maddrs = ["/ip4/127.0.0.1/tcp/0"]
-            dhts.append(
-                hivemind.DHT(initial_peers=peers, host_maddrs=host_maddrs, start=True, record_validators=validators)
-            )
+            dht = hivemind.DHT(initial_peers=peers, host_maddrs=host_maddrs, start=True, record_validators=validators)
+            dht.uplink = Uplink()  # which trackers expect of ours
+            dhts.append(dht)
         yield dhts
     finally:
         for dht in dhts:

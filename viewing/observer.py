@@ -12,7 +12,7 @@ from support.flags import describe_shared, find_typed
 from swarm.addresses import exit_if_unreachable
 from swarm.contract import compare_with_run, require_same
 from swarm.joining import make_dht, warn_of_local_addresses
-from swarm.membership import MEMBERS
+from swarm.membership import Membership
 from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
 from swarm.reachability import measure_bandwidth
 from swarm.vouching import RunAttestation, publish_attestation
@@ -31,7 +31,7 @@ class Observer:
     :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS
     """
 
-    def __init__(self, *groups):
+    def __init__(self, membership: Membership | None, *groups):
         self.groups = swarm, args, archive_args, *_ = groups
         is_aux = isinstance(args, AuxPeerArguments)
         if swarm.client_mode:
@@ -46,7 +46,7 @@ class Observer:
         self.needs_model = self.assists or archive_args.store_checkpoints
         self.report = RunReport(args, swarm)
         self.page = StatusServer(swarm.status_port, self.prefix) if swarm.status_port is not None else None
-        self.dht, _ = make_dht(swarm)
+        self.dht, _ = make_dht(swarm, membership)
         #: by which the first trainers must begin; its default binds too where it was typed
         self.own_flags = describe_shared(groups, find_typed(map(type, groups)))
         if self.dht.vouched:
@@ -143,7 +143,8 @@ class Observer:
         """
         if self.watching.done():
             self.watching.result()
-        MEMBERS.check_own_credential()
+        if self.dht.membership:
+            self.dht.membership.check_own_credential()
         metrics = self.news.pop() if self.news else None
         if self.archive:
             # as it is now: the thread that watches changes it, and empties it where the run has started over

@@ -101,12 +101,13 @@ class StatusServer(http.server.ThreadingHTTPServer):
             self.look_for_addresses()
         progress = self.read_progress()
         flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
+        is_closed = self.dht.membership is not None
         return {
             "experiment_prefix": self.prefix,
             "peer_id": str(self.dht.peer_id),
             "client_mode": self.dht.client_mode,
             "multiaddrs": self.maddrs,
-            "join": format_join(self.prefix, self.maddrs, flags) if can_welcome else None,
+            "join": format_join(self.prefix, self.maddrs, flags, is_closed) if can_welcome else None,
             "time": time.time(),
             **progress,
         }

@@ -30,6 +30,7 @@ from arguments import SwarmArguments
 from support.console import format_bytes
 from support.signals import afterwards
 from swarm.joining import make_dht
+from swarm.membership import Membership
 from utils import (
     ContributorRegistry,
     LocalMetrics,
@@ -70,11 +71,11 @@ class SwarmSnapshot:
         self.samples_per_second = math.fsum(report.samples_per_second for report in reports)
 
 
-def watch_swarm(swarm: SwarmArguments, refresh_period: float) -> None:
+def watch_swarm(swarm: SwarmArguments, membership: Membership | None, refresh_period: float) -> None:
     """Show the swarm until Ctrl-C: live in a terminal, else a line an epoch."""
     prefix = swarm.experiment_prefix
     # the identity file may be the monitor's, and two peers of one name are one too many
-    dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None))
+    dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None), membership)
     losses: deque[float] = deque(maxlen=48)  # as many bars as fit
     seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
     course, workers, last_epoch = (

@@ -44,5 +44,5 @@ with clean_end():
         if optimizer.local_epoch != epoch:
             epoch = optimizer.local_epoch
             torch.save([param.detach().clone() for param in model.parameters()], f"{folder}/{seed}-{epoch}.pt")
-            print(json.dumps({"epoch": epoch, "averaged_with": optimizer.averaged_with}), flush=True)
+            print(json.dumps({"epoch": epoch, "averaged_with": optimizer.stats.group_size}), flush=True)
     shut_down(dht, optimizer)

@@ -19,11 +19,11 @@ from hivemind.utils import MPFuture
 from arguments import AveragingArguments, SwarmArguments
 from models.state_codecs import COMPRESSIONS
 from support.console import setup_logging
+from swarm.epoch import Epoch
 from swarm.gradients import GradientAverager
 from swarm.joining import make_dht
-from swarm.line import LINE
 from swarm.matchmaking import EarlyStartMatchmaking
-from swarm.optimizer import CollaborativeOptimizer
+from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.progress import ProgressTracker
 from swarm.sparse import TopKCompression
@@ -65,14 +65,14 @@ def make_gradient_optimizer(
         metadata_expiration=60.0,
         **settings,
     )
-    return CollaborativeOptimizer(
+    kind = AveragingHelper if auxiliary else CollaborativeOptimizer
+    return kind(
         dht,
         prefix,
         averaging,
         params=[{"params": [parameter]}],
         optimizer=partial(torch.optim.SGD, lr=1.0),
         client_mode=dht.client_mode,
-        auxiliary=auxiliary,
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
         local_steps=TopKCompression(density, bits=2) if density < 1 else None,
         state_averaging=COMPRESSIONS["none"],
@@ -113,7 +113,7 @@ def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_res
         time.sleep(0.5)
 
     MPFuture.set_result = tell_and_pause
-    optimizer.scheduled_grads.cancel()
+    optimizer.gradient_round.cancel()
     MPFuture.set_result = set_result
 
 
@@ -175,7 +175,7 @@ def main() -> None:
     swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, **options)
     dht, *_ = make_dht(swarm)
     if args.mbits:
-        LINE.set_bandwidth(args.mbits, is_given=True)
+        dht.uplink.set_bandwidth(args.mbits, is_fixed=True)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))
     options = dict(eight_bit=args.eight_bit, auxiliary=args.auxiliary, average_state_every=args.average_state_every)
     options |= dict(averaging_timeout=args.averaging_timeout, is_robust=args.robust, counts_less=args.counts_less)
@@ -185,7 +185,7 @@ def main() -> None:
     optimizer = make_gradient_optimizer(dht, args.experiment_prefix, parameter, *sizes, **options)
     if args.auxiliary:
         optimizer.state_averager.serve_state()
-    optimizer._download_from = args.download_from
+    optimizer.sync.backoff.min_epoch = args.download_from
     load_step = optimizer.state_averager.download_missed_step
     optimizer.state_averager.download_missed_step = lambda *own, **more: (
         time.sleep(args.slow_downloads) or load_step(*own, **more)
@@ -198,7 +198,7 @@ def main() -> None:
             wait_for_others(optimizer, args.others, stop)
             args.others = 0  # once
         if args.matchmaking:
-            LINE.fix(args.matchmaking[optimizer.local_epoch >= 2], 1.0, args.averaging_timeout, 4.0)
+            dht.uplink.fix_timeouts(args.matchmaking[optimizer.local_epoch >= 2], 1.0, args.averaging_timeout, 4.0)
         while optimizer.local_epoch == args.skips and optimizer.tracker.global_epoch == args.skips:
             optimizer.tracker.announce()
             time.sleep(0.2)
@@ -209,7 +209,7 @@ def main() -> None:
             parameter.grad = torch.full_like(parameter, args.gradient)
             optimizer.step(batch_size=args.batch_size)
         steps += 1
-        if optimizer.local_epoch == args.cancels_at and optimizer.scheduled_grads.stage.name == "LOOKING_FOR_GROUP":
+        if optimizer.local_epoch == args.cancels_at and optimizer.gradient_round.stage.name == "LOOKING_FOR_GROUP":
             args.cancels_at = None
             cancel_slowly(optimizer)
         if args.leap_at and optimizer.local_epoch >= args.leap_at:
@@ -218,7 +218,8 @@ def main() -> None:
             optimizer.state_averager.lineage = "leapt"
             with optimizer.tracker.pause_updates():
                 optimizer.tracker.update_epoch(optimizer.local_epoch)
-            optimizer._must_be_exact = False
+            optimizer.epoch = Epoch(optimizer.local_epoch)
+            optimizer.epoch.is_compared = True
             print(json.dumps({"leapt": optimizer.local_epoch}), flush=True)
         if args.nudge_at and optimizer.local_epoch >= args.nudge_at:
             args.nudge_at = None
@@ -233,14 +234,17 @@ def main() -> None:
                 "epoch": epoch,
                 "clock": time.strftime("%H:%M:%S"),
                 "steps": steps,
-                "samples": optimizer.epoch_samples,
-                "total_samples": optimizer.total_samples,
-                "averaged_with": optimizer.averaged_with,
+                "samples": optimizer.stats.samples,
+                "total_samples": optimizer.stats.total_samples,
+                "averaged_with": optimizer.stats.group_size,
                 "others": len(optimizer.tracker.present),
-                "rounds": optimizer.rounds,
-                "failed_rounds": optimizer.failed_rounds,
-                "traffic": list(LINE.traffic),
-                "round_seconds": optimizer.round_seconds,
+                "rounds": optimizer.stats.succeeded,
+                "failed_rounds": optimizer.stats.failed,
+                "traffic": list(dht.uplink.traffic),
+                "round_seconds": {
+                    "waiting": optimizer.stats.matchmaking_seconds,
+                    "averaging": optimizer.stats.averaging_seconds,
+                },
                 "unsent": optimizer.grad_averager.unsent[0].mean().item(),
                 "anchor": next(iter(optimizer.opt.param_groups))["params"][0].mean().item(),
                 "parameter": [parameter.min().item(), parameter.mean().item(), parameter.max().item()],

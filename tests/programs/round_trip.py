@@ -29,7 +29,7 @@ def everything(model, optimizer):
         "weights": [tensor.clone() for tensor in model.state_dict().values()],
         "masters": [param.detach().clone() for group in opt.param_groups for param in group["params"]],
         "moments": copy.deepcopy([sorted(state.items()) for state in opt.state_dict()["state"].values()]),
-        "numbers": [optimizer.local_epoch, optimizer.total_samples, [group["lr"] for group in opt.param_groups]],
+        "numbers": [optimizer.local_epoch, optimizer.stats.total_samples, [group["lr"] for group in opt.param_groups]],
     }
 
 

@@ -12,7 +12,6 @@ from arguments import SwarmArguments
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
 from support.console import setup_logging
 from swarm.joining import make_dht
-from swarm.line import LINE
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.states import StateAverager, initialize_optimizer_state_, list_params
 
@@ -52,7 +51,7 @@ with clean_end():
     expected = [torch.randn(tensor.shape, generator=generator) for tensor in list_tensors(averager)]
     expected[5::2] = [tensor.square() * 1e-6 for tensor in expected[5::2]]  # of parameters there are four
     if options["role"] == "donor":
-        LINE.set_bandwidth(options["mbits"], is_given=True)
+        dht.uplink.set_bandwidth(options["mbits"], is_fixed=True)
         with torch.no_grad():
             for tensor, numbers in zip(list_tensors(averager), expected, strict=True):
                 tensor.copy_(numbers).mul_(1 + 1e-6 * torch.rand(()).item())  # as no two peers are alike
@@ -63,8 +62,8 @@ with clean_end():
         print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
         sent = 0
         while not stop.wait(0.1):
-            if LINE.traffic[0] != sent:
-                sent = LINE.traffic[0]
+            if dht.uplink.traffic[0] != sent:
+                sent = dht.uplink.traffic[0]
                 print(json.dumps({"sent": sent}), flush=True)
                 if options.get("steps"):
                     with averager._lock_step, torch.no_grad():

@@ -33,10 +33,10 @@ from processes import LOOPBACK, run_python
 from arguments import AveragingArguments
 from support.console import UserError
 from swarm.dht import DHT
-from swarm.line import Line
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import CancellableStep, ResilientControlClient, install
 from swarm.processes import filter_hivemind_log
+from swarm.uplink import RoundTimeouts
 
 
 def test_an_averager_ignores_ctrl_c():
@@ -224,7 +224,7 @@ def test_progress_is_locked_while_the_dht_is_asked():
 
 
 def test_steps_and_parameter_rounds_share_a_thread():
-    """Note 72; the state averager's expected peers in CollaborativeOptimizer._wait_for_round."""
+    """Note 72; the state averager's expected peers in RoundWait.run."""
     assert "ThreadPoolExecutor(max_workers=2 if self.delta_rule_averaging else 1)" in inspect.getsource(
         TrainingStateAverager
     )
@@ -234,7 +234,7 @@ def test_nobody_knows_less_of_an_epoch_than_others_wait_for():
     """Note 75; max_refresh_period of AveragingArguments."""
     asked = inspect.getsource(ProgressTracker._parse_swarm_progress_data)
     assert "estimated_time_to_next_epoch * num_peers / expected_max_peers" in asked
-    assert AveragingArguments().max_refresh_period <= Line().matchmaking_time
+    assert AveragingArguments().max_refresh_period <= RoundTimeouts().matchmaking
 
 
 def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
@@ -243,7 +243,7 @@ def test_a_round_goes_on_without_the_parts_of_a_failed_reducer():
 
 
 def test_times_and_bandwidth_are_fixed_when_a_peer_starts():
-    """from_line in swarm/line.py, and Line.send: hivemind sends as fast as the daemon takes it."""
+    """RoundTimeouts and Uplink.send in swarm/uplink.py: hivemind sends as fast as the daemon takes it."""
     source = inspect.getsource(hivemind.DecentralizedAverager)
     assert "self.bandwidth = bandwidth" in source and "self.next_chunk_timeout = next_chunk_timeout" in source
     assert "sleep" not in inspect.getsource(AllReduceRunner)

@@ -24,7 +24,7 @@ from support.console import UserError
 from swarm.adoption import discover_settings
 from swarm.dht import DHT
 from swarm.identity import make_identity
-from swarm.membership import MEMBERS, SHOW, explain_denial
+from swarm.membership import SHOW, explain_denial
 from swarm.passes import Authority, Pass, load_invitation, parse_credential
 from swarm.reachability import DIAL_BACK, MEASURE
 from swarm.vouching import VOUCH
@@ -53,21 +53,21 @@ async def show(_, node, peer: PeerID, data: bytes | int) -> list[bytes]:
     return MSGPackSerializer.loads(await node.p2p._client.call_unary_handler(peer, SHOW, data))
 
 
-async def list_met(*_) -> set[PeerID]:
-    return {PeerID(peer) for peer in MEMBERS.known.read()["peers"]}
+async def list_met(dht, _) -> set[PeerID]:
+    return {PeerID(peer) for peer in dht.membership.known.read()["peers"]}
 
 
 async def list_routes(_, node) -> set[PeerID]:
     return set(node.protocol.routing_table.peer_id_to_uid)
 
 
-async def read_own(*_) -> Pass:
-    return parse_credential(MEMBERS.known.read()["pass"], MEMBERS.public_key)
+async def read_own(dht, _) -> Pass:
+    return parse_credential(dht.membership.known.read()["pass"], dht.membership.public_key)
 
 
-async def find_own_fault(*_) -> str | None:
+async def find_own_fault(dht, _) -> str | None:
     try:
-        MEMBERS.check_own_credential()
+        dht.membership.check_own_credential()
     except UserError as e:
         return str(e)
 
@@ -77,8 +77,7 @@ def join(*dhts: DHT, prefix: str = "", **swarm) -> list[str]:
     leave()
     try:
         args = SwarmArguments(prefix, addresses(*dhts), **swarm)
-        make_identity(args)
-        return discover_settings(args)
+        return discover_settings(args, make_identity(args))
     finally:
         leave()
 

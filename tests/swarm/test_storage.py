@@ -16,12 +16,13 @@ from processes import LOOPBACK, make_prefix
 from records import attack, sign, start_dht_as
 
 from swarm.dht import DHT
-from swarm.line import LINE
 from swarm.matchmaking import NonBlockingKeyManager
-from swarm.storage import PEER_BYTES, PEER_RECORDS, DHTNode
+from swarm.storage import PEER_BYTES, PEER_RECORDS, make_node_classes
+from swarm.uplink import RoundTimeouts, Uplink
 from utils import find_peer_id, make_validators
 
 dumps = MSGPackSerializer.dumps
+_, OUR_NODE = make_node_classes(Uplink(), membership=None)
 PREFIX = make_prefix()
 KEY = f"{PREFIX}_state_averager.all_averagers"
 
@@ -126,7 +127,7 @@ def test_a_peer_is_given_little_room(peers):
     assert entries < 400, entries
 
 
-@pytest.mark.parametrize("kind, to_store, to_get", [(hivemind.dht.node.DHTNode, 6, 6), (DHTNode, 0, 5)])
+@pytest.mark.parametrize("kind, to_store, to_get", [(hivemind.dht.node.DHTNode, 6, 6), (OUR_NODE, 0, 5)])
 def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(kind, to_store, to_get):
     """Note 76: by hivemind's nodes, both are sent all that others hold of a key."""
 
@@ -161,7 +162,7 @@ def test_who_stores_a_record_is_sent_none_and_who_looks_a_copy_of_each_replica(k
     assert (stored, got) == (to_store, to_get) and found["reporter"].value == "new"
 
 
-@pytest.mark.parametrize("kind, has_ended", [(hivemind.dht.node.DHTNode, False), (DHTNode, True)])
+@pytest.mark.parametrize("kind, has_ended", [(hivemind.dht.node.DHTNode, False), (OUR_NODE, True)])
 def test_a_search_that_fails_ends(kind, has_ended):
     """Note 77: hivemind's never does, and who waits for the others' progress never hears of it."""
 
@@ -177,7 +178,7 @@ def test_a_search_that_fails_ends(kind, has_ended):
 
             second.protocol.call_find = fail
             try:
-                found = await asyncio.wait_for(second.get(KEY, latest=True), 2 * LINE.patience)
+                found = await asyncio.wait_for(second.get(KEY, latest=True), 2 * RoundTimeouts().response)
             except TimeoutError:
                 return False
             return found.value["second"].value == "new"

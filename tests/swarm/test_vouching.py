@@ -18,8 +18,8 @@ from support.console import UserError
 from swarm.adoption import apply_settings, discover_settings, require_vouched
 from swarm.contract import compare_with_run, join_run, publish_contract, recheck_contract
 from swarm.dht import DHT
-from swarm.line import GRACE_SHARE, LINE, LONGEST_GRACE
 from swarm.progress import ProgressTracker
+from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from swarm.vouching import (
     RunAttestation,
     ask_initial_peers,
@@ -99,10 +99,10 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         command += ["--total_steps", "9000"]
         monkeypatch.setattr(sys, "argv", command)
         groups = parse_arguments(*TRAINER_ARGS)
-        swarm, model, optimizer, *_ = apply_settings(groups, discover_settings(groups[0]))
+        swarm, model, optimizer, *_ = apply_settings(groups, discover_settings(groups[0], None))
         assert (swarm.experiment_prefix, model.config_path) == (prefix, "./configs/demo.json")
         assert (optimizer.optim, optimizer.learning_rate, optimizer.total_steps) == ("adamw", 0.1, 9000)
-        assert discover_settings(SwarmArguments(prefix, addresses(one), adopt=False)) == []
+        assert discover_settings(SwarmArguments(prefix, addresses(one), adopt=False), None) == []
 
         # the monitor's settings bind: in the preflight too, and whether they are taken over or not
         wrong = "--learning_rate: the run has 0.1, you have 0.2. Omit these flags"
@@ -129,7 +129,7 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         contract = make_contract(a="b").copy(update={"flags": flags + f" --experiment_prefix {prefix}x"})
         tell(one, three, RunAttestation(prefix=prefix, contract=contract, flags=shared))
         settings = [f"--experiment_prefix={prefix}", "--seed=7"]
-        assert discover_settings(SwarmArguments("", addresses(one))) == settings
+        assert discover_settings(SwarmArguments("", addresses(one)), None) == settings
         assert apply_settings(groups, settings)[1].seed == 7
         for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
             with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* of --initial_peers; --no_adopt"):
@@ -141,15 +141,15 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
             (prefix, (two,), f"serves run 'other', not '{prefix}'"),
         ):
             with pytest.raises(UserError, match=words):
-                discover_settings(SwarmArguments(names, addresses(*others)))
+                discover_settings(SwarmArguments(names, addresses(*others)), None)
         tell(two, three, RunAttestation(prefix="an/other"))
-        assert discover_settings(SwarmArguments("an/other", addresses(two))) == ["--experiment_prefix=an/other"]
+        assert discover_settings(SwarmArguments("an/other", addresses(two)), None) == ["--experiment_prefix=an/other"]
         with pytest.raises(UserError, match="serve run 'an/other': if you trust that"):
-            discover_settings(SwarmArguments("", addresses(two)))
+            discover_settings(SwarmArguments("", addresses(two)), None)
         gone = addresses(two)
-    assert discover_settings(SwarmArguments(prefix, gone)) == []
+    assert discover_settings(SwarmArguments(prefix, gone), None) == []
     with pytest.raises(UserError, match="cannot reach --initial_peers"):
-        discover_settings(SwarmArguments("", gone))
+        discover_settings(SwarmArguments("", gone), None)
 
 
 def test_a_strangers_contract_locks_nobody_out():
@@ -200,13 +200,11 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
             liar = dhts[2].peer_id.to_bytes()
             wait_until(lambda: one.others[liar].samples_accumulated == 10_000, 20, "the claim")
             wait_until(lambda: counts(range(78, 81)), 20, "40 of those who have worked, and as many of both strangers")
-            for tracker in trackers[2:]:  # all of this process have one line
-                tracker.shutdown()
-            partner.shutdown()
             with one.pause_updates():
                 one.refresh_now(10)
                 # who has just come knows how long an epoch takes, by what those do who have worked
-                assert LINE.grace == LONGEST_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
+                grace = dhts[0].uplink.timeouts.partition_grace
+                assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
         finally:
             for tracker in trackers:
                 tracker.shutdown()

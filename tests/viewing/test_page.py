@@ -60,7 +60,9 @@ def server():
     maddrs = [f"/ip4/203.0.113.{i}/tcp/31337/p2p/{PEER}" for i in range(8)]
     found = concurrent.futures.Future()
     found.set_result(maddrs)
-    dht = SimpleNamespace(run_coroutine=lambda *_, return_future: found, client_mode=False, peer_id=PEER)
+    dht = SimpleNamespace(
+        run_coroutine=lambda *_, return_future: found, client_mode=False, peer_id=PEER, membership=None
+    )
     dht.get_visible_maddrs = lambda: maddrs
     server = StatusServer(0, "run")
     server.serve(dht, lambda: {"epoch": 3000, "flags": "", **contributors.describe()}, make_history(3000))

@@ -19,10 +19,10 @@ from hivemind.utils.serializer import MSGPackSerializer
 from processes import ROOT, Script, make_prefix, wait_until
 from swarms import Swarm, epochs
 
-from swarm.line import LINE, LONGEST_CLAIMED, PAYLOAD_SHARE, Line
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
 from swarm.progress import ProgressTracker
+from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, Uplink
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
 PARAMETERS, MBITS, RTT_MS = 14.06e6, 20, 75
@@ -250,15 +250,15 @@ class TimelessLoop(asyncio.SelectorEventLoop):
 
 def test_all_streams_together_keep_to_the_rate_and_rounds_go_first(monkeypatch):
     """At 8 Mbit/s, two streams of a round and one in the background, which gets a fifth."""
-    line = Line()
-    line.set_bandwidth(8 / PAYLOAD_SHARE, is_given=True)
+    uplink = Uplink()
+    uplink.set_bandwidth(8 / PAYLOAD_SHARE, is_fixed=True)
 
     async def pump(is_round: bool, passed: list[int]) -> None:
         async def messages():
             while True:
                 yield BytesValue(value=bytes(10_000))
 
-        async for message in line.send(messages(), is_round):
+        async for message in uplink.send(messages(), is_round):
             passed.append(message.ByteSize())
 
     async def run(kinds: list[bool], seconds: float) -> list[int]:
@@ -270,7 +270,7 @@ def test_all_streams_together_keep_to_the_rate_and_rounds_go_first(monkeypatch):
         return [sum(p) for p in passed]
 
     with asyncio.Runner(loop_factory=TimelessLoop) as runner:
-        monkeypatch.setattr("swarm.line.time", SimpleNamespace(monotonic=runner.get_loop().time))
+        monkeypatch.setattr("swarm.uplink.time", SimpleNamespace(monotonic=runner.get_loop().time))
         first, second, background = runner.run(run([True, True, False], 3.0))
         (alone,) = runner.run(run([False], 2.0))
     # less what it begins with: a quarter of the rate, and the double of that twice
@@ -282,24 +282,24 @@ def test_all_streams_together_keep_to_the_rate_and_rounds_go_first(monkeypatch):
 
 
 def test_a_queue_lowers_the_rate_to_what_the_line_carries():
-    line = Line()
+    uplink = Uplink()
 
     def look(times: int, wait: float, share: float = 1.0) -> float:
         for _ in range(times):
-            line.adjust(wait, wait, share)
-        return line.mbits
+            uplink.adjust(wait, wait, share)
+        return uplink.mbits
 
-    line.set_bandwidth(100, is_given=False)
+    uplink.set_bandwidth(100, is_fixed=False)
     assert look(10, 0.0) == pytest.approx(163, abs=1)  # what was measured is no limit
     lowered = look(1, 0.2)
     assert lowered == pytest.approx(0.94 * 163 / 1.05**3, abs=1)  # it was too much some looks ago already
     assert look(1, 0.2) == lowered  # the same queue
     assert look(20, 0.2, share=0.1) == lowered  # somebody else's
-    line.adjust(wait=0.2, last_wait=0.0, share=1.0)  # gone at once
-    assert line.mbits == lowered
+    uplink.adjust(wait=0.2, last_wait=0.0, share=1.0)  # gone at once
+    assert uplink.mbits == lowered
     assert lowered < look(10, 0.0) < 1.02 * lowered  # slowly at first
     assert look(35, 0.0) > 1.15 * lowered  # the line may have become faster
-    line.set_bandwidth(10, is_given=True)
+    uplink.set_bandwidth(10, is_fixed=True)
     assert look(10, 0.0) == pytest.approx(10)  # what the user has said is a limit
 
 
@@ -324,19 +324,19 @@ class SilentNode:
     "seconds, received, mbits", [(1.0, 0, 4.0), (2.5, 1, 8 / 3.5), (2.5, 0, 20.0)], ids=["a fifth", "a tenth", "cut"]
 )
 def test_a_line_that_becomes_slow_in_the_middle_is_drained_first(monkeypatch, seconds, received, mbits):
-    monkeypatch.setattr("swarm.line.LONGEST_PATIENCE", 2.0)
-    line = Line()
-    line.set_bandwidth(20, is_given=False)
-    line._sent.value = int(PAYLOAD_SHARE * 8e6 / 8)  # what 4 Mbit/s carry in two seconds
+    monkeypatch.setattr("swarm.uplink.MAX_RESPONSE_TIMEOUT", 2.0)
+    uplink = Uplink()
+    uplink.set_bandwidth(20, is_fixed=False)
+    uplink._sent.value = int(PAYLOAD_SHARE * 8e6 / 8)  # what 4 Mbit/s carry in two seconds
 
     async def run() -> float:
-        draining = asyncio.create_task(line.drain(SilentNode(seconds), 0, time.monotonic() - 1.0))
+        draining = asyncio.create_task(uplink.drain(SilentNode(seconds), 0, time.monotonic() - 1.0))
         await asyncio.sleep(0.2)
-        assert line.reserve(1000, is_round=True) < 0 and line.patience == 2.0
-        line._received.value = received
+        assert uplink.reserve(1000, is_round=True) < 0 and uplink.timeouts.response == 2.0
+        uplink._received.value = received
         await draining
-        assert line.reserve(1000, is_round=True) >= 0
-        return line.mbits
+        assert uplink.reserve(1000, is_round=True) >= 0
+        return uplink.mbits
 
     assert asyncio.run(run()) == pytest.approx(mbits, rel=0.1)
 
@@ -368,25 +368,27 @@ def test_a_group_waits_for_all_then_for_most():
 
 
 def test_times_follow_from_answers_and_rounds_unless_they_are_given():
-    line = Line()
-    assert line.request_timeout == pytest.approx(2 * 6 * 0.3)
-    line.record_rtt(10.0)  # of a peer that was frozen: one alone counts little
-    assert line.patience == pytest.approx(6 * 0.6)
-    line.record_rtt(1.0)
-    assert line.patience == pytest.approx(6.0) and line.matchmaking_time == pytest.approx(25.0)
-    line.expect_round(100.0)
-    assert line.averaging_timeout == pytest.approx(300.0 + 25.0) and line.next_chunk_timeout == pytest.approx(50.0)
-    line.expect_round(1e9)  # what others claim has a cap, what this peer's own bytes take has none
-    assert line.averaging_timeout == pytest.approx(3 * LONGEST_CLAIMED + 25.0)
-    line.expect_round(1e9, own_seconds=250.0)
-    assert line.averaging_timeout == pytest.approx(3 * 250.0 + 25.0)
+    uplink = Uplink()
+    assert uplink.timeouts.request == pytest.approx(2 * 6 * 0.3)
+    uplink.record_rtt(10.0)  # of a peer that was frozen: one alone counts little
+    assert uplink.timeouts.response == pytest.approx(6 * 0.6)
+    uplink.record_rtt(1.0)
+    assert uplink.timeouts.response == pytest.approx(6.0) and uplink.timeouts.matchmaking == pytest.approx(25.0)
+    uplink.expect_round(100.0)
+    assert uplink.timeouts.averaging == pytest.approx(300.0 + 25.0) and uplink.timeouts.next_chunk == pytest.approx(
+        50.0
+    )
+    uplink.expect_round(1e9)  # what others claim has a cap, what this peer's own bytes take has none
+    assert uplink.timeouts.averaging == pytest.approx(3 * MAX_CLAIMED_ROUND + 25.0)
+    uplink.expect_round(1e9, own_seconds=250.0)
+    assert uplink.timeouts.averaging == pytest.approx(3 * 250.0 + 25.0)
     for _ in range(80):  # forgotten
-        line.record_rtt(0.01)
-        line.expect_round(1.0)
-    assert line.patience == pytest.approx(1.5) and line.averaging_timeout == pytest.approx(30.0 + 7.5)
-    line.fix(2.0, None, 9.0, 4.0)
-    assert (line.matchmaking_time, line.averaging_timeout, line.next_chunk_timeout) == (2.0, 9.0, 4.0)
-    assert line.request_timeout == 1.0  # of which there have to be two in matchmaking_time
+        uplink.record_rtt(0.01)
+        uplink.expect_round(1.0)
+    assert uplink.timeouts.response == pytest.approx(1.5) and uplink.timeouts.averaging == pytest.approx(30.0 + 7.5)
+    uplink.fix_timeouts(2.0, None, 9.0, 4.0)
+    assert (uplink.timeouts.matchmaking, uplink.timeouts.averaging, uplink.timeouts.next_chunk) == (2.0, 9.0, 4.0)
+    assert uplink.timeouts.request == 1.0  # of which there have to be two in matchmaking_time
 
 
 def test_a_plan_spares_the_others_a_slow_line():
@@ -421,43 +423,41 @@ def test_implausible_bandwidth_is_refused(claim):
 def test_who_has_just_fallen_silent_counts_for_a_quorum():
     tracker, now = ProgressTracker.__new__(ProgressTracker), get_dht_time()
     threading.Thread.__init__(tracker)  # __del__ asks whether it runs
-    names, before = [b"a", b"b", b"c", b"d"], LINE._epoch_seconds.value
+    names, uplink = [b"a", b"b", b"c", b"d"], Uplink()
+    tracker.dht = SimpleNamespace(uplink=uplink)
     tracker.local_progress, tracker.impatient_epoch = SimpleNamespace(epoch=5), -1
     tracker.others = {name: SimpleNamespace(epoch=5) for name in names} | {b"behind": SimpleNamespace(epoch=3)}
     tracker.partners, tracker.vouched = set(names[:2]) | {b"behind"}, set(names[2:])
     tracker.unawaited = {}
-    try:
-        LINE.record_epoch_time(40)
-        assert LINE.grace == 10
-        for silent, quorum, lacks_quorum in (
-            ((), 3, False),
-            ((-1, -1), 3, False),  # most are there
-            ((-1, -2, -3), 3, True),
-            ((-1, -2, -11), 3, True),  # two of four
-            ((-1, -11, -12), 2, False),  # for too long
-            ((-1, 60, 60), 2, False),  # banned
-            ((-11, -11, -11, -11), 1, False),
-        ):
-            tracker.silent = {name: now + seconds for name, seconds in zip(names, silent, strict=False)}
-            assert (tracker.quorum, tracker.lacks_quorum) == (quorum, lacks_quorum), silent
-        LINE.record_epoch_time(0)  # nobody knows yet how long one takes
-        tracker.silent = dict.fromkeys(names[:2], now - 1)
-        assert tracker.quorum == 2
-        LINE.record_epoch_time(40)
-        tracker.silent = dict.fromkeys(names[:3], now - 1)
-        tracker.others |= {b"strange%d" % number: SimpleNamespace(epoch=5) for number in range(9)}
-        assert tracker.quorum == 3  # whoever has not worked yet does not count
-        tracker.partners, tracker.vouched = set(), set()
-        assert tracker.quorum == 8  # where all are new, each does
-        del tracker.others[b"a"]  # it has left in order
-        assert tracker.quorum == 7
-    finally:
-        LINE.record_epoch_time(before)
+    uplink.record_epoch_time(40)
+    assert uplink.timeouts.partition_grace == 10
+    for silent, quorum, lacks_quorum in (
+        ((), 3, False),
+        ((-1, -1), 3, False),  # most are there
+        ((-1, -2, -3), 3, True),
+        ((-1, -2, -11), 3, True),  # two of four
+        ((-1, -11, -12), 2, False),  # for too long
+        ((-1, 60, 60), 2, False),  # banned
+        ((-11, -11, -11, -11), 1, False),
+    ):
+        tracker.silent = {name: now + seconds for name, seconds in zip(names, silent, strict=False)}
+        assert (tracker.quorum, tracker.lacks_quorum) == (quorum, lacks_quorum), silent
+    uplink.record_epoch_time(0)  # nobody knows yet how long one takes
+    tracker.silent = dict.fromkeys(names[:2], now - 1)
+    assert tracker.quorum == 2
+    uplink.record_epoch_time(40)
+    tracker.silent = dict.fromkeys(names[:3], now - 1)
+    tracker.others |= {b"strange%d" % number: SimpleNamespace(epoch=5) for number in range(9)}
+    assert tracker.quorum == 3  # whoever has not worked yet does not count
+    tracker.partners, tracker.vouched = set(), set()
+    assert tracker.quorum == 8  # where all are new, each does
+    del tracker.others[b"a"]  # it has left in order
+    assert tracker.quorum == 7
 
 
 def test_long_epochs_leave_more_time_for_others():
-    line = Line()
-    line.record_rtt(0.1)
+    uplink = Uplink()
+    uplink.record_rtt(0.1)
     for epoch, matchmaking, grace in ((2, 8.1, 0.5), (120, 9.6, 30), (1000, 15, 60)):
-        line.record_epoch_time(epoch)
-        assert (line.matchmaking_time, line.grace) == pytest.approx((matchmaking, grace))
+        uplink.record_epoch_time(epoch)
+        assert (uplink.timeouts.matchmaking, uplink.timeouts.partition_grace) == pytest.approx((matchmaking, grace))

@@ -1,0 +1,162 @@
+"""The states of a peer's epoch, and what takes it from one to the next.
+
+| from | to | cause |
+|---|---|---|
+| ACCUMULATING, MATCHMAKING | MATCHMAKING | the epoch ends soon, and no search for a group runs: `should_search` |
+| ACCUMULATING, MATCHMAKING | SYNCING | the swarm is ahead: `must_sync`, or `has_missed_step` once the epoch is over |
+| ACCUMULATING, MATCHMAKING | AVERAGING | the swarm has the samples, or a group waits for this peer: `can_average` |
+| AVERAGING | STEPPING | the round has succeeded, runs in the background, or there is no other peer |
+| AVERAGING | ACCUMULATING | the round has failed; its gradients are kept for the next one: `retry_at` |
+| AVERAGING | SYNCING | the round has failed because the others have stepped, or continue from another state |
+| STEPPING | ACCUMULATING | the step is made: a new epoch |
+| SYNCING | ACCUMULATING | a state has been loaded: a new epoch; or no peer has sent one: `SyncBackoff` |
+
+All times are of the monotonic clock, which the caller passes in.
+"""
+
+import enum
+import math
+from dataclasses import dataclass
+
+RETRY_AFTER = 1.0  # seconds between a failed round and the next: all peers that are there have reported by then
+SYNC_RETRY_PERIOD = 10.0  # seconds between two downloads of the state if no peer sent it the first time
+MAX_SYNC_PAUSE = 300.0  # seconds
+MAX_STALE_DOWNLOADS = 3  # in a row; after so many the pause between downloads grows
+# Peers wait for a straggler once in so many epochs at most. If all peers step together, a peer that is one epoch behind
+# makes the step of the others while they accumulate the next one. Without a wait it would come too late forever.
+WAIT_RETRY_EPOCHS = 5
+
+
+class EpochState(enum.Enum):
+    ACCUMULATING = "accumulating"
+    MATCHMAKING = "matchmaking"
+    AVERAGING = "averaging"
+    STEPPING = "stepping"
+    SYNCING = "syncing"
+
+
+TRANSITIONS = {
+    EpochState.ACCUMULATING: {EpochState.MATCHMAKING, EpochState.AVERAGING, EpochState.SYNCING},
+    EpochState.MATCHMAKING: {EpochState.MATCHMAKING, EpochState.AVERAGING, EpochState.SYNCING},
+    EpochState.AVERAGING: {EpochState.STEPPING, EpochState.ACCUMULATING, EpochState.SYNCING},
+    EpochState.STEPPING: {EpochState.ACCUMULATING},
+    EpochState.SYNCING: {EpochState.ACCUMULATING},
+}
+
+
+@dataclass(frozen=True)
+class SwarmLook:
+    """What a peer knows of the swarm between two of its steps."""
+
+    swarm_epoch: int  # that most known peers have reached
+    is_fresh: bool  # whether the swarm's progress was read since this peer's epoch began
+    read_at: float  # when it was asked for last
+    has_batch: bool  # whether the swarm has the samples of this epoch
+    seconds_left: float  # until it has them, as estimated
+    matchmaking_time: float  # seconds that a group may take to form
+    has_others: bool  # whether other peers are there
+    lacks_quorum: bool  # whether too few of them are
+    is_synchronous: bool  # whether all peers step together
+    is_searching: bool  # whether a search for a group is under way
+    has_group: bool  # whether a group has formed, and waits for this peer
+
+
+@dataclass
+class SyncBackoff:
+    """When a peer may load the swarm's state again, after downloads that failed or came too late."""
+
+    not_before: float = -math.inf
+    min_epoch: int = 0  # of the swarm
+    stale_downloads: int = 0  # in a row: states that were behind the swarm when they arrived
+
+    def allows(self, swarm_epoch: int, is_one_step_behind: bool, now: float) -> bool:
+        return now >= self.not_before and (is_one_step_behind or swarm_epoch >= self.min_epoch)
+
+    def record_failure(self, now: float, pause: float = SYNC_RETRY_PERIOD) -> None:
+        self.not_before = now + pause
+
+    def record_stale_download(self, swarm_epoch: int, seconds: float, is_too_slow: bool, now: float) -> float:
+        """Record a state that was behind the swarm when it arrived.
+
+        :param seconds: the duration of the download
+        :param is_too_slow: whether even a single step takes longer to arrive than an epoch lasts
+        :returns: the pause in seconds; 0 if the next download may be in time
+        """
+        self.stale_downloads += 1
+        # a download that begins with an epoch ends before the next one, if that is possible at all
+        self.min_epoch = swarm_epoch + 1
+        if self.stale_downloads < MAX_STALE_DOWNLOADS and not is_too_slow:
+            return 0.0
+        pause = min(MAX_SYNC_PAUSE, seconds * 2 ** max(0, self.stale_downloads - MAX_STALE_DOWNLOADS))
+        self.not_before = now + pause
+        return pause
+
+
+@dataclass
+class StragglerPatience:
+    """In which epochs a round waits for peers that are one epoch behind."""
+
+    next_epoch: int = 0
+
+    def waits_in(self, epoch: int) -> bool:
+        return epoch >= self.next_epoch
+
+    def record_vain_wait(self, epoch: int) -> None:
+        self.next_epoch = epoch + WAIT_RETRY_EPOCHS
+
+
+class Epoch:
+    """One epoch of a peer. Its timers end with it: the next epoch is a new object."""
+
+    def __init__(self, number: int):
+        self.number, self.state = number, EpochState.ACCUMULATING
+        self.is_compared = False  # whether the swarm's epoch was compared with this one, once it had been read
+        self.retry_at = -math.inf  # the look at the swarm's progress from which on a round may be tried again
+
+    def enter(self, state: EpochState) -> None:
+        """Go to another state.
+
+        :raises ValueError: the table of transitions does not allow it
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"no transition from {self.state.value} to {state.value}")
+        self.state = state
+
+    def is_one_step_behind(self, look: SwarmLook) -> bool:
+        return look.is_synchronous and self.number + 1 == look.swarm_epoch
+
+    def has_missed_step(self, look: SwarmLook) -> bool:
+        """Whether the others have stepped without this peer.
+
+        A step with its own gradients alone would part it from them: the averaging of parameters would bring those
+        together again, but not the optimizer's moments.
+        """
+        return look.is_synchronous and look.swarm_epoch > self.number
+
+    def must_sync(self, look: SwarmLook, backoff: SyncBackoff, now: float) -> bool:
+        """Whether this peer has to load the swarm's state before it goes on.
+
+        Once in an epoch any difference counts. After that one epoch does not: the other peers may just be the first.
+        """
+        if not backoff.allows(look.swarm_epoch, self.is_one_step_behind(look), now):
+            return False
+        if not self.is_compared and look.is_fresh:
+            self.is_compared = True
+            return look.swarm_epoch != self.number
+        return look.swarm_epoch > self.number + 1
+
+    def should_search(self, look: SwarmLook) -> bool:
+        """Whether to look for a group now, so that the round begins as soon as the epoch is over.
+
+        A peer that is alone does not: a search that is cancelled late still goes on, with a new peer and with gradients
+        of an old epoch.
+        """
+        return look.has_others and look.seconds_left <= look.matchmaking_time and not look.is_searching
+
+    def is_over(self, look: SwarmLook) -> bool:
+        """Whether the swarm has the samples of this epoch. A group that waits for this peer may count more of them."""
+        return look.has_batch or look.has_group
+
+    def can_average(self, look: SwarmLook) -> bool:
+        """Whether a round can begin now that the epoch is over; otherwise this peer goes on accumulating."""
+        return look.read_at >= self.retry_at and not look.lacks_quorum

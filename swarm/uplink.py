@@ -1,0 +1,380 @@
+"""The uplink: nothing is sent faster than it carries, and all timeouts follow from what it does.
+
+A volunteer's uplink carries 20 Mbit/s. Data that a round hands over faster waits in queues in front of the modem, in
+sockets and in the daemon, and later messages wait behind it: a ping through a full uplink took longer than 3 s, and its
+peer was taken for dead. So everything that averagers send passes one pacer, and the queue stays here, where the next
+message can overtake it.
+
+    python benchmarks/rounds.py --short
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import multiprocessing
+import time
+from collections import deque
+from ctypes import c_bool, c_double, c_longlong
+from dataclasses import dataclass, fields
+
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import get_dht_time
+
+from support.console import format_number
+
+logger = logging.getLogger("swarm")
+
+# Of 1,500 bytes on the wire 52 are headers, and each two packets from the other side are acknowledged with 52 bytes.
+PAYLOAD_SHARE = 0.93
+# After a pause TCP begins with 15 kB and doubles that with each answer. Data handed over faster would wait in a queue
+# for seconds, because the uplink has little to spare: begin at a quarter of the rate, and double it in RAMP seconds.
+TCP_PAUSE, RAMP = 0.5, 0.15
+BURST = 0.002  # seconds ahead of its time that a message may go, because sleeping is not more precise
+ROUND_SHARE = 5  # the cost of a background byte, in bytes of a round, while a round is in progress
+ROUND_PAUSE = 0.5  # seconds after the last message of a round in which the round counts as in progress
+
+POLL_INTERVAL, IDLE_POLL_INTERVAL = 0.5, 5.0  # seconds between two looks at the uplink, with traffic and without
+PROBED_PEERS = 3  # peers pinged at each look; the fastest answer counts, because the others' uplinks may be full
+# Seconds of queueing delay. Messages come in bursts, at both ends: only a delay that stays is a queue.
+STALL_DELAY, HIGH_QUEUE_DELAY, LOW_QUEUE_DELAY = 0.25, 0.08, 0.04
+# Factors of the rate, at one look. A rate above the uplink's costs more than one below it: 5 % too much made a round of
+# 16 s one of 22 s, because TCP loses packets and its sockets hold the queue. So after a queue the rate grows slowly at
+# first: by more at each look than at the one before, to 6 % in 12 seconds of sending and 25 % in 24.
+MAX_RAISE, RAISE_STEP, LOWER = 1.05, 2e-4, 0.94
+RATE_COOLDOWN_LOOKS = 5  # looks until a lower rate shows, because the queue has to drain first
+MIN_UTILIZATION = 0.6  # of the rate: if less was sent, a delay is not this peer's queue
+PAUSED_POLL_INTERVAL = 0.05  # seconds between two tries to send while a long queue drains
+MIN_RATE = 1e4  # bytes/s
+
+MIN_RTT = 0.1  # seconds; shorter ones count as this
+RTT_TIMEOUT_FACTOR = 6  # times the longest recent RTT, until an answer is no longer expected
+MIN_RESPONSE_TIMEOUT, MAX_RESPONSE_TIMEOUT = 1.5, 15.0  # seconds
+MAX_REQUEST_TIMEOUT = 10.0  # seconds; while a peer waits for an answer, others wait for its own
+# A share of the epoch, and seconds: some peers are still busy with a step when the epoch ends. If it was long, going on
+# without them costs more than waiting.
+MATCHMAKING_SHARE, MAX_MATCHMAKING = 0.08, 15.0
+MAX_CLAIMED_ROUND = 200.0  # seconds of a round that timeouts follow on the word of other peers
+# A share of the epoch, and seconds: a peer that is cut off with a smaller half, usually for seconds, would step to a
+# state of its own.
+GRACE_SHARE, MAX_GRACE = 0.25, 60.0
+
+
+@dataclass(frozen=True)
+class RoundTimeouts:
+    """All timeouts of a round, as a function of what the uplink has measured and of what the user has fixed.
+
+    All values are in seconds.
+    """
+
+    rtt: float = 0.3  # the longest recent one, of a small message
+    round_seconds: float = 1.0  # of the longest recent round, or of the next one as planned
+    epoch_seconds: float = 0.0  # of the last epoch
+    # fixed by the user; 0 if the value follows from the uplink
+    fixed_matchmaking: float = 0.0
+    fixed_request: float = 0.0
+    fixed_averaging: float = 0.0
+    fixed_chunk: float = 0.0
+
+    @property
+    def response(self) -> float:
+        """The wait for a small answer before the request is sent once more."""
+        return min(max(RTT_TIMEOUT_FACTOR * self.rtt, MIN_RESPONSE_TIMEOUT), MAX_RESPONSE_TIMEOUT)
+
+    @property
+    def request(self) -> float:
+        """The wait for a peer that was asked to form a group, before another one is asked."""
+        return self.fixed_request or min(2 * self.response, self.fixed_matchmaking / 2 or MAX_REQUEST_TIMEOUT)
+
+    @property
+    def matchmaking(self) -> float:
+        """The wait for other peers when a group forms."""
+        share = min(MATCHMAKING_SHARE * self.epoch_seconds, MAX_MATCHMAKING)
+        return self.fixed_matchmaking or max(5.0, 2.5 * self.request, share)
+
+    @property
+    def group_search(self) -> float:
+        """The time after which a search for a group is over, as announced to the others.
+
+        A peer begins to search before its epoch ends, and waits as long for stragglers. The value is the same for all
+        peers, because the peer that began first leads.
+        """
+        return 2 * (self.fixed_matchmaking or MAX_MATCHMAKING)
+
+    @property
+    def averaging(self) -> float:
+        """The time after which a round is given up, matchmaking included."""
+        return self.fixed_averaging or max(30.0, 3 * self.round_seconds) + self.matchmaking
+
+    @property
+    def next_chunk(self) -> float:
+        """The time without a chunk of data after which a peer is excluded, although it answers pings."""
+        return self.fixed_chunk or max(10.0, 4 * self.response, self.round_seconds / 2)
+
+    @property
+    def silence_in_round(self) -> float:
+        """The time to wait for an answer during a round: an uplink that drops to a tenth has seconds of data queued."""
+        return max(self.response, self.round_seconds / 8)
+
+    @property
+    def partition_grace(self) -> float:
+        """The time for which most of a swarm may be missing until the others continue without them."""
+        return min(GRACE_SHARE * self.epoch_seconds, MAX_GRACE)
+
+    def describe(self) -> str:
+        return (
+            f"it may take {self.averaging:.0f} s (--averaging_timeout), its group {self.matchmaking:.1f} s to form "
+            f"(--matchmaking_time), an answer {self.request:.1f} s (--request_timeout), and a peer may pause for "
+            f"{self.next_chunk:.0f} s (--next_chunk_timeout)"
+        )
+
+
+class Uplink:
+    """The pacer of this peer, with what it and its helpers, forked later, have measured. Rates are of payload, in
+    bytes/s; the values are in shared memory."""
+
+    def __init__(self):
+        self.lock = multiprocessing.Lock()
+        shared = multiprocessing.RawValue
+        #: bytes of rounds and states so far
+        self._sent, self._received = shared(c_longlong), shared(c_longlong)
+        #: the pace, its upper bound, and whether the user has set that
+        self._rate, self._limit, self._is_fixed = shared(c_double, 0), shared(c_double, math.inf), shared(c_bool)
+        #: when all data handed over so far has left; when the background may continue; when a round last sent
+        self._free_at, self._background_at, self._round_at = shared(c_double), shared(c_double), shared(c_double)
+        #: when it began to send after a pause
+        self._began = shared(c_double)
+        #: whether nothing is sent until a long queue has drained
+        self._is_paused = shared(c_bool)
+        #: the fields of RoundTimeouts
+        self._times = {field.name: shared(c_double, field.default) for field in fields(RoundTimeouts)}
+        # looks at a full uplink since the last queue; looks for which that queue may still be there; the last rates
+        self._calm, self._settling, self._rates = math.inf, 0, deque(maxlen=4)
+
+    # --- rate
+
+    def set_bandwidth(self, mbits: float, is_fixed: bool) -> None:
+        """
+        :param mbits: the bandwidth of the uplink
+        :param is_fixed: whether the user has set it, so that nothing is ever sent faster; otherwise it was measured,
+            and may be too low
+        """
+        self._rate.value = PAYLOAD_SHARE * mbits * 1e6 / 8
+        self._limit.value = self._rate.value if is_fixed else math.inf
+        self._is_fixed.value = is_fixed
+
+    @property
+    def mbits(self) -> float | None:
+        """The bandwidth of the uplink in Mbit/s, as far as it is known."""
+        return self._rate.value * 8e-6 / PAYLOAD_SHARE or None
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """The bytes of rounds and states that this peer has sent and received so far."""
+        return self._sent.value, self._received.value
+
+    def compute_transfer_timeout(self, size: int) -> float:
+        """Return the seconds that this many bytes take at a tenth of the rate: longer than a download may take."""
+        return 10 * size / self._rate.value if self._rate.value else 0.0
+
+    def reserve(self, size: int, is_round: bool) -> float:
+        """Reserve the uplink's next free time for this many bytes.
+
+        :returns: the seconds until then; if negative, it is not their turn: call again after that many seconds
+        """
+        with self.lock:
+            now, rate = time.monotonic(), self._rate.value
+            if self._is_paused.value:
+                return -PAUSED_POLL_INTERVAL
+            if is_round:
+                self._round_at.value = now
+            elif now < self._background_at.value:
+                return now - self._background_at.value
+            self._sent.value += size
+            if not rate:
+                return 0.0
+            if now > self._free_at.value + TCP_PAUSE:
+                self._began.value = now
+            start = max(now, self._free_at.value)
+            rate *= min(1.0, 2 ** ((start - self._began.value) / RAMP - 2))
+            self._free_at.value = start + size / rate
+            if not is_round:
+                is_shared = now - self._round_at.value < ROUND_PAUSE
+                pause = size / rate * (ROUND_SHARE if is_shared else 1)
+                self._background_at.value = max(self._background_at.value, now - pause) + pause
+            return max(0.0, start - now - BURST)
+
+    async def send(self, messages, is_round: bool):
+        """Pass messages on at the uplink's pace: those of rounds before those of the background.
+
+        :param is_round: whether other peers wait for these messages
+        """
+        async for message in messages:
+            while (seconds := self.reserve(message.ByteSize(), is_round)) < 0:
+                await asyncio.sleep(-seconds)
+            if seconds:
+                await asyncio.sleep(seconds)
+            yield message
+
+    async def receive(self, messages):
+        """Pass messages on, and count their bytes."""
+        async for message in messages:
+            with self.lock:
+                self._received.value += message.ByteSize()
+            yield message
+
+    # --- times
+
+    @property
+    def timeouts(self) -> RoundTimeouts:
+        """The timeouts that follow from what is known now."""
+        return RoundTimeouts(**{name: value.value for name, value in self._times.items()})
+
+    def fix_timeouts(
+        self, matchmaking: float | None, request: float | None, averaging: float | None, chunk: float | None
+    ) -> None:
+        """Set the timeouts that the user has given, in seconds; None if they follow from the uplink."""
+        for name, value in dict(matchmaking=matchmaking, request=request, averaging=averaging, chunk=chunk).items():
+            self._times[f"fixed_{name}"].value = value or 0.0
+
+    def expect_round(self, seconds: float, own_seconds: float = 0.0) -> None:
+        """Record how long a round should take, or took. The longest one counts, and decays.
+
+        :param seconds: a time that may follow from claims of other peers
+        :param own_seconds: the time for this peer's own bytes at its own rate; claims beyond MAX_CLAIMED_ROUND count
+            up to this
+        """
+        seconds = min(seconds, max(MAX_CLAIMED_ROUND, own_seconds))
+        self._times["round_seconds"].value = max(seconds, 0.9 * self._times["round_seconds"].value)
+
+    def record_epoch_time(self, seconds: float) -> None:
+        self._times["epoch_seconds"].value = seconds
+
+    def record_rtt(self, seconds: float) -> None:
+        """Record the RTT of a small message. The longest one counts, and decays.
+
+        It counts at most twice the one before, because a frozen peer answers when it is back. If the network is slow,
+        all answers are.
+        """
+        rtt = self._times["rtt"]
+        rtt.value = max(min(seconds, 2 * rtt.value), 0.9 * rtt.value, MIN_RTT)
+
+    # --- looks
+
+    async def watch(self, node: DHTNode) -> None:
+        """Measure RTTs, and keep the queue in front of the modem short by the rate, as LEDBAT does (RFC 6817). Runs in
+        the DHT's process, forever."""
+        shortest: dict[PeerID, float] = {}
+        asking: dict[PeerID, asyncio.Task] = {}
+        sent, looked, has_warned, wait = self._sent.value, time.monotonic(), False, 0.0
+        calm_sent, calm_at, most = sent, looked, 0.0  # when there was no queue, and the most that was sent since
+        while True:
+            await asyncio.sleep(POLL_INTERVAL)
+            node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
+            now, has_traffic = time.monotonic(), self._sent.value > sent
+            peers = choose_peers(node)
+            if not peers or not has_traffic and now < looked + IDLE_POLL_INTERVAL:
+                continue
+            seconds = max(POLL_INTERVAL / 2, now - max(looked, self._began.value))
+            share = (self._sent.value - sent) / seconds / (self._rate.value or math.inf)
+            sent, looked = self._sent.value, now
+            # an answer that came late is not a sample
+            asking = {peer: answer for peer, answer in asking.items() if not answer.done()}
+            fresh = {peer: asyncio.create_task(self.measure_rtt(node, peer)) for peer in peers if peer not in asking}
+            asking |= fresh
+            await asyncio.wait(asking.values(), timeout=POLL_INTERVAL)
+            waits = []
+            for peer, answer in fresh.items():
+                if answer.done() and (seconds := answer.result()) is not None:
+                    # a route that has become longer for good is learned in a minute
+                    last_shortest = shortest.get(peer, seconds)
+                    shortest[peer] = min(seconds, last_shortest + 0.01 * (seconds - last_shortest))
+                    waits.append(seconds - shortest[peer])
+            if has_traffic:
+                last_wait, wait = wait, min(waits, default=POLL_INTERVAL)
+                most = max(most, share)
+                if wait < STALL_DELAY or most < MIN_UTILIZATION:
+                    self.adjust(wait, last_wait, share)
+                else:
+                    await self.drain(node, calm_sent, calm_at)
+                    sent, looked, wait = self._sent.value, time.monotonic(), 0.0
+            if not has_traffic or wait < LOW_QUEUE_DELAY:
+                calm_sent, calm_at, most = sent, looked, 0.0
+            if self._is_fixed.value and not has_warned and self._rate.value < 0.7 * self._limit.value:
+                has_warned = True
+                logger.warning(
+                    f"the uplink carries about {format_number(self.mbits)} Mbit/s, less than --bandwidth: "
+                    "sending no faster than that"
+                )
+
+    def adjust(self, wait: float, last_wait: float, share: float) -> None:
+        """Raise or lower the rate after a look.
+
+        :param wait: the queueing delay: the seconds that a ping took beyond the shortest one
+        :param last_wait: the queueing delay at the last look
+        :param share: the share of the rate that was used
+        """
+        if not (rate := self._rate.value):
+            return
+        self._rates.append(rate)
+        self._settling = max(0, self._settling - 1)
+        # the first queue grows quickly; later on, a delay that does not stay is not a queue
+        queue = wait if self._calm == math.inf else min(wait, last_wait)
+        if queue > HIGH_QUEUE_DELAY and share > MIN_UTILIZATION and not self._settling:
+            rate = LOWER * min(self._rates)  # it began some looks ago
+            self._calm, self._settling = 0, RATE_COOLDOWN_LOOKS
+            with self.lock:  # let it drain
+                self._free_at.value = max(time.monotonic(), self._free_at.value) + queue
+        elif queue < LOW_QUEUE_DELAY and share > 0.85:
+            rate *= min(MAX_RAISE, 1 + RAISE_STEP * self._calm)
+            self._calm += 1
+        self._rate.value = min(max(rate, MIN_RATE), self._limit.value)
+
+    async def drain(self, node: DHTNode, sent: int, since: float) -> None:
+        """Send nothing until pings are answered again, and continue at the rate at which the queue has drained: the
+        uplink is much slower than the rate was.
+
+        :param sent: the bytes handed over when there was no queue yet
+        :param since: the time of that
+        """
+        self._is_paused.value, held, received = True, time.monotonic(), self._received.value
+        answers = 0
+        try:
+            while not answers and (peers := choose_peers(node)):
+                # no peer counts as dead because this uplink is slow
+                self._times["rtt"].value = MAX_RESPONSE_TIMEOUT / RTT_TIMEOUT_FACTOR
+                for answer in asyncio.as_completed(
+                    [asyncio.create_task(self.measure_rtt(node, peer)) for peer in peers]
+                ):
+                    answers += await answer is not None
+                    if 2 * answers > len(peers):  # each connection has a queue of its own, and some peers may be dead
+                        break
+                if not answers:
+                    await asyncio.sleep(POLL_INTERVAL)
+        finally:
+            self._is_paused.value = False
+        now = time.monotonic()
+        # if nothing came in either, the connection was cut
+        if now < held + MAX_RESPONSE_TIMEOUT or self._received.value > received:
+            carried = (self._sent.value - sent) / (now - max(since, self._began.value))
+            self._rate.value = max(min(carried, LOWER * self._rate.value), MIN_RATE)
+            self._calm, self._settling = math.inf, 0  # if it was the route and not the uplink, it is faster soon
+            self._rates.clear()
+
+    async def measure_rtt(self, node: DHTNode, peer: PeerID) -> float | None:
+        """Return the seconds that a ping to the peer took, up to an error of its clock; None without an answer. Runs in
+        the DHT's process."""
+        start, sent = time.monotonic(), get_dht_time()
+        with contextlib.suppress(Exception):  # a dead peer fails in many ways, all of which mean the same
+            ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest())
+            answer = await asyncio.wait_for(ping, MAX_RESPONSE_TIMEOUT)
+            self.record_rtt(time.monotonic() - start)
+            return answer.dht_time - sent
+        return None
+
+
+def choose_peers(node: DHTNode) -> list[PeerID]:
+    """Return the peers to ping."""
+    return list(node.protocol.routing_table.peer_id_to_uid)[:PROBED_PEERS]

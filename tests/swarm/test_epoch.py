@@ -1,0 +1,119 @@
+"""The states of an epoch: all transitions of the table in swarm/epoch.py, by a clock of the test's own."""
+
+import dataclasses
+import re
+
+import pytest
+
+import swarm.epoch
+from swarm.epoch import (
+    MAX_STALE_DOWNLOADS,
+    MAX_SYNC_PAUSE,
+    RETRY_AFTER,
+    SYNC_RETRY_PERIOD,
+    TRANSITIONS,
+    WAIT_RETRY_EPOCHS,
+    Epoch,
+    EpochState,
+    StragglerPatience,
+    SwarmLook,
+    SyncBackoff,
+)
+
+#: a swarm of several peers in the middle of epoch 5, in which this one is as well
+CALM = SwarmLook(
+    swarm_epoch=5,
+    is_fresh=True,
+    read_at=100.0,
+    has_batch=False,
+    seconds_left=60.0,
+    matchmaking_time=5.0,
+    has_others=True,
+    lacks_quorum=False,
+    is_synchronous=True,
+    is_searching=False,
+    has_group=False,
+)
+
+
+def look(**changes) -> SwarmLook:
+    return dataclasses.replace(CALM, **changes)
+
+
+def test_table_names_all_transitions():
+    rows = re.findall(r"^\| ([A-Z, ]+) \| ([A-Z]+) \|", swarm.epoch.__doc__, re.MULTILINE)
+    named = {(EpochState[start], EpochState[end]) for starts, end in rows for start in starts.split(", ")}
+    assert named == {(start, end) for start, ends in TRANSITIONS.items() for end in ends}
+
+
+def test_undeclared_transition_is_refused():
+    for start in EpochState:
+        for end in set(EpochState) - TRANSITIONS[start]:
+            epoch = Epoch(5)
+            epoch.state = start
+            with pytest.raises(ValueError, match=f"from {start.value} to {end.value}"):
+                epoch.enter(end)
+
+
+def test_group_is_searched_for_shortly_before_the_end():
+    epoch = Epoch(5)
+    assert not epoch.should_search(CALM) and epoch.should_search(look(seconds_left=5.0))
+    assert not epoch.should_search(look(seconds_left=5.0, has_others=False))
+    epoch.enter(EpochState.MATCHMAKING)
+    assert not epoch.should_search(look(seconds_left=0.0, is_searching=True))
+    epoch.enter(EpochState.MATCHMAKING)  # the search has failed
+    assert not epoch.is_over(CALM)
+    assert epoch.is_over(look(has_group=True)) and epoch.is_over(look(has_batch=True))
+
+
+def test_failed_round_is_tried_again_after_a_fresh_look():
+    epoch = Epoch(5)
+    epoch.enter(EpochState.AVERAGING)
+    epoch.retry_at = 100.0 + RETRY_AFTER
+    epoch.enter(EpochState.ACCUMULATING)
+    assert not epoch.can_average(look(has_batch=True))
+    assert epoch.can_average(look(has_batch=True, read_at=100.0 + RETRY_AFTER))
+    assert not epoch.can_average(look(has_batch=True, read_at=200.0, lacks_quorum=True))
+    assert Epoch(6).can_average(CALM), "the timer has ended with its epoch"
+
+
+def test_first_look_compares_exactly_and_later_ones_allow_one_epoch():
+    epoch, backoff = Epoch(5), SyncBackoff()
+    assert not epoch.must_sync(look(swarm_epoch=6, is_fresh=False), backoff, 0.0)
+    assert epoch.must_sync(look(swarm_epoch=6), backoff, 0.0)
+    assert not epoch.must_sync(look(swarm_epoch=6), backoff, 0.0), "one of the others may just be the first"
+    assert epoch.must_sync(look(swarm_epoch=7), backoff, 0.0)
+    assert Epoch(5).must_sync(look(swarm_epoch=4), backoff, 0.0), "also a swarm that has lost an epoch"
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_missed_step_counts_only_if_all_step_together(is_synchronous):
+    ahead = look(swarm_epoch=6, is_synchronous=is_synchronous)
+    assert Epoch(5).has_missed_step(ahead) == Epoch(5).is_one_step_behind(ahead) == is_synchronous
+    assert not Epoch(4).is_one_step_behind(ahead) and not Epoch(6).has_missed_step(ahead)
+
+
+def test_failed_download_pauses_the_next():
+    epoch, backoff = Epoch(5), SyncBackoff()
+    backoff.record_failure(100.0)
+    assert not epoch.must_sync(look(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD - 1)
+    assert epoch.must_sync(look(swarm_epoch=9), backoff, 100.0 + SYNC_RETRY_PERIOD)
+
+
+def test_stale_download_waits_for_a_new_epoch_and_then_longer_each_time():
+    backoff = SyncBackoff()
+    assert backoff.record_stale_download(8, seconds=20.0, is_too_slow=False, now=100.0) == 0.0
+    assert not backoff.allows(8, False, 100.0) and backoff.allows(9, False, 100.0)
+    assert backoff.allows(8, True, 100.0), "a single step is fewer bytes than a state"
+    pauses = [backoff.record_stale_download(9, 20.0, False, 100.0) for _ in range(10)]
+    first = MAX_STALE_DOWNLOADS - 2
+    assert pauses[:first] == [0.0] * first and pauses[first : first + 3] == [20.0, 40.0, 80.0]
+    assert pauses[-1] == MAX_SYNC_PAUSE and not backoff.allows(99, True, 100.0 + MAX_SYNC_PAUSE - 1)
+    assert SyncBackoff().record_stale_download(8, 20.0, is_too_slow=True, now=0.0) == 20.0
+
+
+def test_stragglers_are_waited_for_again_some_epochs_later():
+    patience = StragglerPatience()
+    assert patience.waits_in(0)
+    patience.record_vain_wait(5)
+    assert [patience.waits_in(epoch) for epoch in (6, 4 + WAIT_RETRY_EPOCHS, 5 + WAIT_RETRY_EPOCHS)] == [0, 0, 1]
