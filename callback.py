@@ -187,9 +187,9 @@ class CollaborativeCallback:
         if self.args.do_eval and self.measure():
             self.start_loss = self.evaluation.loss
             logger.info(f"unigram entropy {self.corpus['unigram_entropy']:.3f} nats")
-        progress, others = self.optimizer.tracker.global_progress, len(self.optimizer.tracker.present)
-        if others and progress.epoch > self.optimizer.local_epoch:
-            logger.info(f"taking over the state of epoch {progress.epoch} from {format_count(others, 'other peer')}")
+        epoch, others = self.optimizer.tracker.view.epoch, len(self.optimizer.tracker.present)
+        if others and epoch > self.optimizer.local_epoch:
+            logger.info(f"taking over the state of epoch {epoch} from {format_count(others, 'other peer')}")
             self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
@@ -472,8 +472,8 @@ class CollaborativeCallback:
         """One line on the swarm, from what the tracker already knows: what matters first, and nothing that is not known
         yet. Its parts are two spaces apart."""
         optimizer, tracker = self.optimizer, self.optimizer.tracker
-        progress, here = tracker.global_progress, optimizer.grad_averager.samples
-        gathered, target = max(progress.samples_accumulated, here), progress.target_batch_size
+        view, here = tracker.view, optimizer.grad_averager.samples
+        gathered, target = max(view.samples, here), tracker.target_batch_size
         speed = sum(peer.samples_per_second for peer in (tracker.performance_ema, *tracker.present.values()))
         loss = self.measure_loss()
         parts = [f"epoch {optimizer.local_epoch:,} {min(100, 100 * gathered // target)}%"]
@@ -482,7 +482,7 @@ class CollaborativeCallback:
         parts.append(format_count(len(tracker.present) + 1, "peer"))
         if speed > 1e-6:  # not before somebody's first step
             parts.append(f"{format_number(speed)} samples/s")
-            seconds = min(progress.eta_next_epoch - get_dht_time(), (target - gathered) / speed)
+            seconds = min(view.ends_at - get_dht_time(), (target - gathered) / speed)
             parts += [f"next in {format_duration(seconds)}"] * (seconds > 0)
         parts += [f"waits for data {self.wait_share:.0%}"] * (self.wait_share > LONG_WAIT)
         course = format_progress(optimizer.local_epoch, self.measure_progress())

@@ -35,11 +35,12 @@ from swarm.guard import MaliciousPeersError
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
-from swarm.progress import FIRST_LOOK, ProgressTracker
+from swarm.progress import FIRST_LOOK, PeerTracker
 from swarm.round_wait import STOP_TIMEOUT, RoundWait, StopTimeout, stop_waiting_for_stragglers
 from swarm.rounds import PeersBehindError, PeersUnreachableError, StateDivergedError
 from swarm.state_sync import FETCH_TIMEOUT, StateSync
 from swarm.states import StateAverager, list_params
+from swarm.trust import PeerTrust
 
 logger = logging.getLogger("swarm")
 
@@ -128,16 +129,16 @@ class CollaborativeOptimizer:
         #: the last rounds of gradients, which are searched for in advance, and of parameters
         self.gradient_round: StepControl | None = None
         self.state_round: StepControl | None = None
-        self.tracker = ProgressTracker(
+        self.trust = PeerTrust(self.uplink, attested=dht.vouched.workers if dht.vouched else ())
+        self.tracker = PeerTracker(
             dht,
             prefix,
             averaging.target_batch_size - averaging.batch_size_lead,
+            self.trust,
             client_mode=client_mode,
-            start=True,
             **select("min_refresh_period", "max_refresh_period", "default_refresh_period", "expected_drift_peers"),
             **select("expected_drift_rate", "metadata_expiration", "performance_ema_alpha"),
         )
-        self.tracker.vouched = set(dht.vouched.workers if dht.vouched else ())
         options = dict(
             dht=dht,
             client_mode=client_mode,
@@ -246,7 +247,7 @@ class CollaborativeOptimizer:
         with self.tracker.pause_updates():
             self.tracker.update_epoch(self.local_epoch)
             if not self.tracker.present:  # an epoch that this peer was at before no longer counts
-                self.tracker.global_progress.epoch = self.local_epoch
+                self.tracker.set_swarm_epoch(self.local_epoch)
         self.epoch = Epoch(self.local_epoch)
         self._declare_state()
 
@@ -287,12 +288,12 @@ class CollaborativeOptimizer:
         control, tracker = self.gradient_round, self.tracker
         return SwarmLook(
             swarm_epoch=tracker.global_epoch,
-            is_fresh=tracker.fetched_global_progress_this_epoch.is_set(),
-            read_at=tracker.last_fetch,
+            is_fresh=tracker.is_fresh,
+            read_at=tracker.view.read_at,
             has_batch=tracker.ready_to_update_epoch,
             seconds_left=tracker.estimated_next_update_time - get_dht_time(),
             matchmaking_time=self.uplink.timeouts.matchmaking,
-            has_others=tracker.global_progress.num_peers > 1 + self.is_auxiliary,
+            has_others=tracker.view.num_peers > 1 + self.is_auxiliary,
             lacks_quorum=tracker.lacks_quorum,
             is_synchronous=self._is_synchronous(),
             is_searching=control is not None and not control.triggered and not control.done(),
@@ -326,7 +327,7 @@ class CollaborativeOptimizer:
         """
         if self.tracker.peers_at_epoch:
             return False
-        with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
+        with self.tracker.pause_updates(), contextlib.suppress(concurrent.futures.TimeoutError):
             self.tracker.refresh_now(timeout=FETCH_TIMEOUT)
         return bool(self.tracker.peers_at_epoch)
 
@@ -336,7 +337,7 @@ class CollaborativeOptimizer:
         others = self.tracker.peers_at_epoch
         min_peers = max(self.tracker.quorum, 1 + len(others)) if look.is_synchronous else 1
         self.grad_averager.round_state = [self.local_epoch, look.is_synchronous, self.state_averager.lineage]
-        self.grad_averager.set_expected_peers(others, min_peers, self.tracker.silent)
+        self.grad_averager.set_expected_peers(others, min_peers, self.trust.excluded)
         self._expect_for_states()
 
     def _expect_for_states(self) -> None:
@@ -345,7 +346,7 @@ class CollaborativeOptimizer:
         others = self.tracker.peers_at_epoch
         if self._is_synchronous() and not self.is_auxiliary:
             others = self.stats.last_group & self.tracker.present.keys()
-        self.state_averager.set_expected_peers(others, silent=self.tracker.silent)
+        self.state_averager.set_expected_peers(others, silent=self.trust.excluded)
 
     def _search_group(self) -> None:
         """MATCHMAKING: look for a group, while this peer goes on accumulating."""
@@ -396,7 +397,7 @@ class CollaborativeOptimizer:
         if not self.overlap:
             self.stats.group_size = 1
         self.state_averager.group_id = self.dht.peer_id.to_bytes()
-        if self.tracker.global_progress.num_peers <= 1:
+        if self.tracker.view.num_peers <= 1:
             self._leave_round(control, timeout=0.0)
             self.gradient_round = None
         else:
@@ -436,8 +437,7 @@ class CollaborativeOptimizer:
         self.tracker.ban(violations)
         if not self._is_synchronous() or self.is_auxiliary:
             # in other groups there are many peers that this one has not met
-            self.tracker.partners.clear()
-            self.tracker.vouched.clear()
+            self.trust.forget_groups()
             return
         self.state_averager.group_id = group_id
         self._expect_for_states()
@@ -480,7 +480,7 @@ class CollaborativeOptimizer:
         is_due = next_epoch % self.averaging.average_state_every == 0 and not averager.averaging_in_progress
         if not self.is_auxiliary:  # its step would wait for it in line, whatever the user asks
             self._finish_background(timeout)
-        has_others = self.tracker.global_progress.num_peers > 1 + self.is_auxiliary
+        has_others = self.tracker.view.num_peers > 1 + self.is_auxiliary
         with_parameters = is_due and has_others
         if with_parameters:
             self.state_round = averager.schedule_step(gather=next_epoch, timeout=timeout)
@@ -668,7 +668,7 @@ class AveragingHelper(CollaborativeOptimizer):
         self._update_phase()
         with self.tracker.pause_updates():
             self.tracker.update_epoch(middle.epoch)
-            self.tracker.global_progress.epoch = middle.epoch
+            self.tracker.set_swarm_epoch(middle.epoch)
         self.tracker.schedule_refresh(0.0)
 
     def _catch_up(self, look: SwarmLook) -> None:

@@ -1,382 +1,445 @@
-"""Which peers are there, and how far they are: as far as their reports can be believed."""
+"""The progress of the swarm: which peers are there, how far they are, and when their epoch will be over.
 
-import asyncio
+Peers publish their progress in hivemind's records, so that plain hivemind peers read them as well. hivemind's tracker
+reads them too, but counts a dead peer until its last record expires (note 22), reports each step (note 12), and holds a
+lock while it asks the DHT (note 71).
+"""
+
 import contextlib
-import logging
 import math
+import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import hivemind
-from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.schema import SchemaValidator
+from hivemind.optim.progress_tracker import LocalTrainingProgress, TrainingProgressSchema
 from hivemind.p2p import PeerID
-from hivemind.utils import MPFuture, ValueWithExpiration, enter_asynchronously, get_dht_time
+from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
 
-from support.console import format_count
-from swarm.dht import format_peer_list, ping_peers
+from swarm.dht import ping_peers
+from swarm.trust import PeerTrust, logger
 from swarm.vouching import RunAttestation, request_attestations, select_attesters
-from utils import filter_plausible_records, find_peer_id
+from utils import find_peer_id
 
-logger = logging.getLogger("swarm")
-
-BAN_SECONDS = 60.0
-FIRST_LOOK = 2.0  # seconds of waiting for a group, or without a report, before asking whether anybody is there
-QUESTIONED = 8  # peers pinged at once, by each peer before each round
-MAX_SPEED, MAX_AGE = 1e9, 3600.0  # samples/s, and seconds since a report: more nobody has
-MAX_LEAD = 2  # epochs by which a stranger may be further than all who are known to have worked
-MAX_ABSENCES = 3  # rounds in a row for which a peer is waited for in vain that says it is there
+FIRST_LOOK = 2.0  # seconds of waiting for a group, or without a report, until a peer is asked whether it is there
+MAX_PINGS = 8  # peers pinged at once, by each peer before each round
+MAX_SPEED = 1e9  # samples/s that a record may claim
+MAX_AGE = 3600.0  # seconds since the time that a record names
 
 
-def find_majority_epoch(epochs: Iterable[int]) -> int:
-    """Return the highest epoch that more than half of these peers have reached. New peers, at epoch 0, have no say."""
-    started = sorted(filter(None, epochs), reverse=True)
-    return started[len(started) // 2] if started else 0
+@dataclass(frozen=True)
+class SwarmView:
+    """What the records of the present peers say of the swarm."""
+
+    epoch: int  # that most known peers have reached
+    samples: int  # of all peers at this epoch, as they have reported them
+    num_peers: int  # at this peer's epoch, itself included
+    ends_at: float  # when the swarm has the samples of the epoch, as estimated; in seconds of the DHT's time
+    read_at: float  # when the DHT was asked for the records; monotonic clock
 
 
-class ProgressTracker(hivemind.optim.progress_tracker.ProgressTracker):
-    """Counts only peers that are there, and reports at most once in min_refresh_period within an epoch.
+class PeerTracker(threading.Thread):
+    """Publishes this peer's progress, and reads that of the others; in a thread of its own until `shutdown`."""
 
-    hivemind counts a peer until its last record expires: for all that time a dead peer's samples are expected and
-    others wait for it in each round (note 22). Here a peer that was found silent does not count until it reports
-    something new. And hivemind reports each step (note 12): a signature and a message to several peers, and nobody
-    looks more often than min_refresh_period.
-    """
+    def __init__(
+        self,
+        dht: hivemind.DHT,
+        prefix: str,
+        target_batch_size: int,
+        trust: PeerTrust,
+        *,
+        client_mode: bool = False,
+        min_refresh_period: float = 0.5,
+        max_refresh_period: float = 10.0,
+        default_refresh_period: float = 3.0,
+        expected_drift_peers: float = 3.0,
+        expected_drift_rate: float = 0.2,
+        performance_ema_alpha: float = 0.1,
+        metadata_expiration: float = 60.0,
+        private_key: RSAPrivateKey | None = None,
+    ):
+        """
+        :param target_batch_size: the number of samples of an epoch
+        :param trust: decides which records count
+        :param min_refresh_period: seconds between two looks at the swarm at least, and between two reports of an epoch
+        :param max_refresh_period: seconds between two looks at most
+        :param default_refresh_period: seconds between two looks as long as there are no records
+        :param expected_drift_peers: the number of peers that may join within an epoch
+        :param expected_drift_rate: the share of peers that may join within an epoch
+        :param metadata_expiration: seconds for which a record stays in the DHT
+        :param private_key: signs the records; default: this process's key
+        """
+        super().__init__(name=f"progress of {prefix}", daemon=True)
+        self.dht, self.prefix, self.trust, self.client_mode = dht, prefix, trust, client_mode
+        self.key, self.target_batch_size = f"{prefix}_progress", target_batch_size
+        self.min_refresh_period, self.max_refresh_period = min_refresh_period, max_refresh_period
+        self.default_refresh_period = default_refresh_period
+        self.expected_drift_peers, self.expected_drift_rate = expected_drift_peers, expected_drift_rate
+        self.metadata_expiration = metadata_expiration
+        self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
+        signature = RSASignatureValidator(private_key)
+        self._public_key = signature.local_public_key
+        dht.add_validators([SchemaValidator(TrainingProgressSchema, prefix=prefix), signature])
 
-    _last_report = -float("inf")
-
-    def __init__(self, *args, **kwargs):
-        #: newest records of the other peers, by peer id
+        self.local_progress = self._make_record(0, 0)
+        #: newest records of the other peers that can be true, by peer id
         self.others: dict[bytes, LocalTrainingProgress] = {}
-        #: when peers were found silent, or until when they are banned, in seconds of the DHT's time
-        self.silent: dict[bytes, float] = {}
-        #: those of them of whom the next look may tell that they have left in order
-        self.unexplained: set[bytes] = set()
-        #: how often each has lied, and to how many rounds in a row it has not come
-        self.lies: Counter[PeerID] = Counter()
-        self.absences: Counter[bytes] = Counter()
-        #: until when nobody waits for those who do not come, in seconds of the DHT's time
-        self.unawaited: dict[bytes, float] = {}
-        #: ids of peers that have been in rounds with this one, and of those that its --initial_peers vouch for
-        self.partners: set[bytes] = set()
-        self.vouched: set[bytes] = set()
-        self.last_fetch = -float("inf")
-        #: pings in flight
-        self.questions: list[MPFuture] = []
-        #: the last epoch's end, and how long it took, in seconds
-        self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
-        #: the last question who has worked: MPFuture forgets the callbacks of one that nobody holds
-        self._asked: MPFuture | None = None
-        #: the epoch in which peers that are behind have been waited for long enough
+        #: pings in flight, and the last request for attestations: MPFuture forgets the callbacks of one nobody holds
+        self.pings: list[MPFuture] = []
+        self._attestations: MPFuture | None = None
+        #: the epoch in which rounds no longer wait for peers that are one epoch behind
         self.impatient_epoch = -1
-        super().__init__(*args, **kwargs)
+        #: whether the thread has read the records since this peer's epoch began
+        self.is_fresh = False
+        # when this epoch began, and the seconds that the last one took
+        self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
+        # held while nothing but the holder may change the view
+        self._lock, self._wake, self._is_ending = threading.Lock(), threading.Event(), threading.Event()
+        self._reported_at = self._next_report = self._next_read = -math.inf
+        self.view = SwarmView(0, 0, 0, math.inf, -math.inf)
+        entry = self.dht.get(self.key, latest=True)
+        self.view = self._make_view(entry, time.monotonic())
+        self.start()
 
-    def run(self) -> None:
-        """hivemind's, which leaves behind what it has just asked the DHT: told of the answer when this loop is closed,
-        it would print a traceback."""
+    # --- this peer
 
-        async def run_all() -> None:
-            await asyncio.gather(self._progress_reporter(), self._progress_fetcher())
+    def _make_record(self, epoch: int, samples: int) -> LocalTrainingProgress:
+        return LocalTrainingProgress(
+            peer_id=self.dht.peer_id.to_bytes(),
+            epoch=epoch,
+            samples_accumulated=samples,
+            samples_per_second=self.performance_ema.samples_per_second,
+            time=get_dht_time(),
+            client_mode=self.client_mode,
+        )
 
-        asyncio.run(run_all())
-        self.shutdown_complete.set()
+    def report_local_progress(self, epoch: int, samples: int) -> None:
+        """Record that this peer has so many samples of its epoch. They are published at once, or as soon as
+        min_refresh_period has passed since the last report of this epoch (note 12)."""
+        new_samples, last_epoch = samples - self.local_progress.samples_accumulated, self.local_progress.epoch
+        if epoch == last_epoch == self.view.epoch:
+            self.view = replace(self.view, samples=self.view.samples + new_samples)
+        if new_samples > 0:
+            self.performance_ema.update(task_size=new_samples)
+        else:
+            self.performance_ema.reset_timer()
+        self.local_progress = self._make_record(epoch, samples)
+        now = time.monotonic()
+        due_at = self._reported_at + self.min_refresh_period
+        if epoch != last_epoch:
+            self._epoch_began, self._epoch_seconds = now, now - self._epoch_began
+            due_at = now
+        self._next_report = min(self._next_report, due_at)
+        self._wake.set()
 
-    async def _progress_fetcher(self) -> None:
-        """hivemind's, but for the lock, which it holds while the DHT is asked: a dead peer delays that for seconds, and
-        the loop would wait for it at the end of an epoch."""
-        loop = asyncio.get_running_loop()
-        stopping = loop.run_in_executor(None, self.shutdown_triggered.wait)
-        while not self.shutdown_triggered.is_set():
-            seconds = max(0.0, self.global_progress.next_fetch_time - get_dht_time())
-            if await loop.run_in_executor(None, self.global_state_updated.wait, seconds):
-                self.global_state_updated.clear()
-                continue
-            asked = time.monotonic()
-            answer = asyncio.create_task(asyncio.wait_for(self.request_records(), None))
-            await asyncio.wait({answer, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                answered = time.monotonic()
-                async with enter_asynchronously(self.lock_global_progress):
-                    # a whole round may have passed meanwhile, in which the loop has looked itself
-                    if time.monotonic() < answered + self.min_refresh_period:
-                        self.apply_records(answer.result())
-                        self.last_fetch = asked
-                        self.fetched_global_progress_this_epoch.set()
-            answer.cancel()
+    def update_epoch(self, epoch: int) -> None:
+        """Go to another epoch, without samples yet. The caller has paused updates."""
+        if epoch > self.view.epoch:
+            self.view = replace(self.view, epoch=epoch, samples=0, ends_at=math.inf)
+        self.report_local_progress(epoch, 0)
+        self.is_fresh = False
 
-    def _parse_swarm_progress_data(self, metadata):
-        own_id = self.dht.peer_id.to_bytes()
-        newest: dict[bytes, tuple[bytes, LocalTrainingProgress]] = {}
-        withdrawn = set()
-        for key, entry in metadata.items() if isinstance(metadata, dict) else ():
-            if entry.value is not None:
-                record = LocalTrainingProgress.parse_obj(entry.value)
-                if not (record.samples_per_second <= MAX_SPEED and abs(record.time - get_dht_time()) < MAX_AGE):
-                    continue
-                # a peer that was restarted has the records of both lives
-                if record.peer_id not in newest or record.time > newest[record.peer_id][1].time:
-                    newest[record.peer_id] = key, record
-            else:
-                withdrawn.add(find_peer_id(key))
-        # anybody may sign "epoch 10**9" with a fresh key, and everybody would ask for that state
-        records = [(peer_id, record) for peer_id, (_, record) in newest.items() if peer_id != own_id]
-        before, known = self.others, [(peer_id, record) for peer_id, record in records if peer_id in self.trusted]
-        self.others = dict(filter_plausible_records(known or records, self.local_progress.epoch))
-        if known:
-            limit = max(record.epoch for record in (self.local_progress, *self.others.values())) + MAX_LEAD
-            self.others |= {peer_id: record for peer_id, record in records if record.epoch <= limit}
-        for peer_id in withdrawn & before.keys() - self.others.keys():
-            logger.info(f"peer {PeerID(peer_id)} left")
-        newest = {peer_id: item for peer_id, item in newest.items() if peer_id == own_id or peer_id in self.others}
-        self.unawaited = {peer_id: until for peer_id, until in self.unawaited.items() if get_dht_time() < until}
-        for peer_id, since in list(self.silent.items()):
-            record, now = self.others.get(peer_id), get_dht_time()
-            if record is None:
-                if since < now:
-                    del self.silent[peer_id]
-            elif min(record.time, now) > since:
-                del self.silent[peer_id]
-                logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
-        if gone := self.unexplained & self.silent.keys() & self.others.keys():
-            others = format_count(len(self.present), "other peer")
-            logger.info(f"no answer from peer {format_peer_list(gone)}: continuing with {others}")
-        self.unexplained.clear()
-        here = {own_id, *self.present}
-        counted = {key: metadata[key] for peer_id, (key, _) in newest.items() if peer_id in here}
-        # a peer that claims an epoch has a state for it to serve
-        known = [record for peer_id, record in self.present.items() if peer_id in self.trusted]
-        others = known or self.present.values()
-        highest = max(self.local_progress.epoch, find_majority_epoch(record.epoch for record in others))
-        for key, entry in counted.items():
-            if entry.value["epoch"] > highest:
-                lowered = {**entry.value, "epoch": highest, "samples_accumulated": 0}
-                counted[key] = ValueWithExpiration(lowered, entry.expiration_time)
-        # nor do they end it early: all of them together count for as much at most as those who have worked
-        present, trusted = self.present, self.trusted
-        workers = [self.local_progress, *(present[peer_id] for peer_id in present.keys() & trusted)]
-        speed = sum(record.samples_per_second for record in workers)
-        # who has just come has had none; nor do speeds that somebody claims make it shorter than it was
-        self.dht.uplink.record_epoch_time(max(self._epoch_seconds, self.target_batch_size / speed if speed else 0.0))
-        strangers = [newest[peer_id] for peer_id in present.keys() - trusted]
-        for name in ("samples_accumulated", "samples_per_second") if len(workers) > 1 else ():
-            limit = sum(getattr(record, name) for record in workers)
-            claimed = max(limit, sum(getattr(record, name) for _, record in strangers))
-            for key, record in strangers if claimed else ():
-                number = type(limit)(getattr(record, name) * limit / claimed)
-                # from now on: nobody computes for a stranger what it may have done since
-                value = {**counted[key].value, name: min(counted[key].value[name], number), "time": get_dht_time()}
-                counted[key] = ValueWithExpiration(value, counted[key].expiration_time)
-        if all(record.client_mode for record in self.present.values()):
-            # hivemind would not look at their epochs, as clients give no state; here they do
-            for key, entry in counted.items():
-                counted[key] = ValueWithExpiration({**entry.value, "client_mode": False}, entry.expiration_time)
-        if own_id in newest:  # what the others were told last is older
-            own_key = newest[own_id][0]
-            counted[own_key] = ValueWithExpiration(self.local_progress.dict(), metadata[own_key].expiration_time)
-        self.last_fetch = time.monotonic()
-        progress = super()._parse_swarm_progress_data(counted)
-        # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
-        # one that is far behind, for which the others would wait in each round
-        progress.num_peers = len(self.peers_at_epoch) + 1
-        return progress
+    def set_swarm_epoch(self, epoch: int) -> None:
+        """Take this for the swarm's epoch, also if it is a lower one. The caller has paused updates."""
+        self.view = replace(self.view, epoch=epoch)
 
-    @property
-    def present(self) -> dict[bytes, LocalTrainingProgress]:
-        """Newest records of the other peers that are neither silent nor absent from all rounds, by peer id."""
-        others, out = list(self.others.items()), self.silent.keys() | self.unawaited.keys()
-        return {peer_id: record for peer_id, record in others if peer_id not in out}
+    def set_target(self, samples: int) -> None:
+        """Change the number of samples of an epoch.
 
-    @property
-    def quorum(self) -> int:
-        """How many peers a round takes, this one among them: most of those at this epoch who are known to have worked.
-        Who has fallen silent counts on for a while: the network may be cut in two, and a step of the smaller half would
-        be another one than that of the larger."""
-        now, known, grace = get_dht_time(), self.trusted, self.dht.uplink.timeouts.partition_grace
-        members = {
-            peer_id
-            for peer_id, record in list(self.others.items())
-            # neither silent for long, nor banned, which is until later
-            if record.epoch >= self._min_epoch and now - grace <= self.silent.get(peer_id, now) <= now
-        } - self.unawaited.keys()
-        return 1 + (1 + len(members & known or members)) // 2
+        The end was estimated for another number: an auxiliary peer that has just come would take an epoch of local
+        steps for over.
+        """
+        if samples != self.target_batch_size:
+            self.target_batch_size = samples
+            self.view = replace(self.view, ends_at=math.inf)
+            self.schedule_refresh(0.0)
 
-    def refresh_trusted_peers(self) -> None:
-        """Ask those whom this peer was told to trust once more, without waiting. Whoever came early has heard of few
-        workers, and counts so little of what others say that it comes late to each round, and meets no more of them."""
-        if peers := select_attesters(map(str, self.dht.initial_peers or ())):
-            self._asked = self.dht.run_coroutine(partial(request_attestations, peers=peers), return_future=True)
-            self._asked.add_done_callback(
-                lambda done: done.cancelled() or done.exception() or self._hear(done.result())
-            )
+    def announce(self) -> None:
+        """Tell the others that this peer is there. hivemind does so only once a peer has computed something: the others
+        would go into the next round without it; nor does it while the peer waits for others."""
+        if self._is_ending.is_set():
+            return
+        self.local_progress = self.local_progress.copy(update={"time": get_dht_time()})
+        self._store(self.local_progress.dict())
 
-    def _hear(self, answers: dict[PeerID, RunAttestation]) -> None:
-        workers = {worker for it in answers.values() if it.prefix == self.prefix for worker in it.workers}
-        self.vouched = workers or self.vouched
-
-    @property
-    def trusted(self) -> set[bytes]:
-        """Ids of peers that are known to have worked."""
-        return self.partners | self.vouched
-
-    def list_donors(self) -> list[bytes]:
-        """Ids of the known contributors that decide which state is the swarm's; clients serve only peers that they have
-        called."""
-        return [p for p, record in self.present.items() if p in self.trusted and not record.client_mode]
-
-    @property
-    def has_stopped_waiting(self) -> bool:
-        return self.local_progress.epoch == self.impatient_epoch
-
-    @property
-    def peers_at_epoch(self) -> list[bytes]:
-        """Ids of the other peers that are there and at this peer's epoch, or about to be."""
-        return [peer_id for peer_id, record in self.present.items() if record.epoch >= self._min_epoch]
-
-    @property
-    def _min_epoch(self) -> int:
-        # who is one epoch behind makes the others' step just now; worth waiting for, once
-        return self.local_progress.epoch - (not self.has_stopped_waiting)
-
-    @property
-    def lacks_quorum(self) -> bool:
-        """Whether too few are there for a round."""
-        return 1 + len(self.peers_at_epoch) < self.quorum
+    def _store(self, value: dict | None) -> None:
+        expiration = get_dht_time() + self.metadata_expiration
+        options = dict(value=value, expiration_time=expiration, return_future=True)
+        self.dht.store(self.key, subkey=self._public_key, **options)
 
     @contextlib.contextmanager
     def suspend_participation(self) -> Iterator[None]:
-        """For what takes this peer's time between two steps: the others neither count on its samples meanwhile nor wait
-        for it in a round, as its record names an epoch too long past for that; nor do they take it for slow later."""
+        """For work that takes this peer's time between two steps: the others neither count on its samples meanwhile nor
+        wait for it in a round, because its record names an epoch too long past; nor do they take it for slow later."""
         own = self.local_progress
         with self.performance_ema.pause():
-            # at first, no epoch is too long past; a newcomer has not announced itself yet
-            if own.epoch >= 2 and self.present and not self.shutdown_triggered.is_set():
-                self.local_progress = self._get_local_progress(own.epoch - 2, 0)
+            # at first, no epoch is too long past; a peer that has just joined has not announced itself yet
+            if own.epoch >= 2 and self.present and not self._is_ending.is_set():
+                self.local_progress = self._make_record(own.epoch - 2, 0)
                 self.announce()
             try:
                 yield
             finally:
                 if self.local_progress is not own:
-                    self.local_progress = self._get_local_progress(own.epoch, own.samples_accumulated)
+                    self.local_progress = self._make_record(own.epoch, own.samples_accumulated)
                     self.announce()
                     self.schedule_refresh(0.0)
 
+    # --- the others
+
+    @property
+    def global_epoch(self) -> int:
+        return self.view.epoch
+
+    @property
+    def ready_to_update_epoch(self) -> bool:
+        """Whether the swarm has the samples of this peer's epoch, or is further.
+
+        The others may have more than they have reported, as estimated. A peer that is alone knows all samples.
+        """
+        view = self.view
+        is_estimated = view.num_peers > 1 and get_dht_time() >= view.ends_at
+        return is_estimated or view.samples >= self.target_batch_size or view.epoch > self.local_progress.epoch
+
+    @property
+    def estimated_next_update_time(self) -> float:
+        """When the swarm has the samples of this peer's epoch, in seconds of the DHT's time."""
+        return get_dht_time() if self.ready_to_update_epoch else self.view.ends_at
+
+    @property
+    def present(self) -> dict[bytes, LocalTrainingProgress]:
+        """The newest records of the other peers that are there, by peer id."""
+        return self.trust.select_present(self.others)
+
+    @property
+    def peers_at_epoch(self) -> list[bytes]:
+        """The ids of the other peers that are there and at this peer's epoch, or about to be."""
+        return [peer_id for peer_id, record in self.present.items() if record.epoch >= self._min_epoch]
+
+    @property
+    def _min_epoch(self) -> int:
+        # a peer that is one epoch behind makes the others' step just now; worth waiting for, once
+        epoch = self.local_progress.epoch
+        return epoch if epoch == self.impatient_epoch else epoch - 1
+
+    @property
+    def quorum(self) -> int:
+        """The number of peers that a round takes, this one included."""
+        return self.trust.count_quorum(self.others, self._min_epoch)
+
+    @property
+    def lacks_quorum(self) -> bool:
+        return 1 + len(self.peers_at_epoch) < self.quorum
+
+    def list_donors(self) -> list[bytes]:
+        """Return the ids of the known contributors, which decide which state is the swarm's; clients serve only peers
+        that they have called."""
+        return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
+
+    def refresh_trusted_peers(self) -> None:
+        """Ask --initial_peers once more for the contributors that they know, without waiting.
+
+        A peer that came early has heard of few. It counts so little of what others say that it comes late to each
+        round, and meets no more of them.
+        """
+        if peers := select_attesters(map(str, self.dht.initial_peers or ())):
+            request = partial(request_attestations, peers=peers)
+            self._attestations = self.dht.run_coroutine(request, return_future=True)
+            self._attestations.add_done_callback(
+                lambda done: done.cancelled() or done.exception() or self._apply_attestations(done.result())
+            )
+
+    def _apply_attestations(self, answers: dict[PeerID, RunAttestation]) -> None:
+        attested = {worker for it in answers.values() if it.prefix == self.prefix for worker in it.workers}
+        self.trust.attested = attested or self.trust.attested
+
     def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
-        """From now on these peers do not count, until they report something new."""
-        gone = [peer_id for peer_id in peer_ids if peer_id in self.present]
-        self.silent |= dict.fromkeys(gone, get_dht_time())
-        if gone:
-            self.unexplained.update(gone)
+        """Do not count these peers until they report something new."""
+        present = self.present
+        if silent := [peer_id for peer_id in peer_ids if peer_id in present]:
+            self.trust.mark_unresponsive(silent)
             self.schedule_refresh(0.0)
 
-    def exclude_idle_peers(self, since: float, at_most: int) -> None:
-        """Those who answer pings, but have given no sign of life since this time, in which others waited for them;
-        nobody where there are more of them than this."""
+    def exclude_idle_peers(self, since: float, max_peers: int) -> None:
+        """Do not count peers that answer pings, but have not reported since this time, in which others waited for them;
+        unless they are more than `max_peers`."""
         idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
-        if len(idle) <= at_most:
+        if len(idle) <= max_peers:
             self.mark_unresponsive(idle)
 
     def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
-        """Ping those of these peers that have been quiet for longest; who does not answer does not count any more.
+        """Ping those of these peers that have been quiet for longest; the ones that do not answer no longer count.
 
-        :param quiet_for: seconds without a report after which a peer is asked
+        :param quiet_for: the seconds without a report after which a peer is pinged
         """
         present, quiet_since = self.present, get_dht_time() - quiet_for
-        public = [
+        quiet = [
             peer_id
             for peer_id in peer_ids
             if peer_id in present and not present[peer_id].client_mode and present[peer_id].time < quiet_since
         ]
-        asked = set(sorted(public, key=lambda peer_id: present[peer_id].time)[:QUESTIONED])
-        if not asked:
+        pinged = set(sorted(quiet, key=lambda peer_id: present[peer_id].time)[:MAX_PINGS])
+        if not pinged:
             return
-        future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(asked)), return_future=True)
-        self.questions = [question for question in self.questions if not question.done()] + [future]
+        future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(pinged)), return_future=True)
+        self.pings = [ping for ping in self.pings if not ping.done()] + [future]
         future.add_done_callback(
-            lambda done: done.cancelled() or done.exception() or self.mark_unresponsive(asked - done.result())
+            lambda done: done.cancelled() or done.exception() or self.mark_unresponsive(pinged - done.result())
         )
 
-    def ban(self, lies: dict[PeerID, str]) -> None:
-        """These peers have lied in a round, and do not count for a while, four times as long each time.
-
-        :param lies: what each has done, in words
-        """
-        for peer, lie in lies.items():
-            if self.silent.get(peer.to_bytes(), 0.0) > get_dht_time():
-                continue  # it is out already, for this or something else
-            self.silent[peer.to_bytes()] = get_dht_time() + BAN_SECONDS * 4 ** self.lies[peer]
-            self.lies[peer] += 1
-            logger.warning(f"peer {peer} {lie}: no rounds with it for a while")
-        if lies:
+    def ban(self, violations: dict[PeerID, str]) -> None:
+        """Do no rounds with these peers for a while, see PeerTrust.ban."""
+        if violations:
+            self.trust.ban(violations)
             self.schedule_refresh(0.0)
 
-    def record_round(self, took_part: Iterable[bytes], waited_since: float | None) -> list[bytes]:
-        """These peers were in the round that has just succeeded.
+    def record_round(self, group: Iterable[bytes], waited_since: float | None) -> list[bytes]:
+        """Record which peers were in the round that has just succeeded, see PeerTrust.record_round.
 
-        :param waited_since: when the others began to be waited for, in vain; in seconds of the DHT's time
-        :returns: who of those that are there was not
+        :returns: the ids of the peers at this epoch that were not
         """
         present = self.present
-        absent = [peer_id for peer_id in self.peers_at_epoch if peer_id in present and peer_id not in took_part]
-        self.partners |= set(took_part)
-        for peer_id in took_part:
-            del self.absences[peer_id]
-            self.unawaited.pop(peer_id, None)
-        # not who is behind, and may be making the step of the others; nor who is busy, and says nothing
-        said = [p for p in absent if waited_since is not None and present[p].time >= waited_since]
-        self.absences.update(p for p in said if present[p].epoch >= self.local_progress.epoch)
-        for peer_id in [peer_id for peer_id in absent if self.absences[peer_id] >= MAX_ABSENCES]:
-            del self.absences[peer_id]
-            # no ban: it may be slow, and is welcome in any group that it finds in time
-            self.unawaited[peer_id] = get_dht_time() + BAN_SECONDS
-            logger.warning(f"peer {PeerID(peer_id)} says that it is there, and comes to no round: not waiting for it")
-        return absent
+        absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
+        self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
+        return list(absent)
 
-    def set_target(self, samples: int) -> None:
-        """So many make an epoch now. When it ends was estimated for another number of them: an auxiliary peer that has
-        just come would take an epoch of local steps for over."""
-        if samples != self.target_batch_size:
-            self.target_batch_size, self.global_progress.eta_next_epoch = samples, math.inf
-            self.schedule_refresh(0.0)
+    # --- looks at the swarm
+
+    @contextlib.contextmanager
+    def pause_updates(self) -> Iterator[None]:
+        """Keep the thread from changing the view, and do not count the time for this peer's speed."""
+        with self._lock, self.performance_ema.pause():
+            yield
+        self._wake.set()
 
     def schedule_refresh(self, seconds: float) -> None:
-        """Look at the swarm's progress again after this time."""
-        self.global_progress.next_fetch_time = get_dht_time() + seconds
-        self.global_state_updated.set()
+        """Look at the swarm again after this time."""
+        self._next_read = time.monotonic() + seconds
+        self._wake.set()
 
     def refresh_now(self, timeout: float) -> None:
-        """Look at the swarm's progress at once. The caller has paused updates."""
+        """Look at the swarm at once. The caller has paused updates, unless the DHT does not answer in this time.
+
+        :raises TimeoutError: the DHT has not answered
+        """
         self.apply_records(self.request_records().result(timeout=timeout))
 
     def request_records(self) -> MPFuture:
-        """Ask the DHT; for `apply_records`, when the answer is there."""
-        return self.dht.get(self.training_progress_key, latest=True, return_future=True)
+        """Ask the DHT for the records; `apply_records` takes the answer."""
+        return self.dht.get(self.key, latest=True, return_future=True)
 
     def apply_records(self, entry: ValueWithExpiration | None) -> None:
-        """Look at what the DHT has answered. The caller has paused updates."""
-        self.global_progress = self._parse_swarm_progress_data(entry.value if entry else None)
+        """Update the view by what the DHT has answered. The caller has paused updates."""
+        self.view = self._make_view(entry, time.monotonic())
 
-    def announce(self) -> None:
-        """Tell the others that this peer is there. hivemind does so when it has computed something first: the others
-        would go into the next round without it; nor does it while it waits for others."""
-        if self.shutdown_triggered.is_set():
-            return
-        self.local_progress = self.local_progress.copy(update={"time": get_dht_time()})
-        self.dht.store(
-            self.training_progress_key,
-            subkey=self._local_public_key,
-            value=self.local_progress.dict(),
-            expiration_time=get_dht_time() + self.metadata_expiration,
-            return_future=True,
-        )
+    def run(self) -> None:
+        """Publish and read until the end, without holding the lock while the DHT is asked (note 71)."""
+        answer, requested_at = None, 0.0
+        last_active = -math.inf  # the swarm's epoch in which this peer reported samples last
+        while not self._is_ending.is_set():
+            now = time.monotonic()
+            if now >= self._next_report:
+                # in this order: a report that comes in between is published once more
+                self._reported_at, self._next_report = now, now + self.metadata_expiration / 2
+                record = self.local_progress
+                if record.samples_accumulated:
+                    last_active = self.view.epoch
+                if last_active >= self.view.epoch - 1:  # an auxiliary peer has no progress
+                    self._store(record.dict())
+            if answer is None and now >= self._next_read:
+                answer, requested_at, self._next_read = self.request_records(), now, math.inf
+                answered_at: list[float] = []
+                answer.add_done_callback(lambda _, at=answered_at: (at.append(time.monotonic()), self._wake.set()))
+            if answer is not None and answer.done() and self._lock.acquire(blocking=False):
+                try:
+                    self._read(answer, requested_at, answered_at)
+                finally:
+                    self._lock.release()
+                answer = None
+            seconds = min(self._next_report, self._next_read if answer is None else math.inf) - time.monotonic()
+            self._wake.wait(max(0.0, seconds))
+            self._wake.clear()
 
-    def report_local_progress(self, local_epoch: int, *args, **kwargs) -> None:
-        has_new_epoch = local_epoch != self.local_progress.epoch
-        super().report_local_progress(local_epoch, *args, **kwargs)
-        now = time.monotonic()
-        if has_new_epoch:
-            self._epoch_began, self._epoch_seconds = now, now - self._epoch_began
-        if has_new_epoch or now - self._last_report >= self.min_refresh_period:
-            self._last_report = now
+    def _read(self, answer: MPFuture, requested_at: float, answered_at: list[float]) -> None:
+        """Take the DHT's answer, unless a round has passed since, in which the loop has looked itself."""
+        scheduled = self._next_read
+        if answer.cancelled() or answer.exception():
+            self._next_read = min(scheduled, time.monotonic() + self.default_refresh_period)
+        elif time.monotonic() > answered_at[0] + self.min_refresh_period:
+            self._next_read = time.monotonic()
         else:
-            self.should_report_progress.clear()
+            self.view = self._make_view(answer.result(), requested_at)
+            self._next_read = min(scheduled, self._next_read)
+            self.is_fresh = True
+
+    def _read_records(self, entry: ValueWithExpiration | None) -> None:
+        """Update the other peers' records by what the DHT has answered."""
+        newest: dict[bytes, LocalTrainingProgress] = {}
+        withdrawn = set()
+        values = entry.value.items() if entry and isinstance(entry.value, dict) else ()
+        for key, item in values:
+            if item.value is None:
+                withdrawn.add(find_peer_id(key))
+                continue
+            record = LocalTrainingProgress.parse_obj(item.value)
+            is_plausible = record.samples_per_second <= MAX_SPEED and abs(record.time - get_dht_time()) < MAX_AGE
+            # a peer that was restarted has the records of both lives
+            is_newest = record.peer_id not in newest or record.time > newest[record.peer_id].time
+            if is_plausible and is_newest:
+                newest[record.peer_id] = record
+        newest.pop(self.dht.peer_id.to_bytes(), None)
+        last, self.others = self.others, self.trust.select_believable(newest, self.local_progress.epoch)
+        for peer_id in withdrawn & last.keys() - self.others.keys():
+            logger.info(f"peer {PeerID(peer_id)} left")
+        self.trust.update(self.others)
+
+    def _make_view(self, entry: ValueWithExpiration | None, read_at: float) -> SwarmView:
+        """Return what the records say of the swarm, and schedule the next look at it."""
+        self._read_records(entry)
+        own, present, now = self.local_progress, self.present, get_dht_time()
+        epoch = self.trust.find_swarm_epoch(present, own.epoch)
+        known = [own, *(record for peer_id, record in present.items() if self.trust.is_known(peer_id))]
+        others = [record for peer_id, record in present.items() if not self.trust.is_known(peer_id)]
+        speed = sum(record.samples_per_second for record in known)
+        # a peer that has just joined has had no epoch yet; and a claimed speed does not shorten the last one
+        expected_seconds = self.target_batch_size / speed if speed else 0.0
+        self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
+        samples = sum(record.samples_accumulated for record in known if record.epoch == epoch)
+        # those that have come since their reports as well
+        estimated = sum(
+            record.samples_accumulated + max(0.0, now - record.time) * record.samples_per_second
+            for record in known
+            if record.epoch == epoch
+        )
+        speeds = [record.samples_per_second for record in others]
+        counts = [record.samples_accumulated for record in others]
+        if len(known) > 1:
+            speeds = self.trust.scale_claims(speeds, speed)
+            counts = self.trust.scale_claims(counts, sum(record.samples_accumulated for record in known))
+        for record, count, claimed_speed in zip(others, counts, speeds, strict=True):
+            speed += claimed_speed
+            if record.epoch == epoch:
+                samples += int(count)
+                # nobody computes for an untrusted peer what it may have done since, unless all are
+                since = 0.0 if len(known) > 1 else max(0.0, now - record.time)
+                estimated += count + since * claimed_speed
+        seconds_left = max(0.0, self.target_batch_size - estimated) / max(speed, self.performance_ema.eps)
+        count = len(present) + 1
+        max_count = max(count + self.expected_drift_peers, count * (1 + self.expected_drift_rate))
+        period = min(max(seconds_left * count / max_count, self.min_refresh_period), self.max_refresh_period)
+        self._next_read = time.monotonic() + (period if entry else self.default_refresh_period)
+        # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
+        # one that is far behind, for which the others would wait in each round
+        return SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Withdraw this peer's record, and end."""
+        self._is_ending.set()
+        self._wake.set()
+        self.join(timeout)
+        self._store(None)

@@ -11,7 +11,7 @@ from hivemind.utils import MPFuture, get_dht_time
 from swarm.epoch import StragglerPatience
 from swarm.gradients import GradientAverager
 from swarm.processes import STOP_REQUESTED
-from swarm.progress import FIRST_LOOK, ProgressTracker
+from swarm.progress import FIRST_LOOK, PeerTracker
 from swarm.uplink import Uplink
 
 POLL_INTERVAL = 0.02  # seconds
@@ -52,7 +52,7 @@ class RoundWait:
         self,
         control: StepControl,
         epoch: int,
-        tracker: ProgressTracker,
+        tracker: PeerTracker,
         averager: GradientAverager,
         uplink: Uplink,
         stop: StopTimeout,
@@ -103,7 +103,7 @@ class RoundWait:
             if stage == AveragingStage.LOOKING_FOR_GROUP:
                 self.look_at_swarm()
                 self.expect_for_states()  # the averaging of the last epoch may still look for a group (note 72)
-            self.averager.set_expected_peers(self.tracker.peers_at_epoch, self.min_peers, self.tracker.silent)
+            self.averager.set_expected_peers(self.tracker.peers_at_epoch, self.min_peers, self.tracker.trust.excluded)
             try:
                 self.control.result(POLL_INTERVAL)
             except concurrent.futures.TimeoutError:
@@ -144,7 +144,7 @@ class RoundWait:
         else:
             self.min_peers = 1
         if self.records is None and now >= self.next_look:
-            if all(ping.done() for ping in self.tracker.questions):
+            if all(ping.done() for ping in self.tracker.pings):
                 self.tracker.ping_silent_peers(self.tracker.peers_at_epoch)
             self.records = self.tracker.request_records()
         if self.records is None or not self.records.done():
@@ -159,7 +159,7 @@ class RoundWait:
             raise AllreduceException("too few others are there")
 
 
-def stop_waiting_for_stragglers(tracker: ProgressTracker, patience: StragglerPatience, epoch: int) -> None:
+def stop_waiting_for_stragglers(tracker: PeerTracker, patience: StragglerPatience, epoch: int) -> None:
     """In this epoch, no longer count peers that are one epoch behind among those that a round needs."""
     count = len(tracker.peers_at_epoch)
     tracker.impatient_epoch = epoch

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from swarm.epoch import RETRY_AFTER, SyncBackoff
 from swarm.gradients import GradientAverager
-from swarm.progress import ProgressTracker
+from swarm.progress import PeerTracker
 from swarm.states import StateAverager
 from swarm.uplink import Uplink
 
@@ -22,7 +22,7 @@ class StateSync:
     """Loads what this peer lacks of the swarm's state, and decides when it may try again."""
 
     def __init__(
-        self, tracker: ProgressTracker, state_averager: StateAverager, grad_averager: GradientAverager, uplink: Uplink
+        self, tracker: PeerTracker, state_averager: StateAverager, grad_averager: GradientAverager, uplink: Uplink
     ):
         self.tracker, self.uplink = tracker, uplink
         self.state_averager, self.grad_averager = state_averager, grad_averager
@@ -37,7 +37,7 @@ class StateSync:
         :returns: how this peer has come to it, in words for the log; None if no peer has sent a state. Then the peers
             that do not answer no longer count, so that training continues without them
         """
-        silent, timeout = list(self.tracker.silent), self.download_timeout
+        silent, timeout = list(self.tracker.trust.excluded), self.download_timeout
         if is_one_step_behind:
             if self._replay_missed_step(silent, timeout):
                 return "made the step to"
@@ -81,7 +81,7 @@ class StateSync:
     def check_staleness(self) -> None:
         """Compare the state that was loaded with the swarm; a peer that can never catch up is told why, once it has
         tried several times, and tries less often."""
-        with self.tracker.lock_global_progress, contextlib.suppress(concurrent.futures.TimeoutError):
+        with self.tracker.pause_updates(), contextlib.suppress(concurrent.futures.TimeoutError):
             self.tracker.refresh_now(timeout=FETCH_TIMEOUT)
         epochs = self.tracker.global_epoch - self.state_averager.local_epoch
         if epochs <= 0:

@@ -17,6 +17,8 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, wait_until
 
+from swarm.progress import PeerTracker
+from swarm.trust import PeerTrust
 from swarm.uplink import Uplink
 from utils import LocalMetrics, make_validators
 
@@ -58,6 +60,11 @@ def run_dhts(*validators_of_each: list):
     finally:
         for dht in dhts:
             dht.shutdown()
+
+
+def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **periods) -> PeerTracker:
+    """Of a peer with a key of its own, in this process."""
+    return PeerTracker(dht, prefix, target_batch_size, PeerTrust(dht.uplink), private_key=RSAPrivateKey(), **periods)
 
 
 async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:

@@ -13,9 +13,8 @@ import transformers
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, make_prefix, wait_until
-from records import make_metrics, run_dhts
+from records import make_metrics, make_tracker, run_dhts
 from swarms import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
@@ -25,7 +24,6 @@ from experiment.model import make_model
 from machine.training import evaluate
 from support.console import format_duration
 from swarm.contract import TrainingSchedule
-from swarm.progress import ProgressTracker
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 from utils import LocalMetrics, find_evaluation, make_validators, perplexity
@@ -167,18 +165,15 @@ def test_nobody_counts_on_a_peer_that_has_stepped_aside():
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
     prefix = make_prefix()
     with run_dhts([], []) as dhts:
-        one, other = trackers = [
-            ProgressTracker(dht, prefix, target_batch_size=1000, private_key=RSAPrivateKey(), start=True, **periods)
-            for dht in dhts
-        ]
+        one, other = trackers = [make_tracker(dht, prefix, 1000, **periods) for dht in dhts]
         try:
             one_id = dhts[0].peer_id.to_bytes()
             for tracker in trackers:
                 tracker.report_local_progress(5, 30)
 
             def other_counts(samples: int, is_in_step: bool) -> bool:
-                progress = other.global_progress
-                seen = progress.epoch, progress.samples_accumulated, progress.num_peers
+                view = other.view
+                seen = view.epoch, view.samples, view.num_peers
                 return seen == (5, samples, 1 + is_in_step) and (one_id in other.peers_at_epoch) == is_in_step
 
             wait_until(lambda: other_counts(60, True) and one.present, 20, "both together")
@@ -197,10 +192,7 @@ def test_a_newcomer_that_evaluates_first_is_not_waited_for():
     """At epochs 0 and 1 there is no epoch that is too long past, so that it says nothing."""
     prefix = make_prefix()
     with run_dhts([], []) as dhts:
-        one, other = trackers = [
-            ProgressTracker(dht, prefix, target_batch_size=1000, private_key=RSAPrivateKey(), start=True)
-            for dht in dhts
-        ]
+        one, other = trackers = [make_tracker(dht, prefix, 1000) for dht in dhts]
         try:
             other.report_local_progress(0, 30)
             for epoch in (0, 1):
@@ -211,7 +203,7 @@ def test_a_newcomer_that_evaluates_first_is_not_waited_for():
                     pass
                 # behind what it might have said
                 assert dhts[0].store(f"{prefix}_mark", epoch, get_dht_time() + 60)
-                records = dhts[1].get(one.training_progress_key, latest=True).value
+                records = dhts[1].get(one.key, latest=True).value
                 assert len(records) == 1, records
         finally:
             for tracker in trackers:

@@ -25,7 +25,7 @@ from swarm.joining import make_dht
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.progress import ProgressTracker
+from swarm.progress import PeerTracker
 from swarm.sparse import TopKCompression
 
 
@@ -47,7 +47,7 @@ def make_gradient_optimizer(
 ) -> CollaborativeOptimizer:
     """SGD with learning rate 1, whose parameters only gradients move: states are never averaged, unless asked for."""
     if counts_less:
-        ProgressTracker.ready_to_update_epoch = False
+        PeerTracker.ready_to_update_epoch = False
         GradientAverager.run = collect_and_run
         GradientAverager._expected = property(lambda _: None, lambda *_: None)  # its process is told at each step
     if not times_follow_the_line:

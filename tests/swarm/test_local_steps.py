@@ -4,16 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from hivemind.utils.crypto import RSAPrivateKey
 from processes import make_prefix, wait_until
-from records import run_dhts
+from records import make_tracker, run_dhts
 from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
 from swarm.contract import TrainingSchedule, describe_averaging, parse_schedule
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
-from swarm.progress import ProgressTracker
 from swarm.states import initialize_optimizer_state_
 from utils import RunContract
 
@@ -75,10 +73,7 @@ def test_an_epoch_that_takes_more_from_now_on_is_not_over():
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
     prefix = make_prefix()
     with run_dhts([], []) as dhts:
-        one, other = [
-            ProgressTracker(dht, prefix, target_batch_size=BATCH, private_key=RSAPrivateKey(), start=True, **periods)
-            for dht in dhts
-        ]
+        one, other = [make_tracker(dht, prefix, BATCH, **periods) for dht in dhts]
         try:
             other.report_local_progress(5, 2 * BATCH)
             one.report_local_progress(5, 0)
@@ -86,8 +81,8 @@ def test_an_epoch_that_takes_more_from_now_on_is_not_over():
             with one.pause_updates():
                 one.set_target(10**9)
                 assert not one.ready_to_update_epoch
-                assert one.global_progress.samples_accumulated == 2 * BATCH
-            wait_until(lambda: one.global_progress.eta_next_epoch < float("inf"), 20, "another estimate")
+                assert one.view.samples == 2 * BATCH
+            wait_until(lambda: one.view.ends_at < float("inf"), 20, "another estimate")
             assert not one.ready_to_update_epoch
         finally:
             one.shutdown()

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import re
-import threading
 import time
 from types import SimpleNamespace
 
@@ -21,7 +20,6 @@ from swarms import Swarm, epochs
 
 from swarm.matchmaking import EarlyStartMatchmaking, parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS, plan_allreduce
-from swarm.progress import ProgressTracker
 from swarm.uplink import MAX_CLAIMED_ROUND, PAYLOAD_SHARE, Uplink
 
 # What is on a line in a round: 2 bytes for each parameter, and as much again for the averages, of two of three peers.
@@ -418,41 +416,6 @@ def test_implausible_bandwidth_is_refused(claim):
     assert [parse_gathered(pack(rate))[2] for rate in (None, *PLAUSIBLE_MBITS)] == [None, *PLAUSIBLE_MBITS]
     with pytest.raises(ValueError, match="bandwidth|cannot be read"):
         parse_gathered(pack(claim))
-
-
-def test_who_has_just_fallen_silent_counts_for_a_quorum():
-    tracker, now = ProgressTracker.__new__(ProgressTracker), get_dht_time()
-    threading.Thread.__init__(tracker)  # __del__ asks whether it runs
-    names, uplink = [b"a", b"b", b"c", b"d"], Uplink()
-    tracker.dht = SimpleNamespace(uplink=uplink)
-    tracker.local_progress, tracker.impatient_epoch = SimpleNamespace(epoch=5), -1
-    tracker.others = {name: SimpleNamespace(epoch=5) for name in names} | {b"behind": SimpleNamespace(epoch=3)}
-    tracker.partners, tracker.vouched = set(names[:2]) | {b"behind"}, set(names[2:])
-    tracker.unawaited = {}
-    uplink.record_epoch_time(40)
-    assert uplink.timeouts.partition_grace == 10
-    for silent, quorum, lacks_quorum in (
-        ((), 3, False),
-        ((-1, -1), 3, False),  # most are there
-        ((-1, -2, -3), 3, True),
-        ((-1, -2, -11), 3, True),  # two of four
-        ((-1, -11, -12), 2, False),  # for too long
-        ((-1, 60, 60), 2, False),  # banned
-        ((-11, -11, -11, -11), 1, False),
-    ):
-        tracker.silent = {name: now + seconds for name, seconds in zip(names, silent, strict=False)}
-        assert (tracker.quorum, tracker.lacks_quorum) == (quorum, lacks_quorum), silent
-    uplink.record_epoch_time(0)  # nobody knows yet how long one takes
-    tracker.silent = dict.fromkeys(names[:2], now - 1)
-    assert tracker.quorum == 2
-    uplink.record_epoch_time(40)
-    tracker.silent = dict.fromkeys(names[:3], now - 1)
-    tracker.others |= {b"strange%d" % number: SimpleNamespace(epoch=5) for number in range(9)}
-    assert tracker.quorum == 3  # whoever has not worked yet does not count
-    tracker.partners, tracker.vouched = set(), set()
-    assert tracker.quorum == 8  # where all are new, each does
-    del tracker.others[b"a"]  # it has left in order
-    assert tracker.quorum == 7
 
 
 def test_long_epochs_leave_more_time_for_others():

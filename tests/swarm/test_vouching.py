@@ -10,7 +10,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from mains import refuse
 from processes import LOOPBACK, make_prefix, wait_until
-from records import run_dhts
+from records import make_tracker, run_dhts
 
 import run_trainer
 from arguments import TRAINER_ARGS, AveragingArguments, SwarmArguments, parse_arguments
@@ -18,7 +18,6 @@ from support.console import UserError
 from swarm.adoption import apply_settings, discover_settings, require_vouched
 from swarm.contract import compare_with_run, join_run, publish_contract, recheck_contract
 from swarm.dht import DHT
-from swarm.progress import ProgressTracker
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from swarm.vouching import (
     RunAttestation,
@@ -183,19 +182,16 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
     periods = dict(min_refresh_period=0.2, default_refresh_period=0.2, max_refresh_period=0.5)
     prefix = make_prefix()
     with run_dhts([], [], [], []) as dhts:
-        one, partner, *strangers = trackers = [
-            ProgressTracker(dht, prefix, target_batch_size=10**6, private_key=RSAPrivateKey(), start=True, **periods)
-            for dht in dhts
-        ]
+        one, partner, *strangers = trackers = [make_tracker(dht, prefix, 10**6, **periods) for dht in dhts]
         try:
             for tracker, samples in zip(trackers, (30, 10, 10, 10), strict=True):
                 tracker.report_local_progress(5, samples)
 
             def counts(samples: range) -> bool:
-                return one.global_progress.samples_accumulated in samples
+                return one.view.samples in samples
 
             wait_until(lambda: counts(range(60, 61)), 20, "all count, as nobody is known to have worked")
-            one.partners.add(dhts[1].peer_id.to_bytes())
+            one.trust.partners.add(dhts[1].peer_id.to_bytes())
             strangers[0].report_local_progress(5, 10_000)
             liar = dhts[2].peer_id.to_bytes()
             wait_until(lambda: one.others[liar].samples_accumulated == 10_000, 20, "the claim")
@@ -214,18 +210,18 @@ def test_who_came_early_hears_later_who_has_worked():
     """It counts little of what strangers say: all others would be that to it, as nobody had worked when it came."""
     prefix = make_prefix()
     with run_peer(prefix) as (monitor, _), run_peer(prefix, monitor) as (early, _):
-        tracker = ProgressTracker(early, prefix, target_batch_size=10**6, private_key=RSAPrivateKey(), start=True)
+        tracker = make_tracker(early, prefix, 10**6)
         try:
             tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"a", b"b"]))
-            assert not tracker.trusted
+            assert not tracker.trust.known
             tracker.refresh_trusted_peers()
-            wait_until(lambda: tracker.trusted == {b"a", b"b"}, 20, "the workers")
+            wait_until(lambda: tracker.trust.known == {b"a", b"b"}, 20, "the workers")
             tell(monitor, early, RunAttestation(prefix="other", workers=[b"c"]))
             tracker.refresh_trusted_peers()
-            wait_until(tracker._asked.done, 20, "an answer about another run")
+            wait_until(tracker._attestations.done, 20, "an answer about another run")
             tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"d"]))
-            assert tracker.trusted == {b"a", b"b"}
+            assert tracker.trust.known == {b"a", b"b"}
             tracker.refresh_trusted_peers()
-            wait_until(lambda: tracker.trusted == {b"d"}, 20, "the newest")
+            wait_until(lambda: tracker.trust.known == {b"d"}, 20, "the newest")
         finally:
             tracker.shutdown()

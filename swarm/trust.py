@@ -1,0 +1,195 @@
+"""Which peers a trainer believes, waits for and counts.
+
+All rules that judge other peers by what they report and by what they do in rounds are here, with the attack or the
+outage that each number comes from. What a peer checks of the data inside a round is in swarm/guard.py.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
+
+from support.console import format_count
+from swarm.dht import format_peer_list
+from swarm.uplink import Uplink
+from utils import filter_plausible_records
+
+logger = logging.getLogger("swarm")
+
+BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
+MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
+MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then nobody waits for it for BAN_SECONDS
+
+Records = Mapping[bytes, LocalTrainingProgress]  # by peer id
+
+
+def find_majority_epoch(epochs: Iterable[int]) -> int:
+    """Return the highest epoch that more than half of these peers have reached. New peers, at epoch 0, have no say."""
+    started = sorted(filter(None, epochs), reverse=True)
+    return started[len(started) // 2] if started else 0
+
+
+class PeerTrust:
+    """What this peer has learned of the others: the peers that have worked, that are silent, late or banned.
+
+    All times are in seconds of the DHT's time.
+    """
+
+    def __init__(self, uplink: Uplink, attested: Iterable[bytes] = ()):
+        """
+        :param attested: the ids of the peers that --initial_peers name as contributors
+        """
+        self.uplink, self.attested = uplink, set(attested)
+        #: ids of peers that have been in rounds with this one
+        self.partners: set[bytes] = set()
+        #: when peers were found silent: they do not count until they report something new
+        self.silent_since: dict[bytes, float] = {}
+        #: until when peers are banned, and how often each has been
+        self.banned_until: dict[bytes, float] = {}
+        self.bans: Counter[bytes] = Counter()
+        #: until when no round waits for a peer that does not come, and how many it has missed in a row
+        self.unawaited_until: dict[bytes, float] = {}
+        self.missed_rounds: Counter[bytes] = Counter()
+        #: silent peers of which the next look may tell that they have left in order
+        self._unexplained: set[bytes] = set()
+
+    # --- whom to believe
+
+    @property
+    def known(self) -> set[bytes]:
+        """The ids of peers that are known to have worked."""
+        return self.partners | self.attested
+
+    def is_known(self, peer_id: bytes) -> bool:
+        return peer_id in self.partners or peer_id in self.attested
+
+    def select_known(self, records: Records) -> Records:
+        """Return the records of known contributors, or all of them as long as there are none."""
+        return {peer_id: record for peer_id, record in records.items() if self.is_known(peer_id)} or records
+
+    def select_believable(self, records: Records, own_epoch: int) -> dict[bytes, LocalTrainingProgress]:
+        """Return the records that can be true.
+
+        Any peer can sign "epoch 10**9" with a new key, and all others would ask for that state.
+        """
+        known = [(peer_id, record) for peer_id, record in records.items() if self.is_known(peer_id)]
+        believable = dict(filter_plausible_records(known or list(records.items()), own_epoch))
+        if known:
+            limit = max([own_epoch, *(record.epoch for record in believable.values())]) + MAX_LEAD
+            believable |= {peer_id: record for peer_id, record in records.items() if record.epoch <= limit}
+        return believable
+
+    def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
+        """Return the epoch of the swarm: a peer that claims a higher one alone has a state of its own to serve."""
+        return max(own_epoch, find_majority_epoch(record.epoch for record in self.select_known(present).values()))
+
+    def scale_claims(self, claims: Sequence[float], limit: float) -> list[float]:
+        """Reduce what untrusted peers claim, so that they cannot end an epoch early.
+
+        :param claims: the numbers that they report
+        :param limit: what the known contributors and this peer report together
+        """
+        total = max(limit, sum(claims))
+        return [claim * limit / total if total else 0.0 for claim in claims]
+
+    # --- whom to count
+
+    @property
+    def excluded(self) -> set[bytes]:
+        """The ids of peers that answer no request, or are banned."""
+        return self.silent_since.keys() | self.banned_until.keys()
+
+    def select_present(self, records: Records) -> dict[bytes, LocalTrainingProgress]:
+        """Return the records of peers that are neither excluded nor absent from all rounds."""
+        out = self.excluded | self.unawaited_until.keys()
+        return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in out}
+
+    def count_quorum(self, records: Records, min_epoch: int) -> int:
+        """Return how many peers a round takes, this one included: most of the known contributors at this epoch.
+
+        A peer that has just fallen silent still counts. The network may be cut in two, and a step of the smaller half
+        would lead to another state than that of the larger one.
+        """
+        oldest = get_dht_time() - self.uplink.timeouts.partition_grace
+        members = {
+            peer_id: record
+            for peer_id, record in list(records.items())
+            if record.epoch >= min_epoch
+            and self.silent_since.get(peer_id, oldest) >= oldest
+            and peer_id not in self.banned_until
+            and peer_id not in self.unawaited_until
+        }
+        return 1 + (1 + len(self.select_known(members))) // 2
+
+    # --- what peers do
+
+    def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
+        """Do not count these peers until they report something new."""
+        peer_ids = list(peer_ids)
+        self.silent_since |= dict.fromkeys(peer_ids, get_dht_time())
+        self._unexplained.update(peer_ids)
+
+    def ban(self, violations: Mapping[PeerID, str]) -> None:
+        """Do no rounds with these peers for a while, four times as long each time.
+
+        :param violations: what each has done, in words
+        """
+        for peer, violation in violations.items():
+            peer_id = peer.to_bytes()
+            if self.banned_until.get(peer_id, 0.0) > get_dht_time():
+                continue  # it is out already, for this or something else
+            seconds = BAN_SECONDS * 4 ** self.bans[peer_id]
+            self.banned_until[peer_id] = get_dht_time() + seconds
+            self.silent_since.pop(peer_id, None)
+            self.bans[peer_id] += 1
+            logger.warning(f"peer {peer} {violation}: no rounds with it for {seconds:.0f} s")
+
+    def record_round(self, group: Iterable[bytes], absent: Records, waited_since: float | None, own_epoch: int) -> None:
+        """Record which peers were in the round that has just succeeded.
+
+        :param group: the ids of the others in it
+        :param absent: the records of the peers at this epoch that were not
+        :param waited_since: the time since which the group waited for them; None if it did not
+        """
+        self.partners |= set(group)
+        for peer_id in group:
+            del self.missed_rounds[peer_id]
+            self.unawaited_until.pop(peer_id, None)
+        for peer_id, record in absent.items():
+            # a peer that is behind may be making the step of the others; a busy one reports nothing
+            if waited_since is not None and record.time >= waited_since and record.epoch >= own_epoch:
+                self.missed_rounds[peer_id] += 1
+            if self.missed_rounds[peer_id] < MAX_MISSED_ROUNDS:
+                continue
+            del self.missed_rounds[peer_id]
+            # no ban: it may be slow, and is welcome in any group that it finds in time
+            self.unawaited_until[peer_id] = get_dht_time() + BAN_SECONDS
+            logger.warning(
+                f"peer {PeerID(peer_id)} reports, but has missed {MAX_MISSED_ROUNDS} rounds in a row: not waiting for "
+                f"it for {BAN_SECONDS:.0f} s"
+            )
+
+    def forget_groups(self) -> None:
+        """Believe all peers alike, as there are several groups, with many peers that this one does not meet."""
+        self.partners.clear()
+        self.attested.clear()
+
+    def update(self, records: Records) -> None:
+        """End what is over, after a look at the records: bans, and the silence of peers that have reported again."""
+        now = get_dht_time()
+        self.unawaited_until = {peer_id: until for peer_id, until in self.unawaited_until.items() if now < until}
+        for times in (self.silent_since, self.banned_until):
+            for peer_id, since in list(times.items()):
+                record = records.get(peer_id)
+                if min(record.time if record else now, now) <= since:
+                    continue
+                del times[peer_id]
+                if record:
+                    logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
+        if unexplained := self._unexplained & self.excluded & records.keys():
+            others = format_count(len(self.select_present(records)), "other peer")
+            logger.info(f"no answer from peer {format_peer_list(unexplained)}: continuing with {others}")
+        self._unexplained.clear()

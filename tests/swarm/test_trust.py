@@ -1,0 +1,133 @@
+"""Whom a peer believes, waits for and counts, by records that the tests make."""
+
+from types import SimpleNamespace
+
+import pytest
+from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
+from processes import make_prefix, wait_until
+from records import make_tracker, run_dhts
+
+from swarm.trust import BAN_SECONDS, MAX_LEAD, MAX_MISSED_ROUNDS, PeerTrust, find_majority_epoch
+from swarm.uplink import Uplink
+
+NAMES = [b"a", b"b", b"c", b"d"]
+
+
+def make_records(*names: bytes, epoch: int = 5, ago: float = 0.0) -> dict[bytes, SimpleNamespace]:
+    return {name: SimpleNamespace(epoch=epoch, time=get_dht_time() - ago) for name in names}
+
+
+def make_trust(*known: bytes, epoch_seconds: float = 40.0) -> PeerTrust:
+    uplink = Uplink()
+    uplink.record_epoch_time(epoch_seconds)
+    return PeerTrust(uplink, attested=known)
+
+
+@pytest.mark.parametrize(
+    "silent, banned, quorum",
+    [
+        ((), 0, 3),
+        ((1, 1), 0, 3),
+        ((1, 2, 3), 0, 3),
+        ((1, 2, 11), 0, 3),  # two of four
+        ((1, 11, 12), 0, 2),  # for longer than the grace of a quarter of an epoch
+        ((1,), 2, 2),
+        ((11, 11, 11, 11), 0, 1),
+    ],
+)
+def test_recently_silent_peer_counts_toward_quorum(silent, banned, quorum):
+    trust, records = make_trust(*NAMES), make_records(*NAMES) | make_records(b"behind", epoch=3)
+    trust.attested |= {b"behind"}
+    trust.silent_since = {name: get_dht_time() - ago for name, ago in zip(NAMES, silent, strict=False)}
+    trust.banned_until = dict.fromkeys(NAMES[len(silent) : len(silent) + banned], get_dht_time() + 60)
+    assert trust.count_quorum(records, min_epoch=4) == quorum
+
+
+def test_untrusted_peers_count_toward_quorum_only_among_themselves():
+    trust, records = make_trust(*NAMES), make_records(*NAMES, *(b"new%d" % number for number in range(9)))
+    assert trust.count_quorum(records, min_epoch=4) == 3
+    trust.forget_groups()
+    assert trust.count_quorum(records, min_epoch=4) == 8
+    assert make_trust(*NAMES, epoch_seconds=0.0).count_quorum(records, min_epoch=4) == 3
+
+
+def test_untrusted_peer_cannot_raise_the_epoch():
+    trust, records = make_trust(*NAMES), make_records(*NAMES) | make_records(b"new", epoch=10**9)
+    assert set(trust.select_believable(records, own_epoch=5)) == set(NAMES)
+    near = make_records(*NAMES) | make_records(b"new", epoch=5 + MAX_LEAD)
+    assert trust.select_believable(near, own_epoch=5) == near
+    assert trust.find_swarm_epoch(near, own_epoch=5) == 5
+    two = make_records(b"a", b"b") | make_records(b"c", b"d", epoch=7)
+    assert trust.find_swarm_epoch(two, own_epoch=4) == find_majority_epoch([5, 5, 7, 7]) == 5
+
+
+def test_claims_of_untrusted_peers_count_as_much_as_all_others_at_most():
+    trust = make_trust(*NAMES)
+    assert trust.scale_claims([10_000, 10], 40) == pytest.approx([40 * 10_000 / 10_010, 40 * 10 / 10_010])
+    assert trust.scale_claims([10, 20], 40) == [10, 20] and trust.scale_claims([5], 0) == [0]
+
+
+def test_ban_takes_longer_each_time_and_ends_with_a_newer_report():
+    trust, peer = make_trust(*NAMES), PeerID(b"a")
+    trust.mark_unresponsive([b"a"])
+    for seconds in (BAN_SECONDS, 4 * BAN_SECONDS, 16 * BAN_SECONDS):
+        trust.ban({peer: "has sent nonsense"})
+        trust.ban({peer: "is banned already"})
+        assert trust.banned_until[b"a"] == pytest.approx(get_dht_time() + seconds, abs=1) and not trust.silent_since
+        trust.update(make_records(*NAMES))
+        assert set(trust.select_present(make_records(*NAMES))) == set(NAMES[1:]), "the ban goes on"
+        trust.banned_until[b"a"] = get_dht_time() - 10  # it is over
+        trust.update(make_records(*NAMES, ago=20))
+        assert trust.excluded == {b"a"}, "it has not reported since"
+        trust.update(make_records(*NAMES))
+        assert not trust.excluded
+
+
+def test_silent_peer_is_back_once_it_reports():
+    trust = make_trust(*NAMES)
+    trust.silent_since = dict.fromkeys(NAMES, get_dht_time() - 5)
+    trust.update(make_records(b"a", b"b", ago=10) | make_records(b"c"))
+    assert trust.excluded == {b"a", b"b"}, "c has reported, d has left"
+
+
+def test_peer_that_misses_rounds_is_no_longer_awaited():
+    trust, since = make_trust(*NAMES), get_dht_time() - 5
+    reports, busy = make_records(b"a"), make_records(b"b", ago=10)
+    behind = make_records(b"c", epoch=4)
+    for _ in range(MAX_MISSED_ROUNDS - 1):
+        trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
+    trust.record_round([b"d"], reports, None, own_epoch=5)  # nobody waited for it
+    assert not trust.unawaited_until
+    trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
+    assert set(trust.unawaited_until) == {b"a"} and trust.is_known(b"d")
+    assert b"a" not in trust.select_present(reports) and b"a" not in trust.excluded
+    trust.record_round([b"a"], {}, None, own_epoch=5)
+    assert not trust.unawaited_until
+
+
+def test_lone_peer_counts_samples_and_no_estimate():
+    """By hivemind's estimate, an epoch could end a batch early on a busy machine."""
+    with run_dhts([]) as (dht,):
+        tracker = make_tracker(dht, make_prefix(), 40, min_refresh_period=0.1, max_refresh_period=0.1)
+        try:
+            tracker.report_local_progress(0, 30)
+            wait_until(lambda: get_dht_time() > tracker.view.ends_at, 20, "the end by the estimate")
+            assert tracker.view.samples == 30 and not tracker.ready_to_update_epoch
+            tracker.report_local_progress(0, 40)
+            assert tracker.ready_to_update_epoch
+        finally:
+            tracker.shutdown()
+
+
+def test_report_right_after_another_is_delayed_and_not_lost():
+    prefix = make_prefix()
+    with run_dhts([], []) as dhts:
+        one, other = trackers = [make_tracker(dht, prefix, 10**6, max_refresh_period=0.5) for dht in dhts]
+        try:
+            for samples in (10, 20, 30):
+                other.report_local_progress(0, samples)
+            wait_until(lambda: [it.samples_accumulated for it in one.others.values()] == [30], 20, "the last report")
+        finally:
+            for tracker in trackers:
+                tracker.shutdown()
