@@ -102,7 +102,7 @@ class DHTNode(hivemind.dht.node.DHTNode):
     """
 
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
-        """Search near the adjacent keys: the nearest nodes are the same, but have no records there that they would send."""
+        """Search near the adjacent keys: the nearest nodes are the same, but hold no records there to send."""
 
         def make_adjacent_key(key: DHTID) -> DHTID:
             return DHTID(key ^ 1)
