@@ -18,7 +18,7 @@ from swarm.rounds import PeersBehindError, StateDivergedError, VerifyingAverager
 def is_round_state(item: object) -> bool:
     """Return whether a peer's gathered data is a valid round state, see `sign_round_state`.
 
-    It contains the epoch, whether the whole swarm averages in step, the lineage and the sketch of the parameters.
+    It contains the epoch, whether the whole swarm averages in step, the lineage, the parameter sketch and a signature.
     """
     is_list = isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, list, bytes, bytes]
     return is_list and len(item[3]) == SKETCH_SIZE and all(type(number) is float for number in item[3])

@@ -17,7 +17,7 @@ from swarm.sparse import TopKCompression
 
 MAX_LENGTH = 2.0  # norm of a sender's gradient, relative to the median (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with the sum of all others, below which a gradient does not count
-MAX_ANSWER = 10.0  # norm of an average relative to the own gradient, divided by the same ratio of this peer's own part
+MAX_ANSWER = 10.0  # norm of an average relative to this peer's gradient, divided by the same ratio for its own part
 # A peer's trust is a moving average of estimate_contributions. The newest value has more weight if this peer's share of
 # the average is larger, because the share of a few samples among many is mostly noise. A single round proves nothing:
 # at the start of a plateau, a correct gradient of 64 samples can point away from all others.
@@ -36,7 +36,7 @@ class ProtocolViolation(AllreduceException):
 
 
 class MaliciousPeersError(AllreduceException):
-    """A failed round, with the peers that caused it. The argument maps each peer to a text on its action."""
+    """A failed round, and the peers that caused it. The argument maps each peer to a description of what it did."""
 
     def __str__(self) -> str:
         return "; ".join(f"{peer} {violation}" for peer, violation in self.args[0].items())

@@ -99,7 +99,7 @@ class LocalSteps:
         return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
 
     def take_pending(self, sent: list[torch.Tensor]) -> None:
-        """Remove from the pending update what a round has averaged; may be called from any thread."""
+        """Record what a round has averaged, which `move_anchor` then removes; may be called from any thread."""
         self._taken = sent
 
     @torch.no_grad()

@@ -251,7 +251,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
         yield averaging_pb2.DownloadData(metadata=self.serializer.dumps(description))
 
     async def _take_snapshot(self, peer: PeerID, epoch: int, digest: str | None) -> StateSnapshot | None:
-        """Return a snapshot of the current state; if there is no room for another snapshot, the newest existing one.
+        """Return a snapshot of the current state, or the newest existing snapshot if there is no room for another.
 
         :param digest: the lineage of the state whose next step is requested instead. That step must be the last one,
             and no round may have started since; otherwise the result is None
@@ -591,7 +591,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             ranked = sorted(ranks, key=ranks.get, reverse=True)
             ranked = [*(peer for peer in voters if peer in ranks), *(peer for peer in ranked if peer not in voters)]
             batches = [ranked[at : at + MAX_DONORS] for at in range(0, len(ranked), MAX_DONORS)]
-            # the first batch contains all voters; without them, the other batches cannot decide
+            # all voters are in the first batch, and batches without voters cannot decide
             for peers in batches[:1] if voters else batches:
                 candidates = await self._ask_for_descriptions(
                     peers, [first_epoch], own, self.optimizer, failures, voters
