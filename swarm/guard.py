@@ -1,8 +1,8 @@
-"""What a peer checks of what others send in a round, before it uses it.
+"""Checks of all data that other peers send in a round.
 
-Who averages a part believes no sender, and who sends believes nobody that averages for it. What nobody honest could
-have sent is a lie: its sender is named, and has no part in rounds for a while. What may be honest, but is much longer
-than what the others sent or points away from all of them, counts less or not at all.
+A reducer trusts no sender, and a sender trusts no reducer. A part that no correct peer can send is a protocol
+violation: its sender is named and excluded from rounds for a while. An outlier may come from a correct peer. A gradient
+that is much longer than those of the others is clipped, and one that points away from all of them is not counted.
 """
 
 import math
@@ -15,39 +15,42 @@ from hivemind.proto import runtime_pb2
 
 from swarm.sparse import TopKCompression
 
-MAX_LENGTH = 2.0  # of a sender's gradient, in terms of the median's (clipping as in arXiv 2012.10333)
-OPPOSED = -0.5  # cosine with all the others together, below which a gradient does not count
-MAX_ANSWER = 10.0  # length of an average beside the own gradient, in terms of the same for what was averaged here
+MAX_LENGTH = 2.0  # norm of a sender's gradient, relative to the median (clipping as in arXiv 2012.10333)
+OPPOSED = -0.5  # cosine with the sum of all others, below which a gradient does not count
+MAX_ANSWER = 10.0  # norm of an average relative to this peer's gradient, divided by the same ratio for its own part
 # A peer's trust is a moving average of estimate_contributions. The newest value has more weight if this peer's share of
 # the average is larger, because the share of a few samples among many is mostly noise. A single round proves nothing:
-# at the start of a plateau, an honest gradient of 64 samples can point away from all others.
+# at the start of a plateau, a correct gradient of 64 samples can point away from all others.
 TRUST_WEIGHT, LEAST_TRUST, DOUBT = 0.5, 0.25, 0.4
-REVERSED, FAR_TOO_LONG, LEAST_OWN_SHARE = -0.5, -math.inf, 0.0
-MOSTLY_REVERSED = -0.3  # of the whole average: no step is taken by it, whoever is to blame
-CHUNK = 1024  # numbers, of which each such counts the same: the largest gradients, of biases, are the noisiest
-MAX_CHANGE = 0.05, 1e-3  # of parameters by their average: of their length, and of each number
+REVERSED, FAR_TOO_LONG, MIN_OWN_SHARE = -0.5, -math.inf, 0.0
+MOSTLY_REVERSED = -0.3  # contribution to the whole average, below which no step is made, whichever peer is the cause
+CHUNK = 1024  # numbers; all chunks count the same, because the largest gradients, those of biases, are the noisiest
+MAX_CHANGE = 0.05, 1e-3  # of parameters by averaging: relative to their norm, and absolute for each number
 SKETCH_SIZE, SKETCH_WIDTH = 9, 1024
-MAX_ODD = 0.05  # of the length of the parameters: by how much those of a peer may differ from most others'
-NO_WEIGHT = 1e-9  # of a part that was not sent; 0 would make an average of nothing else infinite
+MAX_PARAM_DEVIATION = 0.05  # of a peer's parameters from those of most peers, relative to their norm
+NO_WEIGHT = 1e-9  # weight of a part that was not sent; with 0, an average of such parts only would be infinite
 
 
 class ProtocolViolation(AllreduceException):
-    """What a peer has sent cannot be honest."""
+    """Data that no correct peer can send."""
 
 
 class MaliciousPeersError(AllreduceException):
-    """These peers have made rounds fail. Argument: what each has done, in words."""
+    """A failed round, and the peers that caused it. The argument maps each peer to a description of what it did."""
 
     def __str__(self) -> str:
-        return "; ".join(f"{peer} {lie}" for peer, lie in self.args[0].items())
+        return "; ".join(f"{peer} {violation}" for peer, violation in self.args[0].items())
 
 
 def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """By what to multiply each sender's gradient: less than 1 where it is much longer than the median (of two, than the
-    other one), 0 where it points away from all the others together, of which it takes two.
+    """Return the factor for each sender's gradient.
 
-    :param products: of shape (senders, senders), scalar products of all that they have sent so far
-    :param counts: how many numbers each has sent
+    It is below 1 if the norm is much larger than the median (of two senders, than the smaller norm). With three or more
+    senders, it is 0 if the gradient points away from the sum of all others.
+
+    :param products: the scalar products of all parts sent so far, of shape (senders, senders)
+    :param counts: the number of elements that each sender has sent, of shape (senders,)
+    :returns: the factors, of shape (senders,)
     """
     factors, senders = torch.ones_like(counts), torch.nonzero(products.diagonal()).flatten()
     if not len(senders):
@@ -58,9 +61,9 @@ def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> to
     if len(senders) > 2:
         cosines = products[senders][:, senders] / norms / norms[:, None]
         with_others = cosines.sum(1) - 1
-        of_others = (cosines.sum() - 1 - 2 * with_others).clamp(min=0).sqrt()  # length of the sum of their directions
-        is_opposed = with_others < OPPOSED * of_others
-        if 2 * is_opposed.sum() < len(senders):  # of few numbers, all may point away from each other
+        others_norm = (cosines.sum() - 1 - 2 * with_others).clamp(min=0).sqrt()  # of the sum of the others' directions
+        is_opposed = with_others < OPPOSED * others_norm
+        if 2 * is_opposed.sum() < len(senders):  # with few elements, all gradients may point away from each other
             factors[senders[is_opposed]] = 0.0
     return factors
 
@@ -69,26 +72,27 @@ class RobustReducer(TensorPartReducer):
     """A reducer that averages parts so that no single sender can skew the result.
 
     Gradients are clipped and weighted, see `compute_clipping_factors`. Parameters are the same on all peers except for
-    rounding, so the median of each number is used.
+    rounding errors, so the median of each number is used.
     """
 
     def configure_checks(self, max_weight: float | None, are_parameters: bool, sparse: TopKCompression | None) -> None:
-        """
-        :param max_weight: samples for which a sender counts at most; None: only lies are refused
-        :param are_parameters: and not gradients
-        :param sparse: by which averages go to all, this peer included; else differences do
+        """Set up the checks of a round.
+
+        :param max_weight: the maximum weight of a sender, in samples; None to refuse protocol violations only
+        :param are_parameters: whether parameters are averaged, and not gradients
+        :param sparse: the codec with which averages are sent to all peers, including this one; None to send differences
         """
         self.max_weight, self.are_parameters, self.sparse = max_weight, are_parameters, sparse
         self.answers: list[runtime_pb2.Tensor] = []
-        self.missing: list[torch.Tensor] = []  # of averages, what does not arrive
-        self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # of the current part
-        #: by sender, the largest weight of its parts
+        self.missing: list[torch.Tensor] = []  # the residual of each compressed average
+        self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # the current part and its weight, by sender
+        #: the largest weight of each sender's parts
         self.weights = [0.0] * self.num_senders
         self.products = torch.zeros(self.num_senders, self.num_senders, dtype=torch.float64)
         self.counts = torch.zeros(self.num_senders, dtype=torch.float64)
 
     async def accumulate_part(self, sender_index: int, part_index: int, tensor_part, weight: float = 1.0):
-        """hivemind's; raises ProtocolViolation instead of counting what cannot be averaged."""
+        """Accumulate a part as hivemind does, but raise ProtocolViolation if it cannot be averaged."""
         if tensor_part.shape != self.part_shapes[part_index]:
             raise ProtocolViolation(f"sent a part of the shape {tuple(tensor_part.shape)[:9]}")
         if not 0 <= weight < math.inf or not (tensor_part @ tensor_part).isfinite():
@@ -103,7 +107,7 @@ class RobustReducer(TensorPartReducer):
         if self.sent and self.current_part_accumulated_from == self.num_current_senders:
             sent = {index: (part, weight) for index, (part, weight) in self.sent.items() if weight > NO_WEIGHT}
             self.sent = {}
-            if len(sent) > 1 + self.are_parameters:
+            if len(sent) >= (3 if self.are_parameters else 2):
                 self.accumulator, self.denominator = self.average_part(sent), 1.0
         if self.sparse and self.current_part_accumulated_from == self.num_current_senders:
             average = self.accumulator / max(self.denominator, NO_WEIGHT)
@@ -113,13 +117,13 @@ class RobustReducer(TensorPartReducer):
         super().check_current_part_finished()
 
     def average_part(self, sent: dict[int, tuple[torch.Tensor, float]]) -> torch.Tensor:
-        """The average of the current part.
+        """Return the average of the current part.
 
-        :param sent: by the senders' indices, parts and their weights
+        :param sent: the part and the weight of each sender, by the sender's index
         """
         indices, parts = torch.tensor(list(sent)), torch.stack([part for part, _ in sent.values()])
         if self.are_parameters:
-            # several times as fast as torch's median, which of an even number takes the lower one besides
+            # faster than torch.median by a factor of several; of an even number, torch takes the lower middle value
             parts = parts.sort(dim=0).values
             return (parts[(len(parts) - 1) // 2] + parts[len(parts) // 2]) / 2
         self.products[indices[:, None], indices] += (parts @ parts.T).double()
@@ -130,16 +134,18 @@ class RobustReducer(TensorPartReducer):
 
 
 class VerifyingContainer(TensorPartContainer):
-    """Takes from a peer that averages only what an average can be."""
+    """A container that accepts a reducer's part only if it can be an average."""
 
     def configure_checks(self, are_parameters: bool, sparse_index: int | None) -> None:
-        """
-        :param sparse_index: this peer's, where the others answer with averages; else with differences to what was sent
+        """Set up the checks of a round.
+
+        :param are_parameters: whether the change by the average must be small, as that of parameters is
+        :param sparse_index: this peer's index if the reducers send averages; None if they send differences
         """
         self.are_parameters, self.sparse_index = are_parameters, sparse_index
-        #: for each peer that averages: own * own, average * average, own * average, numbers; summed over its parts
+        #: per reducer, summed over its parts: own @ own, average @ average, own @ average, number of elements
         self.sums = torch.zeros(self.group_size, 4, dtype=torch.float64)
-        #: and for each chunk of them, own * average in terms of own * own
+        #: per reducer, for each chunk: own @ average relative to own @ own
         self.ratios: list[list[torch.Tensor]] = [[] for _ in range(self.group_size)]
 
     def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
@@ -152,7 +158,7 @@ class VerifyingContainer(TensorPartContainer):
         products = torch.stack([own @ own, average @ average, own @ average])
         if not products.isfinite().all():
             raise ProtocolViolation("sent an average that is not finite")
-        if products[0]:  # else the part was not sent
+        if products[0]:  # zero if this peer did not send the part
             self.sums[peer_index] += torch.tensor([*products, len(own)], dtype=torch.float64)
             squares, with_own = (
                 torch.nn.functional.pad(own * other, (0, -len(own) % CHUNK)).view(-1, CHUNK).sum(dim=1)
@@ -161,27 +167,28 @@ class VerifyingContainer(TensorPartContainer):
             self.ratios[peer_index].append((with_own / squares)[squares > 0])
         if self.are_parameters:
             own_square, average_square, product, count = self.sums[peer_index]
-            of_all, of_each = MAX_CHANGE
-            if own_square + average_square - 2 * product > of_all**2 * own_square + of_each**2 * count:
-                raise ProtocolViolation("sent parameters that are not near anybody's")
+            relative, absolute = MAX_CHANGE
+            if own_square + average_square - 2 * product > relative**2 * own_square + absolute**2 * count:
+                raise ProtocolViolation("sent averaged parameters that are not near this peer's own")
         super().register_processed_part(peer_index, part_index, part)
 
     def estimate_contribution(self, own_weight: float, peer_indices: Iterable[int]) -> float:
-        """How much of this peer's gradient is in what these have averaged: 1 as much as there should be at least,
-        0 nothing, -1 the contrary.
+        """Return the share of this peer's gradient in the averages of these peers, relative to the expected one.
 
-        :param own_weight: of this peer's gradient in the average
+        :param own_weight: the expected weight of this peer's gradient in the average
+        :param peer_indices: the reducers' indices
+        :returns: 1 for at least the expected share, 0 for none, -1 for the reversed gradient
         """
         ratios = [ratio for index in peer_indices for ratio in self.ratios[index]]
         return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios else 1.0
 
 
 def estimate_contributions(container: VerifyingContainer, own_index: int, own_weight: float) -> dict[int, float]:
-    """Return how much of this peer's gradient is in what each other peer has averaged, see `estimate_contribution`;
-    FAR_TOO_LONG if it cannot be an average.
+    """Return the share of this peer's gradient in each other peer's average, see `estimate_contribution`.
 
-    :returns: by index. None where this peer averages nothing: it may itself be the odd one; nor where its gradient is
-        hardly in what it has averaged itself
+    :returns: the shares by peer index; FAR_TOO_LONG if the norm is too large for an average. Empty if this peer
+        averages nothing. Only FAR_TOO_LONG entries if this peer's own average hardly contains its gradient: it may
+        itself be the outlier
     """
     own, average, _, _ = container.sums.T
     others = [index for index in torch.nonzero(own).flatten().tolist() if index != own_index]
@@ -190,16 +197,18 @@ def estimate_contributions(container: VerifyingContainer, own_index: int, own_we
     lengths = (average / own).sqrt()
     too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
     shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-    if container.estimate_contribution(own_weight, [own_index]) >= LEAST_OWN_SHARE:
+    if container.estimate_contribution(own_weight, [own_index]) >= MIN_OWN_SHARE:
         shares = {index: container.estimate_contribution(own_weight, [index]) for index in others} | shares
     return shares
 
 
 @torch.no_grad()
 def compute_sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
-    """A few numbers that are near each other where the parameters are: their length, and what random signs make of
-    their sums, as far from another peer's as the parameters are (Johnson and Lindenstrauss)."""
-    # as many of either sign, so that rounding which always goes the same way does not add up over millions of numbers
+    """Return SKETCH_SIZE numbers: the norm of the parameters, and random projections of them.
+
+    The distance between two sketches is about that between the parameters (Johnson and Lindenstrauss).
+    """
+    # as many +1 as -1, so that a rounding bias does not add up over millions of parameters
     signs = torch.rand(SKETCH_WIDTH, SKETCH_SIZE - 1, generator=torch.Generator().manual_seed(0)).argsort(dim=0) % 2
     square, columns = torch.zeros((), dtype=torch.float64), torch.zeros(SKETCH_WIDTH, dtype=torch.float64)
     for tensor in (parameter.detach().flatten().float() for parameter in parameters):
@@ -211,11 +220,12 @@ def compute_sketch(parameters: Iterable[torch.Tensor]) -> list[float]:
 
 
 def find_outliers(sketches: Sequence[Sequence[float]]) -> list[int]:
-    """Which of these peers have other parameters than most: none of two, of which nobody knows who is right."""
+    """Return the indices of the peers whose parameters differ from most; none of two, because either may be right."""
     if len(sketches) < 3:
         return []
     numbers = torch.tensor(sketches, dtype=torch.float64)
     middle = numbers.sort(dim=0).values[len(numbers) // 2]
     distances = (numbers - middle).norm(dim=1)
-    odd = torch.nonzero(~(distances <= MAX_ODD * middle[0])).flatten().tolist()  # what is not finite too
-    return odd if 2 * len(odd) < len(sketches) else []
+    is_near = distances <= MAX_PARAM_DEVIATION * middle[0]  # false for NaN
+    outliers = torch.nonzero(~is_near).flatten().tolist()
+    return outliers if 2 * len(outliers) < len(sketches) else []

@@ -1,4 +1,4 @@
-"""Steps of a peer's own between two rounds, which average how far each peer has come (DiLoCo, arXiv 2311.08105)."""
+"""Local steps between two rounds, and rounds that average pseudo-gradients (DiLoCo, arXiv 2311.08105)."""
 
 import contextlib
 import copy
@@ -15,21 +15,24 @@ from swarm.states import list_params
 
 
 class OuterOptimizer(torch.optim.Optimizer):
-    """Of the parameters in host memory: the optimizer that it is made of as long as all peers step together; from then
-    on SGD with Nesterov momentum, whose gradient is the average of how far the peers have come."""
+    """An optimizer of the parameters in host memory, for both phases of training.
+
+    While all peers step together, it is the inner optimizer. Once they take local steps, it is SGD with Nesterov
+    momentum, and its gradients are the averaged pseudo-gradients.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer, lr: float, momentum: float):
         super().__init__(inner.param_groups, {})
         self.inner, self.lr, self.momentum = inner, lr, momentum
-        #: whether the next step is one of SGD; set by the swarm's optimizer
+        #: whether the next step is an outer step (SGD); set by the swarm's optimizer
         self.is_outer = False
-        for param in list_params(inner):  # all peers exchange the same tensors all the time
+        for param in list_params(inner):  # from the start, because all peers must exchange the same tensors
             inner.state[param]["outer_momentum"] = torch.zeros_like(param)
         self.state = inner.state
 
     @property
     def grad_norm(self) -> float:
-        """Of the last gradient before clipping."""
+        """The norm of the last gradient before clipping."""
         return self.inner.grad_norm
 
     @torch.no_grad()
@@ -49,8 +52,11 @@ class OuterOptimizer(torch.optim.Optimizer):
 
 
 class LocalSteps:
-    """Where this peer is, on the model's device, beside the swarm's parameters, the *anchor*. What lies between the two
-    is what it has not yet sent: steps add to it, rounds take it out, and when the anchor moves, it moves along."""
+    """The local parameters on the model's device, next to the swarm's parameters, the *anchor*.
+
+    The difference between the two is the pending update. Local steps add to it, and a round removes the part that it
+    averages. When the anchor moves, the local parameters move by the same amount.
+    """
 
     def __init__(
         self,
@@ -60,47 +66,50 @@ class LocalSteps:
         groups: list[dict],
     ):
         """
-        :param params: the model's
-        :param make_optimizer: of these groups of them
+        :param params: the model's parameters
+        :param make_optimizer: a function that creates the inner optimizer of these groups
         """
         self.params, self.outer, self.make_optimizer, self.groups = params, outer, make_optimizer, groups
         self.inner: torch.optim.Optimizer | None = None
         self.anchor = [param.detach().clone() for param in params]
-        self._taken: list[torch.Tensor] = []  # by a round that has succeeded, in the background perhaps
+        self._taken: list[torch.Tensor] = []  # what a successful round has averaged; another thread may set it
 
     def move_to(self, device: torch.device) -> None:
-        """Call it once, after the model has moved there."""
+        """Move the anchor to the model's device; call this once, after the model has moved."""
         self.anchor = [tensor.to(device) for tensor in self.anchor]
 
     def step(self) -> None:
-        """With the model's gradients, at the swarm's learning rate; the first one begins with the moments of the steps
-        that all peers have made together."""
+        """Make a local step with the model's gradients, at the swarm's learning rate.
+
+        The first local step starts with the moments of the steps that all peers made together.
+        """
         if self.inner is None:
             self.inner = self.make_optimizer(self.groups)
             self.load_state_dict(self.outer.inner.state_dict())
         for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):
             group["lr"] = of_swarm["lr"]
         self.inner.step()
-        for param in self.params:  # some optimizers write past autograd, by which other ranks know what has changed
+        # some optimizers write without autograd's version counter, by which other ranks detect changes
+        for param in self.params:
             torch.autograd.graph.increment_version(param)
 
     @torch.no_grad()
     def measure(self) -> list[torch.Tensor]:
-        """How far the anchor would have to go, against the gradient, to be where this peer is."""
+        """Return the pseudo-gradients: the anchor minus the local parameters."""
         return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
 
     def take_pending(self, sent: list[torch.Tensor]) -> None:
-        """A round has taken this of it; from any thread."""
+        """Record what a round has averaged, which `move_anchor` then removes; may be called from any thread."""
         self._taken = sent
 
     @torch.no_grad()
     def move_anchor(self, anchor: Sequence[torch.Tensor]) -> None:
-        """To the swarm's new parameters."""
-        taken, self._taken = self._taken, []
-        for param, sent in zip(self.params, taken, strict=False):
-            param.add_(sent)
+        """Move the anchor, and the local parameters along with it; if they are not finite, reset them to the anchor."""
+        updates, self._taken = self._taken, []
+        for param, update in zip(self.params, updates, strict=False):
+            param.add_(update)
         for param, before, after in zip(self.params, self.anchor, anchor, strict=True):
-            after = after.to(param.device, copy=True)  # its average may be arriving
+            after = after.to(param.device, copy=True)  # a round in the background may be changing the original
             param.add_(after - before)
             before.copy_(after)
             if not param.sum().isfinite():
@@ -108,20 +117,20 @@ class LocalSteps:
 
     @torch.no_grad()
     def drop_pending(self) -> None:
-        """Go back to the anchor."""
+        """Discard the pending update: reset the local parameters to the anchor."""
         self._taken = []
         for param, anchor in zip(self.params, self.anchor, strict=True):
             param.copy_(anchor)
 
     def state_dict(self) -> dict:
-        """The moments, which are this peer's own; nothing before its first step."""
+        """Return the inner optimizer's state, which differs between peers; empty before the first local step."""
         return self.inner.state_dict() if self.inner else {}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """What `state_dict` returned, also of the outer optimizer."""
+        """Load the state of an inner optimizer, or of the outer one."""
         if self.inner is None:
             self.inner = self.make_optimizer(self.groups)
-        # a copy: torch would keep tensors that are on its device, and change them in place
+        # a copy, because torch keeps tensors that are on the right device, and changes them in place
         state = copy.deepcopy(state_dict["state"])
         for moments in state.values():
             moments.pop("outer_momentum", None)
@@ -130,7 +139,7 @@ class LocalSteps:
 
 @contextlib.contextmanager
 def at_anchor(local: LocalSteps | None) -> Iterator[None]:
-    """With the model where the swarm is; without local steps it is always there."""
+    """Set the model to the swarm's parameters within this context; without local steps, it always has them."""
 
     @torch.no_grad()
     def move_to(tensors: Sequence[torch.Tensor]) -> None:
@@ -147,21 +156,24 @@ def at_anchor(local: LocalSteps | None) -> Iterator[None]:
 
 
 class LocalStepsAverager(GradientAverager):
-    """Averages how far peers have come, once they step by themselves. What of it does not arrive is added to how far
-    they come next (error feedback, arXiv 1809.07599)."""
+    """A gradient averager that averages pseudo-gradients once the peers take local steps.
+
+    The residual of sparsification is added to the next pseudo-gradients (error feedback, arXiv 1809.07599).
+    """
 
     local: LocalSteps  # set by the optimizer
-    # the epoch of the last round of local steps, and the one after the last that succeeded
+    # the epoch of the last round of local steps, and the epoch after the last such round that succeeded
     _taken_epoch, _expected_epoch = 0, 0
 
     def __init__(self, *args, sparse: TopKCompression | None, **kwargs):
-        """:param sparse: how it is sent then; default: like gradients"""
-        self.sparse, self._is_local = sparse, multiprocessing.Value(ctypes.c_bool)
+        """:param sparse: the codec of pseudo-gradients; None for the codec of gradients"""
+        self.sparse = sparse
+        self._is_local = multiprocessing.Value(ctypes.c_bool)
         super().__init__(*args, **kwargs)
 
     @property
     def is_local(self) -> bool:
-        """Whether peers step by themselves; set by the optimizer."""
+        """Whether the peers take local steps; set by the optimizer."""
         return self._is_local.value
 
     @is_local.setter
@@ -190,17 +202,18 @@ class LocalStepsAverager(GradientAverager):
         if not self.is_local:
             return super().take_pending()
         self.last_step = None
-        come = self.local.measure()
-        if not all(tensor.sum().isfinite() for tensor in come):
+        pseudo_gradients = self.local.measure()
+        if not all(tensor.sum().isfinite() for tensor in pseudo_gradients):
             self.drop_pending()
-            come = self.local.measure()
+            pseudo_gradients = self.local.measure()
         with self._lock:
-            self._in_flight, self.samples = (come, self.samples), 0
+            self._in_flight, self.samples = (pseudo_gradients, self.samples), 0
         epoch = self.round_state[0]
-        # what a late peer has done while the others stepped without it would be a step on top of theirs
+        # a straggler's update covers several epochs in which the others have stepped: it sends the mean per epoch
         self._in_mean = 1 + max(0, epoch - self._expected_epoch) if self._expected_epoch else 1
         self._taken_epoch = epoch
-        self._set_averaged([tensor + rest for tensor, rest in zip(come, self.unsent, strict=True)], self._in_mean)
+        sums = [tensor + residual for tensor, residual in zip(pseudo_gradients, self.unsent, strict=True)]
+        self._set_averaged(sums, self._in_mean)
         return self._in_flight[1]
 
     def finish(self, share: int = 1, turn: int = 0) -> int:
@@ -212,9 +225,9 @@ class LocalStepsAverager(GradientAverager):
     def _keep_residual(self) -> None:
         if not self.is_local:
             return super()._keep_residual()
-        if self._in_flight[1]:  # else nobody has counted what it held
-            for tensor, rest in zip(self.unsent, self.list_residuals(), strict=True):
-                tensor.copy_(rest).mul_(self._in_mean)
+        if self._in_flight[1]:  # an update of 0 samples has no weight in the average, so the old residual stays
+            for tensor, residual in zip(self.unsent, self.list_residuals(), strict=True):
+                tensor.copy_(residual).mul_(self._in_mean)
 
     def restore_pending(self) -> None:
         if not self.is_local:

@@ -1,12 +1,12 @@
-"""Updates of which only the largest entries are sent, in a few bits each (SparseLoCo, arXiv 2508.15706).
+"""Top-k sparsification: updates of which only the largest entries are sent (SparseLoCo, arXiv 2508.15706).
 
-The sender keeps what does not arrive, tensor minus `extract(compress(tensor))`, for its next round: error feedback
-(arXiv 1809.07599). A message is, in this order:
+The sender adds the residual, tensor minus `extract(compress(tensor))`, to its next update: error feedback
+(arXiv 1809.07599). A message contains, in this order:
 
-    bits of a value, number of entries                            1 and 4 bytes
-    least magnitude and range of magnitudes of each chunk         bfloat16
-    positions, ascending: low parts, bitmap of the high parts     Elias-Fano: 2 bits more than -log2(density) or less
-    values: sign, and one of 2 ** (bits - 1) steps of the range   with 2 bits of 3 %: 9 bits an entry in all
+    bits per value, number of entries                             1 and 4 bytes
+    minimum and range of the magnitudes in each chunk             bfloat16
+    positions, ascending: low bits, then bitmap of high bits      Elias-Fano: at most -log2(density) + 2 bits each
+    values: sign, and one of 2 ** (bits - 1) levels of the range  at 2 bits and density 3 %: 9 bits per entry in all
 """
 
 import copy
@@ -19,22 +19,22 @@ from hivemind.compression import CompressionBase, CompressionInfo, RoleAdaptiveC
 from hivemind.proto import runtime_pb2
 from torch.nn.functional import pad
 
-CHUNK = 4096  # numbers that share a scale, and of which the same share is sent
-PART = 16 * CHUNK  # numbers of a message in a round
-MAX_NUMBERS, MAX_DIMENSIONS = 2**26, 8  # of a message; extract allocates 4 bytes a number
-MAX_SCALE = 1e30
+CHUNK = 4096  # numbers with a common scale; the same share of each chunk is sent
+PART = 16 * CHUNK  # numbers per message of a round
+MAX_NUMBERS, MAX_DIMENSIONS = 2**26, 8  # per message; `extract` allocates 4 bytes per number
+MAX_SCALE = 1e30  # of a chunk's magnitudes; larger ones are invalid
 HEADER = struct.Struct("<BI")
 
 
 def pack(codes: np.ndarray, bits: int) -> bytes:
-    """Unsigned integers below 2 ** bits: first the lowest bits of all, then the next ones."""
+    """Pack unsigned integers below 2 ** bits into bytes: the lowest bits of all codes first, then the next bits."""
     return b"".join(np.packbits((codes >> bit) & 1).tobytes() for bit in range(bits))
 
 
 def unpack(data: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """What `pack` was given, as int64.
+    """Return the codes, as int64, from which `pack` made these bytes.
 
-    :param data: the bytes of `pack`, as uint8
+    :param data: the bytes, as uint8
     """
     codes = np.zeros(count, np.int64)
     for bit in range(bits):
@@ -44,18 +44,18 @@ def unpack(data: np.ndarray, count: int, bits: int) -> np.ndarray:
 
 
 def count_low_bits(numbers: int, count: int) -> int:
-    """Of a position those that are not in the bitmap (Elias, 1974; Fano, 1971)."""
+    """Return the number of low bits of a position, which are not in the bitmap (Elias, 1974; Fano, 1971)."""
     return max(1, numbers // max(1, count)).bit_length() - 1
 
 
 class TopKCompression(CompressionBase):
-    """The largest entries of each chunk, in a few bits; what is 0 is never sent.
+    """A codec that sends the largest entries of each chunk in a few bits, and never zeros.
 
-    It travels under the name of a codec of hivemind's that nobody uses here, whose place among the deserializers it
-    takes when this file is imported: hivemind reads no message of a number that has no name.
+    hivemind only decodes compression types that it knows. So this codec uses the type of a hivemind codec that is not
+    used here; `swarm.patches.install` replaces that codec.
 
-    :param density: share of the numbers that is sent at most, above 0 and up to 1
-    :param bits: of a value, its sign among them, 2 to 8
+    :param density: the maximum share of numbers to send, above 0 and up to 1
+    :param bits: the number of bits per value, 2 to 8, including the sign
     """
 
     compression_type = runtime_pb2.QUANTILE_8BIT
@@ -64,35 +64,37 @@ class TopKCompression(CompressionBase):
         self.density, self.bits = density, bits
 
     def choose(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Positions of the entries to be sent, ascending, int64."""
+        """Return the positions of the entries to send, ascending, as int64."""
         if self.density == 1:
             return numbers.nonzero().flatten()
         chunk = min(CHUNK, len(numbers))
         chunks = pad(numbers.abs(), (0, -len(numbers) % chunk)).view(-1, chunk)
         largest = chunks.topk(math.ceil(self.density * chunk), sorted=False).indices.sort().values
         largest += torch.arange(0, chunks.numel(), chunk)[:, None]
-        return largest[chunks.view(-1)[largest] != 0]  # a NaN too: the receiver refuses it
+        return largest[chunks.view(-1)[largest] != 0]  # includes NaN, which the receiver refuses
 
     def compress(
         self, tensor: torch.Tensor, info: CompressionInfo | None = None, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
-        """The message of 1 to MAX_NUMBERS numbers of any shape. With one that is not finite, nobody will accept it."""
+        """Compress 1 to MAX_NUMBERS numbers of any shape; receivers refuse the message if one of them is not finite."""
         numbers = tensor.detach().float().flatten()
         positions = self.choose(numbers)
         values, chunk_of = numbers[positions], positions // CHUNK
-        magnitudes, of_chunks = values.abs(), torch.zeros(-(-len(numbers) // CHUNK))
-        least, mean, most = (
-            of_chunks.scatter_reduce(0, chunk_of, magnitudes, how, include_self=False)
-            for how in ("amin", "mean", "amax")
+        magnitudes, zeros = values.abs(), torch.zeros(-(-len(numbers) // CHUNK))
+        minima, means, maxima = (
+            zeros.scatter_reduce(0, chunk_of, magnitudes, reduction, include_self=False)
+            for reduction in ("amin", "mean", "amax")
         )
-        # in 2 bits one large entry would leave a single step for all others; it goes on in the next rounds
-        spread = torch.minimum(most - least, 2**self.bits * (mean - least).clamp_min(0))
-        scales = torch.stack([least, spread]).bfloat16()
-        least, spread = scales.float()
+        # With 2 bits, one large entry would leave a single level for all other entries. Error feedback sends the rest
+        # of the large entry in the next rounds.
+        spread = torch.minimum(maxima - minima, 2**self.bits * (means - minima).clamp_min(0))
+        scales = torch.stack([minima, spread]).bfloat16()
+        minima, spread = scales.float()
         levels = 2 ** (self.bits - 1)
-        steps = (magnitudes - least[chunk_of]) / (spread / levels).clamp_min(torch.finfo().tiny)[chunk_of]
+        steps = (magnitudes - minima[chunk_of]) / (spread / levels).clamp_min(torch.finfo().tiny)[chunk_of]
         codes = steps.clamp(0, levels - 1).to(torch.uint8) + levels * (values < 0)
-        low_bits, positions = count_low_bits(len(numbers), len(positions)), positions.numpy()
+        low_bits = count_low_bits(len(numbers), len(positions))
+        positions = positions.numpy()
         bitmap = np.zeros((len(numbers) >> low_bits) + len(positions) + 1, np.uint8)
         bitmap[(positions >> low_bits) + np.arange(len(positions))] = 1
         buffer = HEADER.pack(self.bits, len(positions)) + scales.view(torch.int16).numpy().tobytes()
@@ -100,9 +102,9 @@ class TopKCompression(CompressionBase):
         return runtime_pb2.Tensor(compression=self.compression_type, buffer=buffer, size=tensor.shape, dtype="float32")
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """The float32 tensor, 0 where nothing was sent.
+        """Return the float32 tensor, with zeros for the entries that were not sent.
 
-        :raises ValueError: no `compress` has made these bytes; nothing of the tensor's size was allocated then
+        :raises ValueError: the message is invalid; this is checked before memory for the tensor is allocated
         """
         shape, buffer = tuple(serialized_tensor.size), serialized_tensor.buffer
         numbers = math.prod(shape[:MAX_DIMENSIONS])
@@ -119,38 +121,42 @@ class TopKCompression(CompressionBase):
         scales = torch.from_numpy(scales.copy()).view(torch.bfloat16).float().view(2, chunks)
         high = np.flatnonzero(np.unpackbits(high, count=places))
         if len(high) != count or not ((scales >= 0) & (scales <= MAX_SCALE)).all():
-            raise ValueError("not a sparse tensor: its bitmap or its scales are wrong")
+            raise ValueError("not a sparse tensor: the bitmap or the scales are invalid")
         positions = (high - np.arange(count) << low_bits) | unpack(low, count, low_bits)
         if count and (positions[-1] >= numbers or (np.diff(positions) <= 0).any()):
-            raise ValueError("not a sparse tensor: its positions do not ascend or are out of range")
+            raise ValueError("not a sparse tensor: the positions are not ascending or out of range")
         positions, codes = torch.from_numpy(positions), torch.from_numpy(unpack(codes, count, bits))
         levels, chunk_of = 2 ** (bits - 1), positions // CHUNK
-        least, step = scales[0][chunk_of], (scales[1] / levels)[chunk_of]
-        values = (least + (codes % levels + 0.5) * step) * (1 - 2 * (codes // levels))
+        minima, step = scales[0][chunk_of], (scales[1] / levels)[chunk_of]
+        values = (minima + (codes % levels + 0.5) * step) * (1 - 2 * (codes // levels))
         return torch.zeros(numbers).index_put_((positions,), values).view(shape)
 
     def answer(self, average: torch.Tensor) -> runtime_pb2.Tensor:
-        """The message of an average of what such messages held: all of it, in 4 bits, which a model learns as well from
-        as from 8."""
+        """Compress an average of such messages: all entries, in 4 bits, from which a model learns as well as from 8."""
         return TopKCompression(density=1.0, bits=4).compress(average)
 
     def estimate_compression_ratio(self, info: CompressionInfo | None) -> float:
         return min(1.0, (self.density * (self.bits + 2 - math.log2(self.density)) + 32 / CHUNK) / 32)
 
     def estimate_both_ways(self, senders: int) -> float:
-        """Bits of a message and of the answer of so many senders' average, in messages, halved."""
-        answer = TopKCompression(1 - (1 - self.density) ** max(1, senders), bits=4)  # no two send the same
+        """Return the mean size of a message and the answer to it, relative to the message.
+
+        :param senders: the number of senders in the average; their entries are assumed to be independent
+        """
+        answer = TopKCompression(1 - (1 - self.density) ** max(1, senders), bits=4)
         return (1 + answer.estimate_compression_ratio(None) / self.estimate_compression_ratio(None)) / 2
 
     @property
     def part_size(self) -> int:
-        """Bytes of the messages of a round, of which hivemind makes the parts of its tensors."""
+        """The size of a round's messages in bytes, by which hivemind splits tensors into parts."""
         return math.ceil(4 * PART * self.estimate_compression_ratio(None))
 
 
 def compress_sparse_step(codec: CompressionBase) -> CompressionBase:
-    """This codec of states, but for the step that a late peer fetches: where all send sparsely, the average is mostly
-    zeros too. It goes in 8 bits then, a third of what it takes with them; as it is where the codec compresses nothing.
+    """Return this state codec with 8-bit top-k compression for the gradients of a missed step.
+
+    If all peers send sparse updates, their average is mostly zeros too, and takes a third of the size without them. A
+    codec that compresses nothing stays as it is.
     """
     if isinstance(codec, RoleAdaptiveCompression):
         codec = copy.copy(codec)
