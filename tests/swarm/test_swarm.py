@@ -222,7 +222,11 @@ def test_ctrl_c_again_asks_once_more_and_says_what_is_lost(start):
         """
     peer = start("peer", "-c", code)
     peer.wait_for("ready")
-    for words in ("stopping: .* Ctrl-C again", "Ctrl-C once more stops at once, and loses a day", "lost: a day of work"):
+    for words in (
+        "stopping: .* Ctrl-C again",
+        "Ctrl-C once more stops at once, and loses a day",
+        "lost: a day of work",
+    ):
         assert not re.search(words, peer.text)
         peer.interrupt()
         peer.wait_for(words)
