@@ -1,7 +1,7 @@
-"""CollaborativeCallback: what happens around a trainer's steps: take over the state, report, evaluate, save, recover.
+"""CollaborativeCallback: a trainer's work around its steps: load the state, report, evaluate, save, recover.
 
-run_trainer.py calls it: at the start, after each step, and at the end. It must not cost the loop: it waits for no
-device, and records go to the DHT in the background.
+run_trainer.py calls it at the start, after each step, and at the end. It must not slow down the loop: it never waits
+for a device, and it stores records in the DHT in the background.
 """
 
 import json
@@ -68,19 +68,21 @@ from viewing.progress import RECENT_EPOCHS, format_progress, format_samples, mea
 
 logger = logging.getLogger("trainer")
 
-BAR_PERIOD, LOG_PERIOD = 0.5, 20.0  # seconds between two lines of progress on a terminal, and in a log file
-LONG_WAIT = 0.1  # of an epoch, for data
-LOOK_PERIOD, LOOK_TIMEOUT = 10.0, 2.0  # seconds between two looks at the swarm for the run's page, and of one
+BAR_INTERVAL, LOG_INTERVAL = 0.5, 20.0  # seconds between progress lines on a terminal, and in a log file
+MAX_DATA_WAIT = 0.1  # share of an epoch that the device may wait for data before a warning
+METRICS_INTERVAL, METRICS_TIMEOUT = 10.0, 2.0  # seconds; for downloads of the swarm's metrics for the status page
 
 
 class CollaborativeCallback:
-    """The state that lives across a trainer's steps: sums since the last epoch, the progress bar.
+    """A trainer's hooks around its steps, and the state that they keep, such as sums since the last epoch.
 
-    :param groups: the arguments of the whole command line, as in TRAINER_ARGS: checkpoints note them
-    :param dataset, corpus: of data.load_data
-    :param autocast: the precision in which to evaluate
-    :param num_devices: those of this machine that share each step
-    :param page: shows this trainer's progress, once there is some
+    :param groups: the arguments of the whole command line, as in TRAINER_ARGS, which checkpoints record
+    :param public_key: this peer's public key, the subkey of its records
+    :param contract: the contract that this peer published when it joined
+    :param dataset, corpus: the results of experiment.data.load_data
+    :param autocast: the precision for evaluations
+    :param num_devices: the number of this machine's devices that share each step
+    :param page: the status page that shows this trainer's progress, if any
     """
 
     def __init__(
@@ -107,46 +109,48 @@ class CollaborativeCallback:
         self.model, self.tokenizer, self.dataset, self.corpus = model, tokenizer, dataset, corpus
         self.autocast, self.scaler, self.page = autocast, scaler, page
         self.batches_per_step = self.args.gradient_accumulation_steps * num_devices
-        #: samples of a step of this peer
+        #: samples per step of this peer
         self.batch_size = self.args.per_device_train_batch_size * self.batches_per_step
         self.next_contract_time = 0.0
         self.loss_sum, self.mini_steps = 0.0, 0
-        #: mean of this trainer's steps in its last epoch that had some; None before
+        #: mean loss of this trainer's steps in the last epoch in which it made any, or None
         self.epoch_loss: float | None = None
-        #: what was last published
+        #: the last published metrics
         self.metrics: dict | None = None
         self.last_epoch, self.epoch_start = 0, time.monotonic()
-        #: what this trainer has done, earlier starts included, of which `samples_before` samples were computed in those
+        #: totals of this trainer, including earlier starts, which computed `samples_before` of the samples
         self.counters = Counter(dict.fromkeys(("epochs", "averaged_epochs", "skipped_steps", "computed_samples"), 0))
         self.samples_before, self.train_start = 0, time.monotonic()
         self.has_contributed = False
         self.rounds_before = self.read_round_seconds(), optimizer.uplink.traffic
-        # the longest time between two steps since the last epoch
+        #: seconds; the longest time between two steps since the last epoch
         self.longest_step, self.last_step_end = 0.0, time.monotonic()
         self.saved_epoch = 0
         self.history = Path(self.args.output_dir) / "history.jsonl"
-        #: for the page: this trainer's epochs, and what a look at the swarm has shown, not more often than pages ask
+        #: for the status page: this trainer's epochs, and the swarm's metrics, which only page requests refresh
         self.curve, self.contributions, self.workers = History(), Contributions({}), ContributorRegistry()
-        self.swarm_metrics, self.next_look = None, 0.0
-        # a bar for a terminal, lines for a log file
+        self.swarm_metrics = None
+        self.next_look = 0.0
+        # A terminal has a bar, a log file has lines.
         self.bar = tqdm(unit="", dynamic_ncols=True, leave=False, disable=None, bar_format="{desc}")
-        self.next_line_time = time.monotonic() + (LOG_PERIOD if self.bar.disable else 0.0)
-        #: for how long the device has waited for data in this epoch, and for how many epochs that was too long
+        self.next_line_time = time.monotonic() + (LOG_INTERVAL if self.bar.disable else 0.0)
+        #: seconds that the device waited for data in this epoch; the share of such waits in the last epoch; and the
+        #: number of consecutive epochs with too large a share
         self.waited, self.wait_share, self.starved_epochs = 0.0, 0.0, 0
-        #: wandb, when this trainer reports its own curves
+        #: wandb, if this trainer reports its own curves
         self.dashboard = Dashboard()
         self.start_loss: float | None = None
         self.evaluation: Evaluation | None = None
-        #: versions of the parameters that were evaluated
+        #: versions of the parameters in the last evaluation
         self.evaluated: list[int] = []
         self.final_epoch = optimizer_args.total_steps if self.args.max_steps is None else self.args.max_steps
         self.recent_seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
-        #: of computed samples, where --num_train_epochs says so
+        #: number of computed samples at which this trainer stops, by --num_train_epochs
         passes = self.args.num_train_epochs
         self.sample_limit = passes * len(dataset["train"]) if passes else math.inf
 
     def resume(self, path: Path | None) -> None:
-        """Go on from a training state, if there is one, with its history; otherwise begin a new history."""
+        """Continue from a saved training state and its history, or start a new history if there is no state."""
         lines = []
         if path is not None:
             try:
@@ -158,15 +162,17 @@ class CollaborativeCallback:
             self.counters.update(state.get("counters", {}))
             self.optimizer.stats.failed = self.counters.pop("failed_rounds", 0)
             self.samples_before = self.counters["computed_samples"]
-            # what came after the checkpoint was lost, and comes again
+            # Epochs after the checkpoint are lost and will be repeated.
             lines = [line for line in read_json_lines(self.history) if line["epoch"] <= self.optimizer.local_epoch]
         write_file(self.history, "".join(json.dumps(line) + "\n" for line in lines))
         for line in lines:
             self.curve.add({**line, "alive_peers": line["num_peers"]})
 
     def on_train_begin(self, saved_state: Path | None) -> None:
-        """Go on from the state that this trainer has saved, if any; say where others find this peer; evaluate; and take
-        over the swarm's state, when there is a swarm that is further than this peer."""
+        """Load the saved state, log this peer's address, evaluate, and load the swarm's state if it is further ahead.
+
+        :param saved_state: the path of the state that this trainer saved before, if any
+        """
         self.resume(saved_state)
         self.publish_attestation()
         self.dashboard = start_trainer_dashboard(self.args, self.prefix, self.arguments, saved_state is not None)
@@ -179,8 +185,9 @@ class CollaborativeCallback:
             logger.info(f"others may join through --initial_peers {maddr}")
             if not self.swarm.initial_peers:
                 command = format_join(self.prefix, [maddr], self.contract.flags, self.dht.membership is not None)
-                text = f" --train_file {SAMPLE_TEXT}" * (self.data_args.train_file == SAMPLE_TEXT)
-                logger.info(f"for example: {command}{text}")
+                if self.data_args.train_file == SAMPLE_TEXT:
+                    command += f" --train_file {SAMPLE_TEXT}"
+                logger.info(f"for example: {command}")
         warn_of_local_addresses(self.dht, self.swarm)
         if self.page:
             self.page.serve(self.dht, self.read_progress, self.curve)
@@ -189,7 +196,7 @@ class CollaborativeCallback:
             logger.info(f"unigram entropy {self.corpus['unigram_entropy']:.3f} nats")
         epoch, others = self.optimizer.tracker.view.epoch, len(self.optimizer.tracker.present)
         if others and epoch > self.optimizer.local_epoch:
-            logger.info(f"taking over the state of epoch {epoch} from {format_count(others, 'other peer')}")
+            logger.info(f"loading the state of epoch {epoch} from {format_count(others, 'other peer')}")
             self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
         self.back_up()
@@ -201,10 +208,10 @@ class CollaborativeCallback:
             )
 
     def on_step_end(self, loss: float, waited: float) -> None:
-        """After each step of this peer.
+        """Record one step of this peer, and do the periodic tasks.
 
-        :param loss: the mean over the step's batches; if it is not finite, nothing was given to the optimizer
-        :param waited: seconds for which the device has waited for data
+        :param loss: the mean loss over the step's batches; if it is not finite, the step contributed nothing
+        :param waited: the seconds that the device waited for data
         """
         if math.isfinite(loss):
             self.loss_sum += loss * self.batches_per_step
@@ -220,7 +227,7 @@ class CollaborativeCallback:
         self.run_periodic_tasks()
 
     def run_periodic_tasks(self) -> None:
-        """What is due now: most times nothing."""
+        """Do the tasks that are due, which most times are none."""
         now = time.monotonic()
         if self.dht.membership:
             self.dht.membership.check_own_credential()
@@ -238,28 +245,29 @@ class CollaborativeCallback:
         if self.optimizer.local_epoch != self.last_epoch:
             self.on_epoch_end(now)
         if now >= self.next_line_time and self.bar.disable:
-            self.next_line_time = now + LOG_PERIOD
+            self.next_line_time = now + LOG_INTERVAL
             logger.info(self.describe_progress())
         elif now >= self.next_line_time:
-            self.next_line_time = now + BAR_PERIOD
+            self.next_line_time = now + BAR_INTERVAL
             self.bar.set_description_str(fit_terminal(self.describe_progress()))
         if self.counters["computed_samples"] >= self.sample_limit and self.optimizer.local_epoch < self.final_epoch:
             passes, size = self.args.num_train_epochs, len(self.dataset["train"])
-            logger.info(f"{passes:g} passes over {size:,} samples are done: ending")
-            # a last time while the swarm still hears it: the data end between epochs
+            logger.info(f"{passes:g} passes over {size:,} samples are done: stopping")
+            # The data end between two epochs. Publish a last evaluation now, while this peer is still in the swarm.
             if self.args.eval_steps and self.metrics and self.measure():
                 self.publish()
             STOP_REQUESTED.set()
 
     def on_epoch_end(self, now: float) -> None:
-        """The swarm has stepped: report, and look after the parameters."""
+        """Check the parameters after an epoch, publish and log its metrics, and evaluate and save if it is time."""
         if not self.parameters_are_finite():
             self.recover()
         optimizer, epoch = self.optimizer, self.optimizer.local_epoch
         self.counters["epochs"] += 1
         self.recent_seconds.append((now - self.epoch_start) / max(1, epoch - self.last_epoch))
         self.check_data_wait(now - self.epoch_start)
-        self.counters["averaged_epochs"] += optimizer.stats.group_size > 1
+        if optimizer.stats.group_size > 1:
+            self.counters["averaged_epochs"] += 1
         if self.mini_steps:
             self.epoch_loss = self.loss_sum / self.mini_steps
         metrics = {
@@ -279,7 +287,8 @@ class CollaborativeCallback:
             **self.measure_rounds(),
         }
         if self.counters["epochs"] == 3:
-            # the first two begin in the middle, or wait for others who start; and short steps are harmless
+            # Earlier epochs are not typical: this peer joins in the middle of one, or waits while other peers start.
+            # Short steps are harmless.
             step_seconds = max(0.5, self.batch_size / max(metrics["samples_per_second"], 1e-9))
             matchmaking_time = optimizer.uplink.timeouts.matchmaking
             epoch_check = check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], matchmaking_time)
@@ -301,8 +310,8 @@ class CollaborativeCallback:
         own = {
             "loss": self.epoch_loss,
             "time": time.time(),
-            # computed since this process started, and of these what waits for the next round: the rest of what is not
-            # in total_samples is lost
+            # Samples computed since this process started, and those of them that wait for the next round. Others that
+            # are not in total_samples are lost.
             "computed_samples": self.counters["computed_samples"] - self.samples_before,
             "pending_samples": optimizer.grad_averager.samples,
             "longest_step": self.longest_step,
@@ -317,7 +326,7 @@ class CollaborativeCallback:
         self.dashboard.report(metrics | own)
         is_first = self.args.logging_first_step and self.counters["epochs"] == 1
         if self.bar.disable and (epoch % self.args.logging_steps == 0 or is_first):
-            self.next_line_time = now + LOG_PERIOD
+            self.next_line_time = now + LOG_INTERVAL
             loss = "" if self.epoch_loss is None else f"loss = {self.epoch_loss:.5f}  "
             logger.info(
                 f"Epoch #{epoch}  {loss}averaged with {metrics['averaged_with']} of "
@@ -332,26 +341,27 @@ class CollaborativeCallback:
         self.last_epoch, self.epoch_start = epoch, now
 
     def publish_attestation(self) -> None:
-        """Tell newcomers that were given this peer's address what they need to know of the run."""
-        has_worked = self.counters["epochs"] > 0
-        workers = [self.dht.peer_id.to_bytes(), *self.optimizer.stats.last_group][:MAX_WORKERS] if has_worked else []
-        # where nobody has worked, it may be this trainer that has the wrong settings
-        is_sure = has_worked or not self.dht.vouched or self.dht.vouched.contract
+        """Serve the run's contract, flags and contributors to new peers that have this peer's address."""
+        has_contributed = self.counters["epochs"] > 0
+        group = [self.dht.peer_id.to_bytes(), *self.optimizer.stats.last_group]
+        workers = group[:MAX_WORKERS] if has_contributed else []
+        # As long as no peer has contributed, this trainer's settings may be the wrong ones.
+        is_sure = has_contributed or not self.dht.vouched or self.dht.vouched.contract
         contract = self.contract if is_sure else None
         publish_attestation(
             self.dht, RunAttestation(prefix=self.prefix, contract=contract, flags=self.contract.flags, workers=workers)
         )
 
     def publish(self) -> None:
-        """Store this peer's signed record of the last epoch, with the newest evaluation, without waiting."""
+        """Store this peer's signed metrics of the last epoch and its newest evaluation; do not wait for the DHT."""
         more = {"evaluation": self.evaluation} if self.args.eval_steps else {}
         if self.optimizer.stats.group_size > 1:
             more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.stats.last_group][:MAX_WORKERS]
         try:
             record = LocalMetrics.parse_obj(self.metrics | more).dict()
         except ValidationError as e:
-            # a loss that has run away, say: the others would refuse the record
-            logger.warning(f"epoch {self.metrics['epoch']} is not reported: {list_errors(e)}")
+            # For example, the loss has diverged. Other peers would reject the record.
+            logger.warning(f"the metrics of epoch {self.metrics['epoch']} are not published: {list_errors(e)}")
             return
         self.dht.store(
             f"{self.prefix}_metrics",
@@ -362,11 +372,11 @@ class CollaborativeCallback:
         )
 
     def has_crossed_interval(self, steps: int) -> bool:
-        """Whether what is due every so many epochs is due: a peer that takes over the swarm's state leaps over some."""
+        """Return whether a multiple of `steps` epochs was reached; a loaded state may have skipped the exact epoch."""
         return self.optimizer.local_epoch // steps != self.last_epoch // steps
 
     def compute_evaluation(self) -> dict:
-        """Loss and accuracy on the validation split, and of how many samples."""
+        """Return the loss and accuracy on the validation split, and the number of samples."""
         options = dict(batch_size=self.args.per_device_eval_batch_size, max_samples=self.args.max_eval_samples)
         batches = make_eval_batches(self.dataset["validation"], self.tokenizer, self.data_args, **options)
         with self.autocast, at_anchor(self.optimizer.local):
@@ -374,20 +384,22 @@ class CollaborativeCallback:
         return {"samples": sum(len(batch["input_ids"]) for batch in batches), **result}
 
     def measure(self) -> bool:
-        """Evaluate the model as it is, unless these weights have been; False where it yielded nothing that could be
-        reported."""
+        """Evaluate the model, unless these weights were evaluated already.
+
+        :returns: whether there is an evaluation to report
+        """
         versions = [param._version for param in self.model.parameters()]
         if versions == self.evaluated:
             return self.evaluation is not None
         start, self.evaluated = time.monotonic(), versions
         try:
             with self.optimizer.tracker.suspend_participation():
-                measured = {"epoch": self.optimizer.local_epoch, **self.compute_evaluation()}
-                measured["unigram_entropy"] = self.corpus["unigram_entropy"]
-            self.evaluation = Evaluation(**{name: measured[name] for name in Evaluation.__fields__})
+                result = {"epoch": self.optimizer.local_epoch, **self.compute_evaluation()}
+                result["unigram_entropy"] = self.corpus["unigram_entropy"]
+            self.evaluation = Evaluation(**{name: result[name] for name in Evaluation.__fields__})
         except ValidationError as e:
             self.evaluation = None
-            logger.warning(f"the evaluation of epoch {measured['epoch']} failed: {list_errors(e)}")
+            logger.warning(f"the evaluation of epoch {result['epoch']} failed: {list_errors(e)}")
             return False
         except (RuntimeError, MemoryError) as e:
             if not is_out_of_memory(e):
@@ -395,21 +407,21 @@ class CollaborativeCallback:
             self.evaluation = None
             logger.warning(
                 "out of memory in evaluation: lower --per_device_eval_batch_size (now "
-                f"{self.args.per_device_eval_batch_size}); the model is not evaluated"
+                f"{self.args.per_device_eval_batch_size}); skipping this evaluation"
             )
             return False
         seconds = time.monotonic() - start
         logger.info(f"validation {format_evaluation(self.evaluation)}, measured in {seconds:.1f} s")
         if self.recent_seconds and seconds > statistics.median(self.recent_seconds):
             logger.warning(
-                f"the evaluation has taken {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
-                f"{self.evaluation.samples:,}), or the swarm continues without this trainer meanwhile"
+                f"the evaluation took {seconds:.1f} s, longer than an epoch: lower --max_eval_samples (used "
+                f"{self.evaluation.samples:,}), otherwise the swarm steps without this trainer"
             )
         return True
 
     def measure_progress(self) -> dict:
-        """How far the swarm has come, and when this trainer ends: as its data may before the run does."""
-        # not the tracker's, which is less --batch_size_lead
+        """Return the run's progress and the time until this trainer stops, which its data may do before the run."""
+        # The tracker's target_batch_size is smaller by --batch_size_lead, so read the contract's.
         schedule, recent = parse_schedule(self.contract), list(self.recent_seconds)
         progress = measure_progress(self.optimizer.local_epoch, self.final_epoch, schedule, recent)
         computed = self.counters["computed_samples"]
@@ -421,15 +433,18 @@ class CollaborativeCallback:
         return progress
 
     def check_data_wait(self, seconds: float) -> None:
-        """Find the share of the epoch in which the device has waited for data; say once when that is too much."""
+        """Update the share of the epoch in which the device waited for data, and warn after three bad epochs in a row.
+
+        :param seconds: the duration of the epoch
+        """
         self.wait_share, self.waited = min(1.0, self.waited / max(seconds, 1e-9)), 0.0
-        # not the first epoch, in which the data's workers start
-        is_starved = self.wait_share > LONG_WAIT and self.counters["epochs"] > 1
+        # In the first epoch, the data loader's workers start.
+        is_starved = self.wait_share > MAX_DATA_WAIT and self.counters["epochs"] > 1
         self.starved_epochs = self.starved_epochs + 1 if is_starved else 0
         if self.starved_epochs == 3:
             logger.warning(
-                f"{self.wait_share:.0%} of the time is spent waiting for data: raise --dataloader_num_workers (now "
-                f"{self.args.dataloader_num_workers}), if this machine has cores to spare"
+                f"the device waits for data {self.wait_share:.0%} of the time: raise --dataloader_num_workers (now "
+                f"{self.args.dataloader_num_workers}) if this machine has idle cores"
             )
 
     def read_round_seconds(self) -> dict[str, float]:
@@ -437,7 +452,7 @@ class CollaborativeCallback:
         return {"waiting": stats.matchmaking_seconds, "averaging": stats.averaging_seconds}
 
     def measure_rounds(self) -> dict:
-        """Time and bytes that rounds took since the epoch before."""
+        """Return the seconds and bytes spent in rounds since the previous call."""
         seconds, traffic = self.read_round_seconds(), self.optimizer.uplink.traffic
         before_seconds, before_traffic = self.rounds_before
         self.rounds_before = seconds, traffic
@@ -448,81 +463,86 @@ class CollaborativeCallback:
         }
 
     def read_progress(self) -> dict:
-        """Return what the status page shows; it asks from its own thread."""
+        """Return the content of the status page, which calls this from its own thread."""
         peers = len(self.optimizer.tracker.present) + 1
         progress = {"epoch": self.optimizer.local_epoch, "loss": self.measure_loss(), "peers": peers}
         progress["flags"] = self.contract.flags
         is_over = self.curve and self.optimizer.local_epoch >= self.final_epoch
         progress["ended"] = self.curve[-1]["time"] if is_over else None
         if time.monotonic() >= self.next_look:
-            self.next_look = time.monotonic() + LOOK_PERIOD
-            records = fetch_records(self.dht, self.prefix, LOOK_TIMEOUT, self.workers)
+            self.next_look = time.monotonic() + METRICS_INTERVAL
+            records = fetch_records(self.dht, self.prefix, METRICS_TIMEOUT, self.workers)
             self.contributions.update(records, {}, time.time())
             self.swarm_metrics = aggregate_metrics([(label, metrics) for label, (metrics, _) in records.items()])
         progress |= {**describe_swarm(self.swarm_metrics, self.curve), **self.contributions.describe()}
-        progress["checkpoints"] = [self.saved_epoch] * (self.saved_epoch > 0)
+        progress["checkpoints"] = [self.saved_epoch] if self.saved_epoch > 0 else []
         validation = describe_evaluation(self.evaluation) if self.evaluation else {}
         return progress | self.measure_progress() | validation
 
     def measure_loss(self) -> float | None:
-        """The mean of this epoch's steps so far, or else of the epoch before."""
+        """Return the mean loss of this epoch's steps so far, or else of the last epoch."""
         return self.loss_sum / self.mini_steps if self.mini_steps else self.epoch_loss
 
     def describe_progress(self) -> str:
-        """One line on the swarm, from what the tracker already knows: what matters first, and nothing that is not known
-        yet. Its parts are two spaces apart."""
+        """Return one line about the swarm from the tracker's records, without network access.
+
+        The most important parts come first. Unknown values are omitted. The parts are two spaces apart.
+        """
         optimizer, tracker = self.optimizer, self.optimizer.tracker
-        view, here = tracker.view, optimizer.grad_averager.samples
-        gathered, target = max(view.samples, here), tracker.target_batch_size
+        view, pending = tracker.view, optimizer.grad_averager.samples
+        gathered, target = max(view.samples, pending), tracker.target_batch_size
         speed = sum(peer.samples_per_second for peer in (tracker.performance_ema, *tracker.present.values()))
         loss = self.measure_loss()
         parts = [f"epoch {optimizer.local_epoch:,} {min(100, 100 * gathered // target)}%"]
-        parts += [] if loss is None else [f"loss {loss:.4f}"]
-        parts.append(f"own samples {optimizer.stats.total_samples + here:,}")
+        if loss is not None:
+            parts.append(f"loss {loss:.4f}")
+        parts.append(f"own samples {optimizer.stats.total_samples + pending:,}")
         parts.append(format_count(len(tracker.present) + 1, "peer"))
-        if speed > 1e-6:  # not before somebody's first step
+        if speed > 1e-6:  # zero until a peer has made a step
             parts.append(f"{format_number(speed)} samples/s")
             seconds = min(view.ends_at - get_dht_time(), (target - gathered) / speed)
-            parts += [f"next in {format_duration(seconds)}"] * (seconds > 0)
-        parts += [f"waits for data {self.wait_share:.0%}"] * (self.wait_share > LONG_WAIT)
-        course = format_progress(optimizer.local_epoch, self.measure_progress())
-        return "  ".join([*parts, course])
+            if seconds > 0:
+                parts.append(f"next in {format_duration(seconds)}")
+        if self.wait_share > MAX_DATA_WAIT:
+            parts.append(f"waits for data {self.wait_share:.0%}")
+        parts.append(format_progress(optimizer.local_epoch, self.measure_progress()))
+        return "  ".join(parts)
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Parameters and moments of the optimizer, which live in host memory."""
+        """Return the optimizer's parameters and moments, which are in host memory."""
         params, state = list_params(self.optimizer.opt), self.optimizer.opt.state
         return params + [value for param in params for value in state[param].values() if torch.is_tensor(value)]
 
     def parameters_are_finite(self) -> bool:
-        # the codes of 8-bit moments are whole numbers; it is their scales that may not be finite
+        """Return whether the parameters and moments are finite; 8-bit moments are checked by their scales."""
         return all_finite(tensor for tensor in self.state_tensors() if tensor.is_floating_point())
 
     def collect_state(self) -> dict:
-        """This trainer's whole state, see machine/checkpoint.py."""
+        """Return this trainer's whole state, see machine/checkpoint.py."""
         counters = {**self.counters, "failed_rounds": self.optimizer.stats.failed}
         return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
 
     def save(self) -> None:
-        """Write a checkpoint; a disk that is full costs the checkpoint, not the training."""
+        """Write a checkpoint; if the disk is full, training continues without it."""
         state = self.collect_state()
         extra = {"experiment_prefix": self.prefix, "loss": self.epoch_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, self.args.save_total_limit):
             self.saved_epoch = state["local_epoch"]
 
     def back_up(self) -> None:
-        """Write the state to --state_path, if there is one: a crash costs the epochs since."""
+        """Write the state to --state_path, if set; a crash loses only the epochs after it."""
         if self.args.state_path is not None:
             write_file(self.args.state_path, partial(torch.save, self.collect_state()))
 
     def recover(self) -> None:
-        """Take over the swarm's state in place of parameters that are not finite any more."""
-        logger.warning(f"non-finite parameters at epoch {self.optimizer.local_epoch}: asking the swarm for its state")
+        """Replace non-finite parameters by the swarm's state, or stop if no peer sends one."""
+        logger.warning(f"non-finite parameters at epoch {self.optimizer.local_epoch}: loading the swarm's state")
         if not self.optimizer.load_state_from_peers():
-            logger.error("nobody sent a state: restart to continue from the newest checkpoint")
+            logger.error("no peer sent a state: restart to continue from the newest checkpoint")
             raise SystemExit(1)
 
     def on_train_end(self) -> None:
-        """Save, and withdraw the contract: a swarm that has ended must not bind the next one of the same name."""
+        """Leave the run, save, and withdraw the contract, so that it does not bind the next run of the same name."""
         self.optimizer.leave()
         self.bar.close()
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
@@ -532,11 +552,13 @@ class CollaborativeCallback:
         self.dashboard.finish()
 
     def save_results(self, with_evaluation: bool) -> bool:
-        """The model and summary.json, when the swarm is left, which would wait for an evaluation.
+        """Write the model and summary.json. Call this after leaving the swarm, which would wait for the evaluation.
 
+        :param with_evaluation: whether to evaluate the model, if --do_eval is set
         :returns: whether the model could be written
         """
-        optimizer, output_dir, entropy = self.optimizer, Path(self.args.output_dir), self.corpus["unigram_entropy"]
+        optimizer, output_dir = self.optimizer, Path(self.args.output_dir)
+        entropy = self.corpus["unigram_entropy"]
         summary = {} if self.start_loss is None else {"start_loss": self.start_loss}
         summary |= {
             "unigram_entropy": entropy,
@@ -573,4 +595,5 @@ class CollaborativeCallback:
 
 
 def list_errors(error: ValidationError) -> str:
+    """Return the messages of a validation error, separated by semicolons."""
     return "; ".join(error["msg"] for error in error.errors())

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Train with the swarm: compute gradients on this machine's data, average them with the others, step together.
+"""Train with the swarm: compute gradients on this machine's data, average them with other peers, and step together.
 
-A real run, on the machine of a volunteer with a GPU (the monitor prints the address):
+A real run, on a volunteer's machine with a GPU (the monitor prints the address):
 
     python run_trainer.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX --fp16
 
@@ -12,11 +12,11 @@ The same on a laptop's CPU, alone, on the sample corpus:
         --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
         --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30
 
-What all peers must share and is not given is taken over from --initial_peers (see swarm/adoption.py). The model is the
-same on every peer; the data order is derived from the peer's id. Running the same command again resumes where the last
-run ended, however it ended: from the newest complete checkpoint in --output_dir, or from the swarm if that is further
-ahead (--resume_from_checkpoint none starts over). With --streaming, text is read on the fly (see text/streams.py), and
-a restart continues after the last batch of the last complete epoch. With several GPUs, each gets its own process, and
+Flags that all peers must share are inherited from --initial_peers unless they are set (see swarm/adoption.py). The
+model is the same on every peer; the data order depends on the peer id. The same command resumes after any stop or
+crash: from the newest complete checkpoint in --output_dir, or from the swarm if that is further ahead
+(--resume_from_checkpoint none starts over). With --streaming, text is read on the fly (see text/streams.py), and a
+restart continues after the last batch of the last complete epoch. With several GPUs, each has its own process, and
 together they are one peer (see machine/ranks.py).
 """
 
@@ -68,36 +68,41 @@ logger = logging.getLogger("trainer")
 
 
 def main(*groups) -> None:
-    """:param groups: instances of GROUPS"""
+    """Run the preflight checks or start the ranks, with the settings that the run's peers share.
+
+    :param groups: the parsed command line, one instance per dataclass in GROUPS
+    """
     *_, data_args, args = groups
     setup_logging("trainer", args.logging_dir)
     require_wandb(args)
     if args.num_train_epochs and data_args.streaming:
-        raise UserError("--num_train_epochs: --streaming reads text endlessly, not in passes: give --max_steps instead")
+        raise UserError("--num_train_epochs: --streaming has no passes over the data: pass --max_steps instead")
     if args.preflight:
         membership = make_identity(groups[0])
         raise SystemExit(run_preflight(membership, *apply_settings(groups, discover_settings(groups[0], membership))))
     with start_ranks(args) as ranks:
+        more = f" and {ranks.count - 1} more" if ranks.count > 1 else ""
         logger.info(
             f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-            f"python {platform.python_version()}, {ranks.device}{f' and {ranks.count - 1} more' * (ranks.count > 1)}"
+            f"python {platform.python_version()}, {ranks.device}{more}"
         )
         membership, settings = None, []
         if ranks.number == 0:
             membership = make_identity(groups[0], kept_at=Path(args.output_dir) / KEY_FILE)
-            # what was not given, the peers of the run know
             settings = discover_settings(groups[0], membership)
         train(ranks, membership, *apply_settings(groups, ranks.share(settings)))
 
 
 def train(ranks: DeviceGroup, membership: Membership | None, *groups) -> None:
-    """A trainer's life from its first look at the data to the saved model. With several devices each has a process, its
-    rank, that lives this life; rank 0 alone speaks to the swarm and to the user."""
+    """Train from loading the data to saving the model.
+
+    With several devices, each runs this in its own process, called a rank. Only rank 0 talks to the swarm and the user.
+    """
     swarm, model_args, optimizer_args, averaging_args, data_args, args = groups
     is_main, device = ranks.number == 0, ranks.device
 
     # data and model
-    with ranks.main_first():  # what is wrong with them or with flags, rank 0 says for all
+    with ranks.main_first():  # so that rank 0 reports errors in the data or flags for all ranks
         tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=args.do_eval)
         model = make_trained_model(model_args, args, tokenizer)
         if is_main:
@@ -111,11 +116,11 @@ def train(ranks: DeviceGroup, membership: Membership | None, *groups) -> None:
     optimizer = callback = None
     if is_main:
         page = StatusServer(swarm.status_port, swarm.experiment_prefix) if swarm.status_port is not None else None
-        # hivemind forks its helpers: all of them before any CUDA context and before the data loader's workers (note 38)
+        # hivemind forks its helpers. This must precede any CUDA context and the data loader's workers (note 38).
         dht, public_key = make_dht(swarm, membership)
         require_vouched(dht.vouched, groups)
         if isinstance(dataset["train"], ShardedSplit):
-            # now: a peer that has joined should not keep others waiting; restarted, it begins with another shard
+            # Download now, because other peers wait for a peer that has joined. A restart begins with another shard.
             dataset["train"].begin(data_seed(f"{dht.peer_id} {time.time()}", model_args.seed))
         contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
         contract = join_run(dht, public_key, contract, swarm, averaging_args, describe_shared(groups))
@@ -123,7 +128,7 @@ def train(ranks: DeviceGroup, membership: Membership | None, *groups) -> None:
         optimizer = make_optimizer(model, dht, swarm, optimizer_args, averaging_args, client_mode=dht.client_mode)
     ranks.connect()
     ranks.require_same(tokenizer.name_or_path, tokenizer_fingerprint(tokenizer))
-    reader = ranks.broadcast(str(dht.peer_id) if is_main else None) + f" rank {ranks.number}" * (not is_main)
+    reader = ranks.broadcast(str(dht.peer_id) if is_main else None) + ("" if is_main else f" rank {ranks.number}")
 
     # device
     seed = data_seed(reader, model_args.seed)
@@ -134,7 +139,7 @@ def train(ranks: DeviceGroup, membership: Membership | None, *groups) -> None:
             optimizer.accumulate_on(device)
         target_batch_size = averaging_args.target_batch_size if is_main else None
         args = tune_to_device(model, make_trial, args, device, autocast, target_batch_size, ranks.count)
-    args = ranks.broadcast(args)  # with the batch size that suits rank 0
+    args = ranks.broadcast(args)  # all ranks use the batch size that suits rank 0
 
     # the loop
     if is_main:
@@ -159,7 +164,7 @@ def train(ranks: DeviceGroup, membership: Membership | None, *groups) -> None:
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
     failure = None
-    handle_stop_signals(unsaved="what this peer has computed since its last checkpoint")
+    handle_stop_signals(unsaved="this peer's work since its last checkpoint")
     try:
         with stop_when_out_of_memory(args, device, model):
             run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch, max_epoch)
@@ -181,22 +186,25 @@ def train(ranks: DeviceGroup, membership: Membership | None, *groups) -> None:
 
 
 def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, epoch: int, max_epoch: int) -> None:
-    """The loop: each rank computes gradients of data of its own, rank 0 continues with their mean.
+    """Run the training loop: each rank computes gradients of its own data, and rank 0 steps with their mean.
 
-    :param optimizer: of rank 0; None on the others, as the callback is
+    :param optimizer, callback: the swarm optimizer and the callback on rank 0, None on other ranks
+    :param epoch: the epoch at which the loop starts
+    :param max_epoch: the epoch at which it stops
     """
     while epoch < max_epoch:
         feed.begin_epoch(epoch)
         loss = accumulate_gradients(model, feed, args, ranks.device, autocast, scaler)
         if not ranks.all_continue(loss is not None):
-            # who stops all of them tells one after the other
+            # A signal to all ranks, such as Ctrl-C, may reach this one last. If none comes, another rank stopped alone.
             if ranks.number == 0 and loss is not None and not STOP_REQUESTED.wait(1.0):
                 raise RankLost("another rank of this machine was stopped")
             break
         ranks.average([*list_gradients(model), loss])
         if ranks.number == 0:
             scaler.unscale_(optimizer)
-            # the one point of a step where the host waits for the device: what is not finite must not be contributed
+            # This is the only point of a step where the host waits for the device: non-finite gradients must not be
+            # contributed.
             loss = read_loss(loss, list_gradients(model))
             if math.isfinite(loss):
                 optimizer.step(batch_size=callback.batch_size)
@@ -210,7 +218,10 @@ def run_steps(ranks, model, feed, args, autocast, scaler, optimizer, callback, e
 
 
 def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:
-    """One step's forward and backward passes; their mean loss on the device, or None when it is time to stop."""
+    """Run the forward and backward passes of one step.
+
+    :returns: the mean loss, a scalar tensor on the device, or None if it is time to stop
+    """
     mean_loss = torch.zeros((), device=device)
     for _ in range(args.gradient_accumulation_steps):
         batch = next(feed, None)

@@ -1,7 +1,7 @@
-"""Multiaddrs, the addresses of peers: which are of use to whom, and why one does not answer.
+"""Multiaddrs, the addresses of peers: parsing, choosing those that other peers can use, and diagnosing failures.
 
-A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX names host, port and the peer's id. Other hosts: /ip6/...,
-/dns4/NAME, /dns6/NAME, /dnsaddr/NAME. With /p2p-circuit in it, it leads to a peer through another one, a relay.
+A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX consists of the host, the port and the peer id. The host can
+also be /ip6/..., /dns4/NAME, /dns6/NAME or /dnsaddr/NAME. An address with /p2p-circuit goes through a relay peer.
 
     python -c "import asyncio; from swarm.addresses import diagnose_unreachable; \\
         print(asyncio.run(diagnose_unreachable('/ip4/127.0.0.1/tcp/9/p2p/XXXX')))"
@@ -19,29 +19,29 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from support.console import UserError
 
-# what a libp2p listener says, and wants to hear, before anything else
+# Both sides of a libp2p connection send this first.
 GREETING = b"\x13/multistream/1.0.0\n"
 
 
 def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
-    """A UserError that shows a right address when one of them is malformed or lacks its peer id."""
-    example = "/ip4/203.0.113.1/tcp/31337" + "/p2p/QmPeerId" * needs_peer_id
+    """Raise a UserError with an example if an address is malformed, or lacks its peer id although it needs one."""
+    example = "/ip4/203.0.113.1/tcp/31337" + ("/p2p/QmPeerId" if needs_peer_id else "")
     for maddr in maddrs:
         try:
             Multiaddr(maddr)
             if needs_peer_id:
                 get_peer_id(maddr)
-        except Exception as e:  # hivemind's multiaddr parsing raises many kinds, all of which mean the same
+        except Exception as e:  # hivemind's multiaddr parser raises many types for a malformed address
             raise UserError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
 
 
 def get_peer_id(maddr: str) -> PeerID:
-    """The id of the peer that a multiaddr leads to; it raises many kinds of errors where there is none."""
+    """Return the peer id of a multiaddr; without a valid id, the parser raises exceptions of many types."""
     return PeerID.from_base58(Multiaddr(maddr)["p2p"])
 
 
 def get_host_port(maddr: str) -> tuple[str, str, int | None]:
-    """(protocol, host, TCP port or None) of a multiaddr; ("", "", None) when it names no host, as /p2p/XXXX."""
+    """Return (protocol, host, TCP port or None) of a multiaddr, or ("", "", None) without a host, as in /p2p/XXXX."""
     parts = str(maddr).strip("/").split("/")
     if len(parts) < 2 or parts[0] not in ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr"):
         return "", "", None
@@ -50,35 +50,36 @@ def get_host_port(maddr: str) -> tuple[str, str, int | None]:
 
 
 def get_ip(maddr: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that a multiaddr names; None when it names none, or leads through a relay."""
+    """Return the IP address in a multiaddr, or None if it has none or goes through a relay."""
     protocol, host, _ = get_host_port(maddr)
     return ipaddress.ip_address(host) if protocol in ("ip4", "ip6") and not is_relayed(maddr) else None
 
 
 def is_relayed(maddr: str) -> bool:
+    """Return whether a multiaddr goes through a relay."""
     return "/p2p-circuit" in str(maddr)
 
 
 def is_local(maddr: str) -> bool:
-    """Whether a multiaddr is of use on this machine alone (127.0.0.1, ::1)."""
+    """Return whether a multiaddr works only on this machine (127.0.0.1, ::1)."""
     ip = get_ip(maddr)
     return ip is not None and (ip.is_loopback or ip.is_unspecified)
 
 
 def is_public(maddr: str) -> bool:
-    """Whether a multiaddr may be of use anywhere: no loopback, no address of a home or office network."""
+    """Return whether a multiaddr may work from anywhere: it is not a loopback or private network address."""
     ip = get_ip(maddr)
     return ip is None or ip.is_global
 
 
 def list_shareable_maddrs(maddrs: list) -> list[str]:
-    """The addresses worth telling others: loopback ones only when there are no others, public ones first."""
+    """Return the addresses to share with other peers, public ones first; loopback ones only if there are no others."""
     texts = sorted({str(maddr) for maddr in maddrs}, key=lambda maddr: (is_relayed(maddr), not is_public(maddr), maddr))
     return [maddr for maddr in texts if not is_local(maddr)] or texts
 
 
 def exit_if_unreachable() -> NoReturn:
-    """End a role that is there for others to reach it, and that has become a client; end its DHT before."""
+    """Stop a role that is useless as a client, because other peers must reach it. Shut down its DHT first."""
     raise UserError(
         "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the router "
         "(--announce_maddrs), or run it on another machine"
@@ -86,16 +87,18 @@ def exit_if_unreachable() -> NoReturn:
 
 
 async def diagnose_unreachable(maddr: str, timeout: float = 5.0) -> str | None:
-    """Why nothing like a peer answers at a multiaddr, with the cure; None when something does, or TCP cannot tell.
+    """Try a TCP connection to a multiaddr and return why no peer answers there, and what to do.
 
     :param timeout: seconds to wait for the connection, and again for the greeting of a libp2p listener
+    :returns: None if a libp2p listener answers, or if TCP cannot test this address
     """
     protocol, host, port = get_host_port(maddr)
     if port is None or is_relayed(maddr):
         return None
-    family = {"4": socket.AF_INET, "6": socket.AF_INET6}.get(protocol[-1], socket.AF_UNSPEC)  # of ip4, dns6, dns
+    # ip4 and dns4 end in 4, ip6 and dns6 in 6; dns and dnsaddr allow both families
+    family = {"4": socket.AF_INET, "6": socket.AF_INET6}.get(protocol[-1], socket.AF_UNSPEC)
 
-    async def ask(ip: str) -> str | None:
+    async def try_connection(ip: str) -> str | None:
         try:
             reader, writer = await asyncio.wait_for(asyncio.open_connection(ip, port), timeout)
         except ConnectionRefusedError:
@@ -103,19 +106,18 @@ async def diagnose_unreachable(maddr: str, timeout: float = 5.0) -> str | None:
         except TimeoutError:
             return f"{host} does not answer on port {port} within {timeout:g} s: is it up, or behind a firewall?"
         except OSError as e:
-            reason = (
-                os.strerror(e.errno) if e.errno else e
-            )  # asyncio has put the address in place of the system's words
+            # asyncio replaces the system's message by one that repeats the address
+            reason = os.strerror(e.errno) if e.errno else e
             return f"{host} cannot be reached ({reason}): check your network and the address"
         with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.IncompleteReadError):
             writer.write(GREETING)
             if await asyncio.wait_for(reader.readexactly(len(GREETING)), timeout) == GREETING:
                 return None
-        return f"what listens on port {port} of {host} is not a hivemind peer: check the port"
+        return f"the program on port {port} of {host} is not a hivemind peer: check the port"
 
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+        infos = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
     except OSError as e:
         return f"the name {host} does not resolve ({e.strerror}): check its spelling and your DNS"
-    reasons = await asyncio.gather(*(ask(address[0]) for *_, address in found))
+    reasons = await asyncio.gather(*(try_connection(address[0]) for *_, address in infos))
     return None if None in reasons else reasons[-1]

@@ -1,4 +1,4 @@
-"""The contract of a run: what each trainer publishes that it trains by, compared when a peer joins."""
+"""The contract of a run: the settings that each trainer publishes, which are compared when a peer joins."""
 
 import dataclasses
 import re
@@ -16,18 +16,18 @@ from utils import FETCH_TIMEOUT, RunContract, fetch_dictionary
 
 
 def fetch_contracts(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[bytes, RunContract]:
-    """The contracts that live trainers have published, by their public keys.
+    """Return the contracts of live trainers by their public keys.
 
-    :param timeout: seconds to wait for the DHT; the result is empty when it does not answer
+    :param timeout: seconds to wait for the DHT; if it does not answer, the result is empty
     """
-    found = fetch_dictionary(dht, f"{prefix}_run", timeout)
-    return {key: RunContract.parse_obj(entry.value) for key, entry in found.items() if entry.value is not None}
+    records = fetch_dictionary(dht, f"{prefix}_run", timeout)
+    return {key: RunContract.parse_obj(entry.value) for key, entry in records.items() if entry.value is not None}
 
 
 def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
-    """The part of a run's contract that is about averaging."""
+    """Return the terms of a run's contract that concern averaging."""
     terms = {
-        # the whole batch, before batch_size_lead: each peer may look for its group as early as it needs
+        # The whole batch, without --batch_size_lead, because each peer may start matchmaking as early as it needs.
         "target_batch_size": str(averaging.target_batch_size),
         "compression": f"gradients {averaging.compression}, state {averaging.state_compression}, "
         f"loaded {averaging.load_state_compression}",
@@ -44,20 +44,20 @@ def describe_averaging(averaging: AveragingArguments) -> dict[str, str]:
 
 @dataclasses.dataclass
 class TrainingSchedule:
-    """What the contracts of a run's trainers say about its course."""
+    """The length of a run's epochs and of the whole run, as its contract defines them."""
 
-    target_batch_size: int | None = None  # samples that make an epoch
-    total_steps: int | None = None  # epochs, at the end of which the learning rate is lowest
-    local_steps: int = 1  # times which they make an epoch, from the next one on
+    target_batch_size: int | None = None  # samples per epoch
+    total_steps: int | None = None  # epochs until the learning rate is lowest
+    local_steps: int = 1  # factor on the samples per epoch, once the run is at epoch local_steps_from
     local_steps_from: int | None = None
 
     def count_samples(self, epoch: int) -> int:
-        """Of all epochs until this one."""
+        """Return the number of samples of all epochs before this one."""
         return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - (self.local_steps_from or 0)))
 
 
 def parse_schedule(contract: RunContract) -> TrainingSchedule:
-    """What a contract says of its run's course."""
+    """Parse the schedule from the texts of a contract; numbers that are missing keep their defaults."""
 
     def find_numbers(name: str, pattern: str) -> list[int | None]:
         match = re.fullmatch(pattern, contract.contract.get(name, ""), re.ASCII)
@@ -71,7 +71,7 @@ def parse_schedule(contract: RunContract) -> TrainingSchedule:
 
 
 def publish_contract(dht: DHT, prefix: str, public_key: bytes, contract: RunContract | None, expiration: float):
-    """Store this peer's signed contract for `expiration` seconds, or withdraw it with None, without waiting."""
+    """Store this peer's signed contract for `expiration` seconds, or None to withdraw it; return a future."""
     return dht.store(
         f"{prefix}_run",
         subkey=public_key,
@@ -82,7 +82,7 @@ def publish_contract(dht: DHT, prefix: str, public_key: bytes, contract: RunCont
 
 
 def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:
-    """The one that most hold, among equals the eldest; with the flags that most of these name."""
+    """Return the contract with the most holders, or the oldest of several, with the flags that most holders name."""
     contracts = sorted(contracts, key=lambda contract: contract.joined)
     votes = Counter(tuple(sorted(contract.contract.items())) for contract in contracts)
     chosen = max(contracts, key=lambda contract: votes[tuple(sorted(contract.contract.items()))], default=None)
@@ -91,7 +91,7 @@ def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:
 
 
 def find_differences(mine: RunContract, others: Iterable[RunContract]) -> list[str]:
-    """Where my contract differs from the one that most others hold (among equals the eldest), one text per term."""
+    """Return one text per term in which this contract differs from the one that `choose_contract` returns."""
     theirs = (choose_contract(others) or mine).contract
     names = sorted(set(theirs) | set(mine.contract))
     return [
@@ -102,29 +102,32 @@ def find_differences(mine: RunContract, others: Iterable[RunContract]) -> list[s
 
 
 def raise_contract_mismatch(prefix: str, differences: list[str], others: Iterable[RunContract]) -> NoReturn:
+    """Raise a UserError with the differences, and with the flags that remove them."""
     raise UserError(
-        f"run {prefix!r} uses different settings; {'; '.join(differences)}. Take over its flags "
+        f"run {prefix!r} uses different settings; {'; '.join(differences)}. Use its flags "
         f"({choose_contract(others).flags or 'all that peers must share have their defaults'}), or choose another "
         "--experiment_prefix"
     )
 
 
 def require_same(prefix: str, contract: dict[str, str], others: list[RunContract]) -> None:
-    """A UserError where these terms differ from those that most others hold."""
+    """Raise a UserError if these terms differ from the contract that `choose_contract` returns."""
     if differences := find_differences(RunContract(joined=get_dht_time(), contract=contract), others):
         raise_contract_mismatch(prefix, differences, others)
 
 
 def resolve_contract(dht: DHT, prefix: str, own_key: bytes = b"") -> list[RunContract]:
-    """What a peer has to train by: what those in --initial_peers vouch for, if that is only that nobody has worked yet;
-    where none of them answers, what live trainers have published, as anybody can."""
+    """Return the contracts that bind a peer: the one that --initial_peers attest, or none if no peer has contributed.
+
+    Only if no initial peer answered, these are the contracts that live trainers published, which any peer can do.
+    """
     if dht.vouched:
         return [dht.vouched.contract] if dht.vouched.contract else []
     return [other for key, other in fetch_contracts(dht, prefix).items() if key != own_key]
 
 
 def compare_with_run(dht: DHT, prefix: str, contract: dict[str, str]) -> int:
-    """A UserError where this contract differs from the run's; for who helps it, and binds nobody.
+    """Raise a UserError if this contract differs from the run's. For peers that do not train, such as monitors.
 
     :returns: the number of contracts that it was compared with
     """
@@ -141,12 +144,13 @@ def join_run(
     averaging: AveragingArguments,
     flags: str = "",
 ) -> RunContract:
-    """Compare this peer's contract with the run's and publish it; a UserError where they differ.
+    """Compare this peer's contract with the run's and publish it.
 
-    :param flags: that made it, see describe_shared
+    Peers that start at the same moment do not see each other, so each compares again after it has published. Then at
+    least one of two peers sees the other. Only peers that joined earlier count. See also `recheck_contract`.
 
-    Peers that start at the same moment see nobody, so each looks again after it has published: then at least one of two
-    sees the other, and only elder peers count. Where nobody has worked yet, see `recheck_contract`.
+    :param flags: the flags that define the contract, see `describe_shared`
+    :raises UserError: if the contracts differ
     """
     prefix, expiration = swarm.experiment_prefix, averaging.metadata_expiration
     mine = RunContract(joined=get_dht_time(), contract=contract, flags=flags)
@@ -164,7 +168,10 @@ def join_run(
 
 
 def recheck_contract(dht: DHT, prefix: str, mine: RunContract) -> None:
-    """At an epoch's end, for who joined before anybody had worked: stop if the run is not the one it took it for."""
+    """Compare the contracts again after an epoch, if this peer joined before any peer had contributed.
+
+    :raises UserError: if the run turns out to have another contract
+    """
     if dht.vouched and not dht.vouched.contract:
         dht.vouched = ask_initial_peers(dht, prefix, map(str, dht.initial_peers or ()), is_new_run=True)
         require_same(prefix, mine.contract, resolve_contract(dht, prefix) if dht.vouched else [])

@@ -1,4 +1,4 @@
-"""The key of a peer: it signs the peer's records, and its digest is the peer id."""
+"""The private key of a peer, which signs its records. The digest of the public key is the peer id."""
 
 import logging
 import os
@@ -19,17 +19,18 @@ KEY_FILE = "signing_key"  # in the folder of a trainer without --identity_path
 
 
 def make_identity(swarm: SwarmArguments, kept_at: Path | None = None) -> Membership | None:
-    """Set this process's key and, for a closed run, load its pass.
+    """Set this process's key and, for a closed run, load its credential.
 
-    Call it once, before anything that uses the network and before helpers are forked. The key comes from --invite, or
-    else from --identity_path, or else from `kept_at`. A missing file means a new key: hivemind writes it to
-    --identity_path, `keep_identity` to the other one.
+    Call this once, before any network access and before helpers are forked.
 
-    :param kept_at: the file in which `keep_identity` has saved the key, if it has. The public key names a peer in
-        metrics: with a new key, a restarted trainer would be another peer, whose total_samples count again those that
-        its checkpoint remembers.
-    :returns: the membership of a closed run; None if the run is open
-    :raises UserError: --invite, --authority_key or --identity_path is not usable
+    The key is read from --invite, or else from --identity_path, or else from `kept_at`. If the file is missing, the key
+    is new. hivemind then writes it to --identity_path, or `keep_identity` writes it to `kept_at`.
+
+    :param kept_at: the file in which `keep_identity` saves the key. The public key names a peer in metrics: with a new
+        key, a restarted trainer would be another peer, and the samples in its checkpoint would count twice in
+        total_samples.
+    :returns: the membership of a closed run, or None if the run is open
+    :raises UserError: if --invite, --authority_key or --identity_path is not usable
     """
     if swarm.invite:
         invitation = load_invitation(swarm.invite)
@@ -38,7 +39,7 @@ def make_identity(swarm: SwarmArguments, kept_at: Path | None = None) -> Members
         key = load_identity(swarm.identity_path)
     else:
         key = load_kept_identity(kept_at)
-    RSAPrivateKey._process_wide_key = key  # hivemind has no other way in, and signs its progress with it
+    RSAPrivateKey._process_wide_key = key  # hivemind signs its progress with it and offers no API to set it
     if not swarm.authorize:
         return None
     if swarm.invite:
@@ -54,17 +55,16 @@ def make_identity(swarm: SwarmArguments, kept_at: Path | None = None) -> Members
 def load_identity(path: str) -> RSAPrivateKey:
     """Return the key in the file of --identity_path.
 
-    :raises UserError: the file holds no usable key
+    :raises UserError: if the file does not hold a usable key
     """
     try:
         key = read_key(PrivateKey.FromString(Path(path).read_bytes()).data)
-        RecordValidator(key)  # it may be a key of another kind or length
+        RecordValidator(key)  # fails for a key of another type or length
         return key
-    except Exception as e:  # the reader of keys raises many kinds, all of which mean the same
+    except Exception as e:  # the key decoder raises many types for a damaged key
         reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
         raise UserError(
-            f"--identity_path {path} is not a key file ({reason}): name one that a peer has made, or one that does "
-            "not exist yet"
+            f"--identity_path {path} is not a key file ({reason}): pass one that a peer created, or a new path"
         ) from e
 
 
@@ -74,13 +74,13 @@ def load_kept_identity(path: Path | None) -> RSAPrivateKey:
         try:
             return read_key(path.read_bytes())
         except (OSError, ValueError, TypeError) as e:
-            reason = getattr(e, "strerror", None) or "it holds no key"
-            logger.warning(f"{path}: {reason}; with a key for this start only, others take this trainer for a new one")
+            reason = getattr(e, "strerror", None) or "it does not hold a key"
+            logger.warning(f"{path}: {reason}; using a new key, with which this trainer counts as a new peer")
     return RSAPrivateKey()
 
 
 def keep_identity(swarm: SwarmArguments, path: Path) -> None:
-    """Save the key in this file for the next start, unless it has a file already."""
+    """Save the key in this file for the next start, unless --invite or --identity_path already stores it."""
     if swarm.invite or swarm.identity_path:
         return
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -90,4 +90,4 @@ def keep_identity(swarm: SwarmArguments, path: Path) -> None:
             unfinished.write_bytes(RSAPrivateKey.process_wide().to_bytes())
             unfinished.rename(path)
     except OSError as e:
-        logger.warning(f"{path}: {e.strerror}; without it, others take this trainer for a new one after a restart")
+        logger.warning(f"{path}: {e.strerror}; without this key, the trainer counts as a new peer after a restart")

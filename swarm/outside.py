@@ -1,4 +1,4 @@
-"""What a peer finds out before it joins, by a libp2p client of its own: who is at an address, and what it vouches for.
+"""Checks before joining, with a separate libp2p client: which peer is at an address, and what it attests.
 
     python -c "import asyncio; from swarm.outside import explain_unreachable; \\
         print(asyncio.run(explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX'], None)))"
@@ -19,15 +19,15 @@ from support.files import temporary_folder
 from swarm.addresses import diagnose_unreachable, get_peer_id
 from swarm.membership import Membership
 from swarm.patches import install
-from swarm.vouching import ANSWER_SECONDS, RunAttestation, request_statements, select_attesters
+from swarm.vouching import ANSWER_TIMEOUT, RunAttestation, request_statements, select_attesters
 
-CONNECT_SECONDS = 15.0
-NOBODY = PeerID(b"\x12\x20" + bytes(32))  # an id whose key is not known to anybody
+CONNECT_TIMEOUT = 15.0  # seconds
+UNKNOWN_PEER = PeerID(b"\x12\x20" + bytes(32))  # a valid id without a known key
 
 
 @contextlib.asynccontextmanager
 async def open_client(membership: Membership | None) -> AsyncIterator[P2P]:
-    """A daemon that is no part of any swarm; of a closed run's member, as which it may ask."""
+    """Start a P2P daemon that belongs to no swarm; in a closed run it has this member's identity, to be let in."""
     install()
     options = dict(no_listen=True, nat_port_map=False, auto_nat=False, startup_timeout=60)
     with temporary_folder() as folder:
@@ -40,21 +40,26 @@ async def open_client(membership: Membership | None) -> AsyncIterator[P2P]:
 
 
 async def connect(p2p: P2P, peer: PeerID, places: list[str], seconds: float) -> None:
-    """:param places: its multiaddrs, without its id"""
+    """Connect to a peer at one of its multiaddrs without id, or raise a TimeoutError or ControlFailure."""
     await asyncio.wait_for(p2p._client.connect(peer, list(map(Multiaddr, places))), seconds)
 
 
 def find_real_id(error: Exception) -> str | None:
-    """The id of the peer that has answered in the place of another one."""
+    """Return the id of the peer that answered instead of the expected one, from libp2p's error message."""
     match = re.search(r"remote key matches (\w+)", str(error))
     return match and match[1]
 
 
 async def find_peer(place: str) -> str | None:
-    """The multiaddr, with its id, of the peer that listens at one without; None where it does not say who it is."""
+    """Find the id of the peer that listens at a multiaddr without an id.
+
+    To learn it, connect with a wrong id: libp2p's error names the right one.
+
+    :returns: the multiaddr with the id, or None if no peer reveals one
+    """
     async with open_client(None) as p2p:
         try:
-            await connect(p2p, NOBODY, [place], ANSWER_SECONDS)
+            await connect(p2p, UNKNOWN_PEER, [place], ANSWER_TIMEOUT)
         except (ControlFailure, TimeoutError) as e:
             if peer_id := find_real_id(e):
                 return f"{place}/p2p/{peer_id}"
@@ -62,22 +67,22 @@ async def find_peer(place: str) -> str | None:
 
 
 async def ask_from_outside(maddrs: list[str], membership: Membership | None) -> dict[PeerID, RunAttestation]:
-    """The statements of those of these peers that answer."""
+    """Return the attestations of the peers that answer."""
     places = defaultdict(list)
     for maddr in maddrs:
         places[get_peer_id(maddr)].append(maddr.rpartition("/p2p/")[0])
-    asked = [peer for peer in select_attesters(maddrs) if all(places[peer])]
+    attesters = [peer for peer in select_attesters(maddrs) if all(places[peer])]
     async with open_client(membership) as p2p:
-        calls = (connect(p2p, peer, places[peer], ANSWER_SECONDS) for peer in asked)
+        calls = (connect(p2p, peer, places[peer], ANSWER_TIMEOUT) for peer in attesters)
         failures = await asyncio.gather(*calls, return_exceptions=True)
-        there = [peer for peer, failure in zip(asked, failures, strict=True) if failure is None]
-        return await request_statements(p2p, there)
+        connected = [peer for peer, failure in zip(attesters, failures, strict=True) if failure is None]
+        return await request_statements(p2p, connected)
 
 
 async def probe(p2p: P2P, maddr: str) -> str | None:
-    """Why libp2p cannot connect to a peer, with the cure, or None."""
+    """Connect to a peer and return None, or why it failed and what to do."""
     try:
-        await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_SECONDS)
+        await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_TIMEOUT)
         await request_statements(p2p, [peer])
     except UserError as e:
         return str(e)
@@ -89,18 +94,18 @@ async def probe(p2p: P2P, maddr: str) -> str | None:
 
 
 async def explain_unreachable(maddrs: list[str], membership: Membership | None) -> dict[str, str | None]:
-    """For each peer why it cannot be reached, with the cure, or None when it can: by name, TCP, and libp2p."""
+    """Test name resolution, TCP and libp2p; return per multiaddr None, or why it failed and what to do."""
     reasons = dict(zip(maddrs, await asyncio.gather(*map(diagnose_unreachable, maddrs)), strict=True))
     answering = [maddr for maddr, reason in reasons.items() if reason is None and not maddr.startswith("/p2p/")]
     if answering:
         async with open_client(membership) as p2p:
-            found = await asyncio.gather(*(probe(p2p, maddr) for maddr in answering))
-            reasons |= zip(answering, found, strict=True)
+            failures = await asyncio.gather(*(probe(p2p, maddr) for maddr in answering))
+            reasons |= zip(answering, failures, strict=True)
     return reasons
 
 
 def find_problem(maddrs: list[str], membership: Membership | None) -> str | None:
-    """One line on those of --initial_peers that cannot be reached; None where all can."""
+    """Return one line about the unreachable peers of --initial_peers, or None if all are reachable."""
     found = asyncio.run(explain_unreachable(maddrs, membership))
     reasons = [f"{maddr}: {reason}" for maddr, reason in found.items() if reason]
     return f"cannot reach --initial_peers {'; '.join(reasons)}" if reasons else None

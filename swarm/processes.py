@@ -1,4 +1,4 @@
-"""How a role of the swarm ends, its helper processes with it, and what they say of it."""
+"""Shutdown of a swarm role together with its helper processes, and filters for what they log meanwhile."""
 
 import contextlib
 import ctypes
@@ -20,50 +20,49 @@ from support.signals import begin_end, find_helpers, obey_signals, terminate_hel
 
 logger = logging.getLogger("swarm")
 
-# Shared with the helper processes: once it is set, what they log is noise.
+# Shared with the helper processes, whose logs are noise once it is set.
 STOPPING = multiprocessing.Value(ctypes.c_bool, False)
-# Set by Ctrl-C and SIGTERM: whoever waits for others waits no longer.
+# Set by Ctrl-C and SIGTERM; all waits for other peers end then.
 STOP_REQUESTED = threading.Event()
-# Who presses Ctrl-C again so soon may only have seen nothing happen.
-ASK_SECONDS = 10.0
+# Seconds; a second Ctrl-C within this time must be confirmed, because the first has no visible effect at once.
+CONFIRM_TIMEOUT = 10.0
 
 
 def filter_hivemind_log(record: logging.LogRecord) -> bool:
-    """Makes one line of each exception that hivemind has caught and handled, and drops what it logs of each round and
-    while stopping."""
+    """Remove tracebacks of exceptions that hivemind has handled, and drop its logs of rounds and of the shutdown."""
     if not record.name.startswith(("hivemind", "asyncio")):
         return True
     if not os.environ.get("HIVEMIND_LOGLEVEL"):
-        # a round that fails, a peer that leaves: daily business, which a traceback makes look like a crash
+        # Failed rounds and leaving peers are normal, but a traceback makes them look like a crash.
         record.exc_info = record.exc_text = None
         if record.name.startswith(("hivemind.averaging", "asyncio")):
             return False  # CollaborativeOptimizer reports the outcome of a round
-    # each peer without --identity_path has a new one; the others are a round that has failed in the background
-    known = ("Generating new identity", "Aborted StateAverager.step", "a round has failed")
+    # The first is normal without --identity_path. The optimizer reports the others, failed rounds in the background.
+    expected = ("Generating new identity", "Aborted StateAverager.step", "a round has failed")
     text = str(record.msg)
-    is_reported = text.startswith(known) or "Matchmaking._request_join_potential_leaders()" in text  # by the optimizer
-    return not STOPPING.value and not is_reported
+    is_expected = text.startswith(expected) or "Matchmaking._request_join_potential_leaders()" in text
+    return not STOPPING.value and not is_expected
 
 
 def quiet_hivemind_logs() -> None:
-    """Hide hivemind's cosmetic tracebacks (note 37), in this process and in the helpers that it will fork."""
+    """Hide hivemind's harmless tracebacks (note 37), in this process and in the helpers that it forks later."""
     for name in (None, "hivemind"):
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(filter_hivemind_log)
-    # MPFuture.__del__ wakes event loops that are closed by then
     show_unraisable, show = sys.unraisablehook, sys.excepthook
+    # MPFuture.__del__ wakes event loops that are already closed.
     sys.unraisablehook = lambda unraisable: None if STOPPING.value else show_unraisable(unraisable)
-    # a helper that ends while it fetches a tensor: multiprocessing's thread that serves it calls this hook
+    # If a helper stops while it fetches a tensor, multiprocessing's thread that serves the tensor calls this hook.
     sys.excepthook = lambda *error: None if STOPPING.value else show(*error)
-    # hivemind brings the schedule to the epoch of a downloaded state before the first step of this process
+    # hivemind moves the schedule to the epoch of a downloaded state before this process makes its first step.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-    # the default number of data loader workers suits a machine with a GPU; torch warns of it on two cores
+    # The default number of data loader workers suits a machine with a GPU; on two cores torch warns about it.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 def exit_if_process_dies(process: multiprocessing.Process, name: str) -> None:
-    """End this process and its helpers when that helper dies: whoever waits for its answer would wait forever."""
-    # a snapshot of what the helper itself has started: these are nobody's children once it is dead
+    """Stop this process and its helpers when one helper dies, because callers would wait forever for its answer."""
+    # List the helper's own children now: once it is dead, they have lost their parent.
     helpers = find_helpers(process.pid)
 
     def watch() -> None:
@@ -78,13 +77,13 @@ def exit_if_process_dies(process: multiprocessing.Process, name: str) -> None:
 
 @contextlib.contextmanager
 def clean_end() -> Iterator[None]:
-    """Run a role's main() in this: Ctrl-C and SIGTERM end it at once, until `handle_stop_signals`; an exception ends
-    the helpers too.
+    """Run a role's main() and then exit, together with the helpers, also after an exception in any thread.
 
-    Ends the process: exit code 0 after a normal end, 1 after an exception, 2 after a user's error.
+    The exit code is 0 after success, 1 after an exception, and 2 after a user error. Until `handle_stop_signals` is
+    called, Ctrl-C and SIGTERM stop the role at once.
     """
 
-    def end_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
+    def exit_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
         if not STOPPING.value:
             begin_end()
             traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
@@ -93,10 +92,10 @@ def clean_end() -> Iterator[None]:
     code = 0
     try:
         with edge():
-            threading.excepthook = end_after_thread_failed
+            threading.excepthook = exit_after_thread_failed
             yield
     except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        code = e.code if isinstance(e.code, int) else (0 if e.code is None else 1)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -104,9 +103,10 @@ def clean_end() -> Iterator[None]:
 
 
 def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
-    """From now on SIGINT and SIGTERM set this event, for the loop to look at; a second signal ends at once.
+    """Make SIGINT and SIGTERM set an event that the caller's loop checks; a second signal stops at once.
 
-    :param unsaved: what ending at once loses: the first signal says so, and a Ctrl-C soon after it asks once more
+    :param unsaved: what an immediate stop loses, for the log; with it, an early second Ctrl-C only asks to confirm
+    :returns: STOP_REQUESTED
     """
     start = None
 
@@ -116,14 +116,14 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
         if start is None:
             start = time.monotonic()
             if unsaved:
-                logger.info("stopping: saving; Ctrl-C again gives up what is not saved")
-        elif unsaved and number == signal.SIGINT and time.monotonic() < start + ASK_SECONDS:
-            logger.info(f"still stopping: Ctrl-C once more ends at once, and loses {unsaved}")
+                logger.info("stopping: saving; Ctrl-C again discards unsaved work")
+        elif unsaved and number == signal.SIGINT and time.monotonic() < start + CONFIRM_TIMEOUT:
+            logger.info(f"still stopping: Ctrl-C once more stops at once, and loses {unsaved}")
             start = -math.inf
         else:
             begin_end()
             if unsaved:
-                logger.info(f"ended at once; lost: {unsaved}")
+                logger.info(f"stopped at once; lost: {unsaved}")
             terminate_process_tree(130 if unsaved else 0)
 
     obey_signals(request_stop)
@@ -131,7 +131,7 @@ def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
 
 
 def shut_down(dht, optimizer=None) -> None:
-    """Say goodbye to the swarm and end the helper processes, without the tracebacks of hivemind's own."""
+    """Leave the swarm and stop the helper processes, without the tracebacks of hivemind's own shutdown."""
     helpers = find_helpers()
     STOPPING.value = True
     if optimizer is not None:

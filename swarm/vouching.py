@@ -1,7 +1,7 @@
-"""What the peers vouch for whose addresses a newcomer was given: the root of trust that everybody has.
+"""Attestations: the peers in --initial_peers tell a new peer about their run. They are its root of trust.
 
-Their ids came with the addresses, and the transport proves them. What strangers have stored about a run counts only
-where none of them answers.
+Their ids are part of the addresses that the new peer was started with, and the transport proves these ids. Records
+that untrusted peers stored about a run count only if none of these peers answers.
 """
 
 import asyncio
@@ -23,78 +23,84 @@ from swarm.membership import explain_denial
 from utils import MAX_WORKERS, Flags, RunContract
 
 VOUCH = "vouch"  # the name of the request
-ANSWER_SECONDS, ASKED = 5.0, 8  # to wait for an answer; peers that are asked
+ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
+MAX_ATTESTERS = 8  # peers of --initial_peers that are asked
 
 
 class RunAttestation(BaseModel):
-    """What a peer says of its run."""
+    """A peer's statement about its run."""
 
     prefix: constr(strict=True, max_length=256)
-    contract: RunContract | None = None  # that of most who have worked; None: nobody has
-    flags: Flags = ""  # its own ones, by which others begin where nobody has worked
-    workers: conlist(conbytes(strict=True, max_length=64), max_items=MAX_WORKERS) = []  # ids of peers that have worked
+    contract: RunContract | None = None  # the contract of most contributors; None if no peer has contributed yet
+    flags: Flags = ""  # the peer's own flags, which new peers use if no peer has contributed yet
+    workers: conlist(conbytes(strict=True, max_length=64), max_items=MAX_WORKERS) = []  # ids of contributors
 
 
 async def register_attestation_handler(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None:
-    """Runs in the DHT's process: from now on, tell newcomers what `vouch` has said last."""
+    """Start to serve the newest attestation of `publish_attestation` to new peers. Runs in the DHT process."""
     await set_statement(dht, node, RunAttestation(prefix=prefix))
 
-    async def tell(_: BytesValue, context: P2PContext) -> BytesValue:
+    async def serve_attestation(_: BytesValue, context: P2PContext) -> BytesValue:
         return BytesValue(value=MSGPackSerializer.dumps(node.statement.dict()))
 
-    await node.p2p.add_protobuf_handler(VOUCH, tell, BytesValue)
+    await node.p2p.add_protobuf_handler(VOUCH, serve_attestation, BytesValue)
 
 
 async def set_statement(_: hivemind.DHT, node: DHTNode, statement: RunAttestation) -> None:
+    """Replace the attestation that this peer serves. Runs in the DHT process."""
     node.statement = statement
 
 
 def publish_attestation(dht: hivemind.DHT, statement: RunAttestation) -> None:
-    """Tell this to newcomers from now on, without waiting."""
+    """Serve this attestation to new peers from now on; return without waiting for the DHT process."""
     dht.run_coroutine(partial(set_statement, statement=statement), return_future=True)
 
 
 async def request_attestations(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
-    """Runs in the DHT's process: the statements of those of these peers that answer."""
+    """Return the attestations of the peers that answer. Runs in the DHT process."""
     return await request_statements(node.p2p, peers)
 
 
 async def request_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
-    """:raises UserError: all that answer say that this peer is not a member of their run"""
+    """Return the attestations of the peers that answer.
 
-    async def ask(peer: PeerID) -> RunAttestation:
+    :raises UserError: if there are none, and a peer denied access because this one is not a member of its run
+    """
+
+    async def request_attestation(peer: PeerID) -> RunAttestation:
         answer = await p2p.call_protobuf_handler(peer, VOUCH, BytesValue(), BytesValue)
         return RunAttestation.parse_obj(MSGPackSerializer.loads(answer.value))
 
-    calls = (asyncio.wait_for(ask(peer), ANSWER_SECONDS) for peer in peers)
-    answers = await asyncio.gather(*calls, return_exceptions=True)  # of whatever kind others' bytes make it
-    found = {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, RunAttestation)}
+    calls = (asyncio.wait_for(request_attestation(peer), ANSWER_TIMEOUT) for peer in peers)
+    answers = await asyncio.gather(*calls, return_exceptions=True)  # invalid bytes may raise any exception
+    valid = {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, RunAttestation)}
     for peer, answer in zip(peers, answers, strict=True):
-        if not found and (reason := explain_denial(answer)):
+        if not valid and (reason := explain_denial(answer)):
             raise UserError(f"peer {peer} in --initial_peers does not let this one in: {reason}")
-    return found
+    return valid
 
 
 def ask_initial_peers(
     dht: hivemind.DHT, prefix: str, initial_peers: Iterable[str], is_new_run: bool
 ) -> RunAttestation | None:
-    """What the peers in --initial_peers say of this run, see `merge_attestations`."""
+    """Return the merged attestations of the peers in --initial_peers, see `merge_attestations`."""
     peers = select_attesters(initial_peers)
-    return merge_attestations(
-        dht.run_coroutine(partial(request_attestations, peers=peers)) if peers else {}, prefix, is_new_run
-    )
+    answers = dht.run_coroutine(partial(request_attestations, peers=peers)) if peers else {}
+    return merge_attestations(answers, prefix, is_new_run)
 
 
 def select_attesters(initial_peers: Iterable[str]) -> list[PeerID]:
-    return list(dict.fromkeys(map(get_peer_id, initial_peers)))[:ASKED]
+    """Return the first peers in --initial_peers, without duplicates."""
+    return list(dict.fromkeys(map(get_peer_id, initial_peers)))[:MAX_ATTESTERS]
 
 
 def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_new_run: bool) -> RunAttestation | None:
-    """What these say together of a run; None where none of them answers, or knows it.
+    """Merge the attestations of a run into one.
 
-    :param prefix: the run's; empty: that which they serve
-    :param is_new_run: they may serve other runs alone
-    :raises UserError: they do, and that was not expected; or they disagree
+    :param prefix: the run's name, or an empty string for the run that the peers serve
+    :param is_new_run: whether it is fine if the peers serve only other runs
+    :returns: the merged attestation, or None if no peer answered or serves this run
+    :raises UserError: if the peers disagree, or serve only other runs and `is_new_run` is False
     """
     names = sorted({answer.prefix for answer in answers.values()})
     if not prefix and len(names) > 1:
@@ -102,31 +108,32 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
             f"--initial_peers serve several runs: choose one by --experiment_prefix ({', '.join(map(repr, names))})"
         )
     prefix = prefix or "".join(names)
-    found = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
-    if answers and not found:
+    matching = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
+    if answers and not matching:
         if is_new_run:
             return None
         peer, other = next(iter(answers.items()))
         raise UserError(
             f"peer {peer} in --initial_peers serves run {other.prefix!r}, not {prefix!r}: correct --experiment_prefix, "
-            "or give --new_run to begin another run among its peers"
+            "or pass --new_run to start another run among its peers"
         )
-    contracts = {peer: answer.contract for peer, answer in found.items() if answer.contract}
-    flags = {peer: answer.flags for peer, answer in found.items() if answer.flags}
+    contracts = {peer: answer.contract for peer, answer in matching.items() if answer.contract}
+    flags = {peer: answer.flags for peer, answer in matching.items() if answer.flags}
     if contracts:
-        is_one = len({tuple(sorted(contract.contract.items())) for contract in contracts.values()}) == 1
+        agree = len({tuple(sorted(contract.contract.items())) for contract in contracts.values()}) == 1
     else:
-        # a trainer that has not worked yet may name more flags than the monitor whose run it has joined
+        # A trainer that has not contributed yet may list more flags than the monitor whose run it joined. The flags
+        # agree if no flag occurs with two values.
         texts = {text for words in flags.values() for text in re.split(" (?=--)", words)}
-        is_one = len({re.match(r"--(?:no_)?(\w+)", text)[1] for text in texts}) == len(texts)
-    if not is_one:
+        agree = len({re.match(r"--(?:no_)?(\w+)", text)[1] for text in texts}) == len(texts)
+    if not agree:
         raise UserError(
-            f"the peers in --initial_peers disagree on the settings of run {prefix!r}: give those alone whom you trust "
+            f"the peers in --initial_peers disagree on the settings of run {prefix!r}: pass only those that you trust "
             f"({', '.join(map(str, contracts or flags))})"
         )
-    workers = list(dict.fromkeys(worker for answer in found.values() for worker in answer.workers))
+    workers = list(dict.fromkeys(worker for answer in matching.values() for worker in answer.workers))
     contract = next(iter(contracts.values()), None)
     flags = max(flags.values(), key=len, default="")
-    return (
-        RunAttestation(prefix=prefix, contract=contract, flags=flags, workers=workers[:MAX_WORKERS]) if found else None
-    )
+    if not matching:
+        return None
+    return RunAttestation(prefix=prefix, contract=contract, flags=flags, workers=workers[:MAX_WORKERS])

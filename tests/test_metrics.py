@@ -243,7 +243,7 @@ def test_figures_are_those_of_peers_that_have_worked(monkeypatch):
     sixth = {**fourth, late: make_metrics(20, partners=name([new])), new: make_metrics(20)}
     assert workers.select({late: sixth[late], new: sixth[new]}) == {late, new}
     # where none of them has made an epoch for long, anybody may begin
-    monkeypatch.setattr("utils.WORKER_PATIENCE", -1.0)
+    monkeypatch.setattr("utils.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
     others = {peer_id: make_metrics(1, epoch_seconds=0.0) for peer_id in strangers[:2]}
     known = ContributorRegistry(honest)
     known.select({peer_id: make_metrics(7, epoch_seconds=0.0) for peer_id in honest})

@@ -133,7 +133,7 @@ def test_members_meet_and_strangers_get_nothing(tmp_path):
         for name, words, changes in (
             ("late", "late has expired", {"expires": get_dht_time() - 1}),
             ("moved", "is for --experiment_prefix elsewhere, not", {"prefix": "elsewhere"}),
-            ("thief", "of another peer", {"peer_id": one.peer_id.to_bytes()}),
+            ("thief", "belongs to another peer", {"peer_id": one.peer_id.to_bytes()}),
         ):
             with pytest.raises(UserError, match=words):
                 join(monitor, prefix=prefix, invite=make_invitation(tmp_path, prefix, name, **changes))
@@ -258,7 +258,7 @@ def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
     assert [parse_credential(i.data, i.authority).prefix for i in invitations] == ["one", "two"]
     parts = json.loads(Path("b").read_text()) | {"key": json.loads(Path("c").read_text())["key"]}
     for text, words in (
-        (json.dumps(parts), "its pass is of another peer"),
+        (json.dumps(parts), "its key belongs to another peer"),
         ("hello", "is not an invitation"),
         (Path("b").read_text()[:500], "is not an invitation"),
         (Path("b").read_text().replace('"pass": "', '"pass": "AAAA'), "has not signed it"),
@@ -269,5 +269,5 @@ def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="--invite e cannot be read"):
         load_invitation("e")
     Path("authority.pem").write_text("hello")
-    with pytest.raises(UserError, match="--authority_key authority.pem: it holds no key"):
+    with pytest.raises(UserError, match="--authority_key authority.pem: it does not hold"):
         Authority("authority.pem")

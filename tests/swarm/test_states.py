@@ -24,8 +24,8 @@ from swarm.downloads import (
     parse_request,
     select_agreed,
 )
-from swarm.progress import find_majority_epoch
 from swarm.sparse import TopKCompression, compress_sparse_step
+from swarm.trust import find_majority_epoch
 
 NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
 MBITS = 12.0  # of a donor's line: its share of 12 MB takes some seconds

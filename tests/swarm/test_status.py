@@ -65,10 +65,10 @@ def test_host_port_leads_to_the_multiaddrs_of_the_page():
         (b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 60_000, True, "no status page"),
         (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2 * MAX_PAGE_BYTES, False, f"longer than {MAX_PAGE_BYTES} bytes"),
         (b"HTTP/1.0 200 OK\r\n\r\n{", False, "no answer within"),
-        (b"\x13/multistream/1.0.0\n", False, "a peer listens there that does not say who it is"),
+        (b"\x13/multistream/1.0.0\n", False, "a peer listens there, but does not reveal its id"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", True, "it answers b'SSH-2.0"),
         (page("run", "/ip4/1.2.3.4", status="404 Not Found"), True, "404"),
-        (page("another", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"), True, "of the run 'another', not 'run'"),
+        (page("another", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"), True, "shows run 'another', not 'run'"),
         (page("run", "/ip4/127.0.0.1/tcp/1"), True, "which is not a multiaddr"),
         (
             page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER},/ip4/6.6.6.6/tcp/1/p2p/{PEER}"),

@@ -37,7 +37,7 @@ def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path
     own |= {"--initial_peers": f"127.0.0.1:{peers.split('/')[4]}", "--output_dir": tmp_path / "third"}
     trainers.append(start("third", *choose_trainer(0.4), *LOOPBACK, *flags(own)))
     trainers[-1].wait_for("first samples", 120)
-    taken = re.search("taken over from --initial_peers: (.*)", trainers[-1].text)[1]
+    taken = re.search("inherited from --initial_peers: (.*)", trainers[-1].text)[1]
     assert set(re.findall(r"--\w+", taken)) == shared & TRAINER.keys() | {"--experiment_prefix", "--target_group_size"}
     stranger = start_trainer(start, tmp_path, "stranger", prefix, peers, together, {"--target_batch_size": 64})
     assert stranger.wait(90) == 2
@@ -222,7 +222,11 @@ def test_ctrl_c_again_asks_once_more_and_says_what_is_lost(start):
         """
     peer = start("peer", "-c", code)
     peer.wait_for("ready")
-    for words in ("stopping: .* Ctrl-C again", "Ctrl-C once more ends at once, and loses a day", "lost: a day of work"):
+    for words in (
+        "stopping: .* Ctrl-C again",
+        "Ctrl-C once more stops at once, and loses a day",
+        "lost: a day of work",
+    ):
         assert not re.search(words, peer.text)
         peer.interrupt()
         peer.wait_for(words)

@@ -131,7 +131,7 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         assert discover_settings(SwarmArguments("", addresses(one)), None) == settings
         assert apply_settings(groups, settings)[1].seed == 7
         for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
-            with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* of --initial_peers; --no_adopt"):
+            with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* from --initial_peers; --no_adopt"):
                 apply_settings(groups, [wrong])
         tell(three, one, RunAttestation(prefix=prefix, contract=make_contract(a="c")))
         for names, others, words in (
@@ -143,7 +143,7 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
                 discover_settings(SwarmArguments(names, addresses(*others)), None)
         tell(two, three, RunAttestation(prefix="an/other"))
         assert discover_settings(SwarmArguments("an/other", addresses(two)), None) == ["--experiment_prefix=an/other"]
-        with pytest.raises(UserError, match="serve run 'an/other': if you trust that"):
+        with pytest.raises(UserError, match="serve run 'an/other': if you trust it"):
             discover_settings(SwarmArguments("", addresses(two)), None)
         gone = addresses(two)
     assert discover_settings(SwarmArguments(prefix, gone), None) == []
