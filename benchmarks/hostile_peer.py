@@ -25,13 +25,13 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hostile_strangers import note
 
 import run_trainer
+import swarm.averager
 import swarm.dht
 import swarm.patches
-import swarm.rounds
+from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager, is_round_state
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.plan import PLAUSIBLE_MBITS
-from swarm.rounds import FailFastAllReduceRunner
 from swarm.states import StateAverager, list_params
 
 # --- in rounds: what it gives to an average, and what it gives out as one ---------------------------------------------
@@ -120,12 +120,12 @@ class HostileReducer(FailFastAllReduceRunner):
 
 def send(kind: str, content: str = "gradients") -> None:
     HostileSender.kind, HostileSender.content = kind, content
-    swarm.rounds.FailFastAllReduceRunner = HostileSender
+    swarm.averager.FailFastAllReduceRunner = HostileSender
 
 
 def reduce(kind: str) -> None:
     HostileReducer.kind = kind
-    swarm.rounds.FailFastAllReduceRunner = HostileReducer
+    swarm.averager.FailFastAllReduceRunner = HostileReducer
     claim_bandwidth(PLAUSIBLE_MBITS[1])  # the whole average is left to this peer
 
 

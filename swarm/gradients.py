@@ -10,9 +10,9 @@ from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.compression import CompressionBase
 
+from swarm.averager import PeersBehindError, StateDivergedError, VerifyingAverager
 from swarm.guard import SKETCH_SIZE, compute_sketch, find_outliers
 from swarm.matchmaking import parse_gathered, sign_round_state
-from swarm.rounds import PeersBehindError, StateDivergedError, VerifyingAverager
 
 
 def is_round_state(item: object) -> bool:

@@ -18,12 +18,8 @@ from swarm.sparse import TopKCompression
 MAX_LENGTH = 2.0  # norm of a sender's gradient, relative to the median (clipping as in arXiv 2012.10333)
 OPPOSED = -0.5  # cosine with the sum of all others, below which a gradient does not count
 MAX_ANSWER = 10.0  # norm of an average relative to this peer's gradient, divided by the same ratio for its own part
-# A peer's trust is a moving average of estimate_contributions. The newest value has more weight if this peer's share of
-# the average is larger, because the share of a few samples among many is mostly noise. A single round proves nothing:
-# at the start of a plateau, a correct gradient of 64 samples can point away from all others.
-TRUST_WEIGHT, LEAST_TRUST, DOUBT = 0.5, 0.25, 0.4
-REVERSED, FAR_TOO_LONG, MIN_OWN_SHARE = -0.5, -math.inf, 0.0
-MOSTLY_REVERSED = -0.3  # contribution to the whole average, below which no step is made, whichever peer is the cause
+FAR_TOO_LONG = -math.inf  # the contribution in an average that cannot be one
+MIN_OWN_SHARE = 0.0  # in the part that this peer averages itself; with less, it may be the outlier
 CHUNK = 1024  # numbers; all chunks count the same, because the largest gradients, those of biases, are the noisiest
 MAX_CHANGE = 0.05, 1e-3  # of parameters by averaging: relative to their norm, and absolute for each number
 SKETCH_SIZE, SKETCH_WIDTH = 9, 1024

@@ -29,6 +29,7 @@ from hivemind.compression import CompressionBase
 from hivemind.utils import get_dht_time
 
 from arguments import AveragingArguments
+from swarm.averager import PeersBehindError, PeersUnreachableError, StateDivergedError
 from swarm.epoch import RETRY_AFTER, Epoch, EpochState, StragglerPatience, SwarmLook
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
@@ -37,7 +38,6 @@ from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
 from swarm.progress import FIRST_LOOK, PeerTracker
 from swarm.round_wait import STOP_TIMEOUT, RoundWait, StopTimeout, stop_waiting_for_stragglers
-from swarm.rounds import PeersBehindError, PeersUnreachableError, StateDivergedError
 from swarm.state_sync import FETCH_TIMEOUT, StateSync
 from swarm.states import StateAverager, list_params
 from swarm.trust import PeerTrust

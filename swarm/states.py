@@ -32,6 +32,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture, ValueWithExpiration, get_dht_time
 from hivemind.utils.asyncio import aiter_with_timeout
 
+from swarm.averager import VerifyingAverager
 from swarm.downloads import (
     MAX_LINEAGE,
     Donor,
@@ -48,7 +49,6 @@ from swarm.downloads import (
 from swarm.gradients import GradientAverager
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED
-from swarm.rounds import VerifyingAverager
 
 logger = logging.getLogger("swarm")
 
@@ -262,9 +262,10 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             lineage = self.lineage if digest is None else make_step_key(digest)
             snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == lineage), None)
             if snapshot is None and len(self._snapshots) >= MAX_SNAPSHOTS and not unused:
-                if digest is not None:
+                states = [snapshot for snapshot in self._snapshots if not snapshot.lineage.endswith(make_step_key(""))]
+                if digest is not None or not states:
                     return None
-                snapshot = self._snapshots[-1]
+                snapshot = states[-1]
             if snapshot is None:
                 self._wants_step.value = digest is not None
                 metadata, tensors, infos = await self._get_current_state_from_host_process()

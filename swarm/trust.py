@@ -5,15 +5,17 @@ outage that each number comes from. What a peer checks of the data inside a roun
 """
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from hivemind.averaging.allreduce import AllreduceException
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
 from support.console import format_count
 from swarm.dht import format_peer_list
+from swarm.guard import MaliciousPeersError
 from swarm.uplink import Uplink
 from utils import filter_plausible_records
 
@@ -22,6 +24,14 @@ logger = logging.getLogger("swarm")
 BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then nobody waits for it for BAN_SECONDS
+
+MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without it for a while
+# A peer's trust is a moving average of how much of this peer's gradient is in what that one has averaged: 1 is all, 0
+# nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because the
+# share of a few samples among many is mostly noise. A single round proves nothing: at the start of a plateau, an honest
+# gradient of 64 samples can point away from all others.
+TRUST_EMA_ALPHA, BAN_THRESHOLD, SUSPICION_THRESHOLD = 0.5, 0.25, 0.4
+REVERSED_PART, REVERSED_AVERAGE = -0.5, -0.3  # of one peer's part, and of the whole average, which is not used then
 
 Records = Mapping[bytes, LocalTrainingProgress]  # by peer id
 
@@ -193,3 +203,54 @@ class PeerTrust:
             others = format_count(len(self.select_present(records)), "other peer")
             logger.info(f"no answer from peer {format_peer_list(unexplained)}: continuing with {others}")
         self._unexplained.clear()
+
+
+class RoundTrust:
+    """What an averager, in a process of its own, has learned of the peers in its rounds."""
+
+    def __init__(self):
+        self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
+        #: rounds that each peer has broken since one with it succeeded, and rounds with it that did
+        self.broken_rounds: Counter[PeerID] = Counter()
+        self.rounds: Counter[PeerID] = Counter()
+
+    def record_round(self, peers: Iterable[PeerID]) -> None:
+        """Record a round that has succeeded with these peers."""
+        for peer in peers:
+            del self.broken_rounds[peer]
+            self.rounds[peer] += 1
+
+    def record_broken_round(self, suspects: Sequence[PeerID]) -> None:
+        """Record a round that has failed, which may be chance.
+
+        :param suspects: the peer that broke it; or two peers of which one blames the other. Then the one with fewer
+            rounds behind it counts: an attacker has to work for long before it can turn honest peers against each other
+        :raises MaliciousPeersError: a peer has broken several in a row
+        """
+        if not suspects:
+            return
+        peer = min(suspects, key=lambda peer: self.rounds[peer])
+        self.broken_rounds[peer] += 1
+        if self.broken_rounds[peer] >= MAX_BROKEN_ROUNDS:
+            self.broken_rounds.clear()
+            raise MaliciousPeersError({peer: f"has broken {MAX_BROKEN_ROUNDS} rounds in a row"})
+
+    def record_averages(self, shares: Mapping[PeerID, float], share_of_all: float, weight: float) -> None:
+        """Record how much of this peer's gradient is in what each of the others has averaged.
+
+        :param shares: from 1 for all of it to -1 for the contrary, see swarm/guard.py
+        :param share_of_all: the same of the whole average
+        :param weight: of this peer's gradient in the average, from 0 to 1
+        :raises MaliciousPeersError: some peers' averages have for some rounds not been what they should
+        :raises AllreduceException: an average points away from what was sent for it
+        """
+        for peer, share in shares.items():
+            self.scores[peer] += TRUST_EMA_ALPHA * weight * (share - self.scores[peer])
+        if banned := [peer for peer, score in self.scores.items() if score < BAN_THRESHOLD]:
+            self.scores |= dict.fromkeys(banned, 2 * BAN_THRESHOLD)  # for when they are back
+            raise MaliciousPeersError(dict.fromkeys(banned, "sends averages that own gradients are no part of"))
+        is_suspected = any(
+            share < REVERSED_PART and self.scores[peer] < SUSPICION_THRESHOLD for peer, share in shares.items()
+        )
+        if is_suspected or share_of_all < REVERSED_AVERAGE:
+            raise AllreduceException("an average points away from what was sent for it")

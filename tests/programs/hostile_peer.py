@@ -9,11 +9,11 @@ from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import TensorPartReducer
 
 from support.console import setup_logging
+from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RobustReducer
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.processes import clean_end
-from swarm.rounds import FailFastAllReduceRunner
 from tests.programs import gradient_peer
 
 SENT = {

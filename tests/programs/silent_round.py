@@ -9,14 +9,14 @@ import torch
 from hivemind.averaging.control import AveragingStage
 from hivemind.utils.crypto import RSAPrivateKey
 
-import swarm.rounds
+import swarm.averager
 from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
 from experiment.optimizer import make_optimizer
 from swarm.joining import make_dht
 from swarm.processes import clean_end, shut_down
 
 shares = multiprocessing.Array("d", 2)
-plan_allreduce = swarm.rounds.plan_allreduce
+plan_allreduce = swarm.averager.plan_allreduce
 
 
 def note_shares(*args):
@@ -28,7 +28,7 @@ def note_shares(*args):
 runners = multiprocessing.Value("i", 0)
 
 
-class CountedRunner(swarm.rounds.FailFastAllReduceRunner):
+class CountedRunner(swarm.averager.FailFastAllReduceRunner):
     def __init__(self, *args, **kwargs):
         with runners:
             runners.value += 1
@@ -39,7 +39,7 @@ class CountedRunner(swarm.rounds.FailFastAllReduceRunner):
             runners.value -= 1
 
 
-swarm.rounds.plan_allreduce, swarm.rounds.FailFastAllReduceRunner = note_shares, CountedRunner
+swarm.averager.plan_allreduce, swarm.averager.FailFastAllReduceRunner = note_shares, CountedRunner
 with clean_end():
     settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
     peers, maddrs = [], []

@@ -3,11 +3,11 @@
 import asyncio
 
 import run_trainer
-import swarm.rounds
+import swarm.averager
 from arguments import parse_arguments
 
 
-class SilentRunner(swarm.rounds.FailFastAllReduceRunner):
+class SilentRunner(swarm.averager.FailFastAllReduceRunner):
     rounds = 0  # of this process, as each averager has one of its own
 
     async def run(self):
@@ -19,7 +19,7 @@ class SilentRunner(swarm.rounds.FailFastAllReduceRunner):
             yield update
 
 
-swarm.rounds.FailFastAllReduceRunner = SilentRunner
+swarm.averager.FailFastAllReduceRunner = SilentRunner
 groups = parse_arguments(*run_trainer.GROUPS)
 with run_trainer.clean_end():
     run_trainer.main(*groups)

@@ -12,7 +12,6 @@ from swarms import epochs, start_peer
 
 from swarm.guard import (
     FAR_TOO_LONG,
-    MOSTLY_REVERSED,
     SKETCH_SIZE,
     ProtocolViolation,
     RobustReducer,
@@ -22,6 +21,7 @@ from swarm.guard import (
     estimate_contributions,
     find_outliers,
 )
+from swarm.trust import REVERSED_AVERAGE
 
 
 def make_gradients(count: int, correlation: float, numbers: int = 5000) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_a_false_average_is_found():
         false = give_averages(own, [true[0], *(-part for part in true[1:])])
         assert (
             false.estimate_contribution(weight, range(4))
-            < MOSTLY_REVERSED
+            < REVERSED_AVERAGE
             < 0.6
             < container.estimate_contribution(weight, (1, 3))
         )

@@ -40,7 +40,7 @@ from swarm.uplink import RoundTimeouts
 
 
 def test_an_averager_ignores_ctrl_c():
-    """Note 36; run_in_background in swarm/rounds.py, handle_stop_signals."""
+    """Note 36; run_in_background in swarm/averager.py, handle_stop_signals."""
     assert "signal.signal(signal.SIGINT, signal.SIG_IGN)" in inspect.getsource(hivemind.DecentralizedAverager)
 
 
@@ -290,7 +290,7 @@ def test_the_epochs_of_clients_do_not_count():
 
 
 def test_nobody_holds_a_step():
-    """Note 81; VerifyingAverager._step in swarm/rounds.py: the next message takes the place of its task."""
+    """Note 81; VerifyingAverager._step in swarm/averager.py: the next message takes the place of its task."""
     source = inspect.getsource(hivemind.DecentralizedAverager._run_internal)
     assert "task = asyncio.create_task(getattr(self, method)(*args, **kwargs))" in source
     assert "add(task" not in source and "append(task" not in source
@@ -336,7 +336,7 @@ def test_an_answer_to_a_question_that_was_just_given_up_leaves_nobody_deaf():
 
 
 def test_iterators_of_the_standard_library_are_not_recognised_in_requests():
-    """The import of AsyncIterator in swarm/rounds.py: a stream would be taken for a single message."""
+    """The import of AsyncIterator in swarm/averager.py: a stream would be taken for a single message."""
     from collections.abc import AsyncIterator
 
     assert hivemind.p2p.ServicerBase._strip_iterator_hint(AsyncIterator[int]) == (AsyncIterator[int], False)

@@ -1,7 +1,10 @@
 """States that come from several donors at once: all of them are used, and none of them is trusted."""
 
+import asyncio
 import json
 import re
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from swarm.downloads import (
     select_agreed,
 )
 from swarm.sparse import TopKCompression, compress_sparse_step
+from swarm.states import StateAverager, make_step_key
 from swarm.trust import find_majority_epoch
 
 NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
@@ -137,6 +141,18 @@ def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
 def test_swarm_epoch_is_that_of_more_than_half(epochs, expected):
     """Two of four others that claim a later epoch do not lift it. New peers, at epoch 0, have no say."""
     assert find_majority_epoch(epochs) == expected
+
+
+def test_busy_donor_offers_its_newest_state_and_no_step():
+    """With a step, the joining peer would take a healthy donor for a faulty one."""
+    state, step = (
+        SimpleNamespace(lineage=lineage, used={}, last_use=time.monotonic())
+        for lineage in ("state", make_step_key("state"))
+    )
+    donor = SimpleNamespace(lineage="newer", _lock_snapshots=asyncio.Lock(), _snapshots=[state, step])
+    assert asyncio.run(StateAverager._take_snapshot(donor, PeerID(b"a"), 0, None)) is state
+    donor._snapshots = [step, step]
+    assert asyncio.run(StateAverager._take_snapshot(donor, PeerID(b"a"), 0, None)) is None
 
 
 def test_a_donor_keeps_what_is_being_fetched(start):

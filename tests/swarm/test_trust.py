@@ -3,12 +3,22 @@
 from types import SimpleNamespace
 
 import pytest
+from hivemind.averaging.allreduce import AllreduceException
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 from processes import make_prefix, wait_until
 from records import make_tracker, run_dhts
 
-from swarm.trust import BAN_SECONDS, MAX_LEAD, MAX_MISSED_ROUNDS, PeerTrust, find_majority_epoch
+from swarm.guard import MaliciousPeersError
+from swarm.trust import (
+    BAN_SECONDS,
+    MAX_BROKEN_ROUNDS,
+    MAX_LEAD,
+    MAX_MISSED_ROUNDS,
+    PeerTrust,
+    RoundTrust,
+    find_majority_epoch,
+)
 from swarm.uplink import Uplink
 
 NAMES = [b"a", b"b", b"c", b"d"]
@@ -104,6 +114,34 @@ def test_peer_that_misses_rounds_is_no_longer_awaited():
     assert b"a" not in trust.select_present(reports) and b"a" not in trust.excluded
     trust.record_round([b"a"], {}, None, own_epoch=5)
     assert not trust.unawaited_until
+
+
+def test_peer_that_breaks_rounds_in_a_row_is_named():
+    trust, old, new = RoundTrust(), PeerID(b"old"), PeerID(b"new")
+    trust.record_round([old])
+    for _ in range(MAX_BROKEN_ROUNDS - 1):
+        trust.record_broken_round([old, new])  # one blames the other
+    trust.record_round([new])
+    for _ in range(MAX_BROKEN_ROUNDS - 1):
+        trust.record_broken_round([new])
+    with pytest.raises(MaliciousPeersError) as caught:
+        trust.record_broken_round([new])
+    assert list(caught.value.args[0]) == [new]
+    trust.record_broken_round([new])  # counted from the start again
+
+
+def test_averages_without_own_gradients_are_found_over_several_rounds():
+    trust, peer = RoundTrust(), PeerID(b"a")
+    with pytest.raises(AllreduceException, match="points away"):
+        trust.record_averages({peer: 1.0}, -0.5, weight=0.3)
+    for _ in range(20):
+        trust.record_averages({peer: 0.9}, 0.9, weight=0.3)
+    rounds = 0
+    with pytest.raises(MaliciousPeersError):
+        for rounds in range(1, 20):  # noqa: B007
+            trust.record_averages({peer: 0.0}, 0.5, weight=0.3)
+    assert 5 <= rounds <= 12
+    assert trust.scores[peer] == 0.5, "it has another chance once it is back"
 
 
 def test_lone_peer_counts_samples_and_no_estimate():
