@@ -27,7 +27,7 @@ test-all: setup
 lint: setup
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@.venv/bin/python -m pytest -q tests/test_house.py
+	@.venv/bin/python -m pytest -q tests/test_conventions.py
 
 setup: .venv/complete
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from house import MODULES
+from conventions import MODULES
 from processes import ROOT, run_python
 
 import arguments

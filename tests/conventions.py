@@ -1,4 +1,4 @@
-"""The modules of the house, and the floors on which they stand."""
+"""The modules of the repository, and the floors on which they stand."""
 
 from processes import ROOT
 

@@ -1,11 +1,13 @@
-"""The house: imports run one way, from the scripts down to support/, and nowhere in a circle. `make lint` runs this
-too."""
+"""The conventions of this repository, of which the first: imports run one way, and nowhere in a circle.
+
+`make lint` runs this too.
+"""
 
 import ast
 import graphlib
 import os
 
-from house import FILES, FLOORS, MODULES, ORDER
+from conventions import FILES, FLOORS, MODULES, ORDER
 from processes import ROOT
 
 
@@ -72,3 +74,32 @@ def test_what_people_run_can_be_run_by_its_name():
     for path in ROOT.glob("*.py"):
         if "__main__" in (text := path.read_text()):
             assert text.startswith("#!/usr/bin/env python\n") and os.access(path, os.X_OK), path.name
+
+
+def list_swarm() -> list:
+    return sorted(path for path in FILES if path.parent.name == "swarm")
+
+
+def test_swarm_keeps_no_object_of_its_own_in_a_module():
+    """What one peer knows is passed on: a process may hold several."""
+    trees = {path: ast.parse(path.read_text()) for path in list_swarm()}
+    classes = {node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)}
+    for path, tree in trees.items():
+        for node in tree.body:
+            values = [node.value] if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else []
+            calls = [part for value in values for part in ast.walk(value) if isinstance(part, ast.Call)]
+            assert not {ast.unparse(call.func) for call in calls} & classes, f"{path.name}:{node.lineno}"
+
+
+def test_swarm_documents_what_others_call():
+    missing = []
+    for path in list_swarm():
+        tree = ast.parse(path.read_text())
+        owners = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+        for owner in owners:
+            for node in owner.body:
+                is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                is_setter = is_definition and any("setter" in ast.unparse(it) for it in node.decorator_list)
+                if is_definition and not node.name.startswith("_") and not is_setter and not ast.get_docstring(node):
+                    missing.append(f"{path.name}: {node.name}")
+    assert not missing
