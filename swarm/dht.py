@@ -1,4 +1,4 @@
-"""The DHT: finds lost peers again, and tells who answers."""
+"""A DHT that reconnects to lost peers, and pings of peers."""
 
 import asyncio
 import contextlib
@@ -23,21 +23,21 @@ from swarm.storage import DHTNode, make_node_classes
 from swarm.uplink import Uplink
 from swarm.vouching import RunAttestation
 
-TOUCH_PERIOD = 10.0  # seconds between two pings of lost peers; one that moved or was cut off is found again
-TOUCHES = 60  # pings after which a lost peer is given up
+TOUCH_PERIOD = 10.0  # seconds between two pings of a lost peer, which may have moved or been disconnected
+TOUCHES = 60  # pings until a lost peer is given up
 
 
 def check_versions(numpy_version: str = numpy.__version__) -> None:
-    """Stop where hivemind would average nothing and log success: its 8-bit codecs fail silently on numpy >= 2.4."""
+    """Raise a UserError on numpy >= 2.4: hivemind's 8-bit codecs fail silently there, and rounds average nothing."""
     if tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
         raise UserError(f"numpy {numpy_version} silently breaks hivemind's compression: pip install 'numpy<2.4'")
 
 
 async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Runs in the DHT's process, forever: look for peers that were lost.
+    """Ping lost peers until they answer. Runs in the DHT's process, forever.
 
-    hivemind forgets a peer that has failed to answer once. A monitor that was restarted would stay alone, and the two
-    halves of a network that was cut in two might never meet again.
+    hivemind drops a peer after one missing answer. A restarted monitor would stay alone, and the two halves of a
+    partitioned network might never reconnect.
     """
     initial_peers = {get_peer_id(maddr) for maddr in dht.initial_peers or ()}
     known, lost = set(), dict.fromkeys(initial_peers, 0)
@@ -56,26 +56,26 @@ async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
 
 
 async def monitor_uplink(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Runs in the DHT's process, forever."""
+    """Measure the uplink, see `Uplink.watch`. Runs in the DHT's process, forever."""
     await dht.uplink.watch(node)
 
 
 def raise_file_limit() -> float:
-    """Allow this process and its helpers as many open files as the system does; returns that number."""
+    """Raise the limit of open files for this process and its helpers as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they report
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 class DHT(hivemind.DHT):
-    """Finds lost peers again, and ends without a traceback when one that has asked it something ended first: a helper,
-    as in each clean stop, or the peer itself, killed."""
+    """A DHT that reconnects to lost peers, and exits without a traceback if a process that waits for its answer has
+    ended: a helper process, as in each clean stop, or the killed main process."""
 
-    #: what the peers in --initial_peers say of the run; None where nobody does
+    #: the attestation of the run by the peers in --initial_peers; None if no peer has sent one
     vouched: RunAttestation | None = None
 
     def __init__(
@@ -87,23 +87,24 @@ class DHT(hivemind.DHT):
         **kwargs,
     ):
         """
-        :param identity_path: the file of the peer's key; default: a new key, which is not kept
-        :param uplink: shared with all that sends through it; default: a new one
-        :param membership: None if the run is open
-        :param kwargs: options of hivemind.DHT
+        :param identity_path: the file of the peer's key; default: a temporary key
+        :param uplink: the uplink that all senders of this peer share; default: a new one
+        :param membership: the membership of a closed run; None if the run is open
+        :param kwargs: the options of hivemind.DHT
         """
         self.uplink, self.membership = uplink or Uplink(), membership
-        #: in the DHT's process: those of its coroutines that are not done
+        #: in the DHT's process: its unfinished coroutines
         self._tasks: set[asyncio.Task] = set()
         install()
-        with block_signals():  # torch starts its manager of shared memory, and would wait forever for one that has died
+        with block_signals():  # torch starts its shared memory manager here, and waits forever if a signal kills it
             torch.empty(1).share_memory_()
-        with temporary_folder() as folder:  # p2pd reads a new key there, and it is needed no more
-            if membership and membership.invite:  # for hivemind to look whether another peer uses it
+        with temporary_folder() as folder:  # holds a new key until p2pd has read it
+            if membership and membership.invite:  # a file lets hivemind check that no other peer uses this identity
                 P2P.generate_identity(identity_path := f"{folder}/invited")
             super().__init__(*args, identity_path=identity_path or f"{folder}/identity", **kwargs)
 
     def run_in_background(self, *args, **kwargs) -> None:
+        """Start the DHT, and the coroutines that reconnect to peers, measure the uplink and maintain the membership."""
         super().run_in_background(*args, **kwargs)
         self.touching = self.run_coroutine(reconnect_lost_peers, return_future=True)
         self.watching = self.run_coroutine(monitor_uplink, return_future=True)
@@ -111,7 +112,7 @@ class DHT(hivemind.DHT):
             self.keeping = self.run_coroutine(maintain_membership, return_future=True)
 
     async def _run_coroutine(self, coro, future) -> None:
-        """Hold the task until it is done: hivemind leaves it to the garbage collector (note 86)."""
+        """Keep a reference to the task: without one, as in hivemind, it may be garbage collected (note 86)."""
         task = asyncio.current_task()
         self._tasks.add(task)
         try:
@@ -120,41 +121,42 @@ class DHT(hivemind.DHT):
             self._tasks.discard(task)
 
     def run(self) -> None:
+        """Run the DHT with our node classes, and exit silently if the parent process stops or has died."""
         install_in_dht_process(*make_node_classes(self.uplink, self.membership))
         try:
             super().run()
         except EOFError:
             if STOPPING.value:
                 return
-            peer = multiprocessing.parent_process()
-            peer.join(1.0)  # which may be about to die
-            if peer.is_alive():
+            parent = multiprocessing.parent_process()
+            parent.join(1.0)  # it may be about to exit
+            if parent.is_alive():
                 raise
 
 
 def format_peer_list(peer_ids: Iterable[bytes]) -> str:
+    """Return the peers' ids as a comma-separated text."""
     return ", ".join(str(PeerID(peer_id)) for peer_id in peer_ids)
 
 
 async def ping_peers(
     dht: hivemind.DHT, node: DHTNode, peer_ids: list[bytes], patience: float | None = None
 ) -> set[bytes]:
-    """Runs in the DHT's process: those of these peers that answer a ping, or else a second one.
+    """Return the ids of the peers that answer at least one of two pings. Runs in the DHT's process.
 
-    :param patience: seconds to wait for each answer; default: the uplink's timeout of a response
+    :param patience: the timeout of each answer in seconds; default: the uplink's response timeout
     """
-
     uplink: Uplink = dht.uplink
     timeout = patience or uplink.timeouts.response
 
     async def answers(peer: PeerID) -> bool:
         for attempt in range(2):
             with contextlib.suppress(asyncio.TimeoutError):
-                # only the second one costs the peer its place in the routing table
+                # only the second ping removes a silent peer from the routing table
                 ping = asyncio.shield(node.protocol.call_ping(peer)) if attempt else uplink.measure_rtt(node, peer)
                 if await asyncio.wait_for(ping, timeout) is not None:
                     return True
         return False
 
-    found = await asyncio.gather(*(answers(PeerID(peer_id)) for peer_id in peer_ids))
-    return {peer_id for peer_id, is_there in zip(peer_ids, found, strict=True) if is_there}
+    results = await asyncio.gather(*(answers(PeerID(peer_id)) for peer_id in peer_ids))
+    return {peer_id for peer_id, has_answered in zip(peer_ids, results, strict=True) if has_answered}

@@ -28,6 +28,8 @@ WAIT_RETRY_EPOCHS = 5
 
 
 class EpochState(enum.Enum):
+    """A state of a peer's epoch, see the table of transitions."""
+
     ACCUMULATING = "accumulating"
     MATCHMAKING = "matchmaking"
     AVERAGING = "averaging"
@@ -70,9 +72,11 @@ class SyncBackoff:
     stale_downloads: int = 0  # in a row: states that were behind the swarm when they arrived
 
     def allows(self, swarm_epoch: int, is_one_step_behind: bool, now: float) -> bool:
+        """Return whether a download may start now."""
         return now >= self.not_before and (is_one_step_behind or swarm_epoch >= self.min_epoch)
 
     def record_failure(self, now: float, pause: float = SYNC_RETRY_PERIOD) -> None:
+        """Record a failed download; the next one may start after the pause in seconds."""
         self.not_before = now + pause
 
     def record_stale_download(self, swarm_epoch: int, seconds: float, is_too_slow: bool, now: float) -> float:
@@ -99,9 +103,11 @@ class StragglerPatience:
     next_epoch: int = 0
 
     def waits_in(self, epoch: int) -> bool:
+        """Return whether the round of this epoch waits for stragglers."""
         return epoch >= self.next_epoch
 
     def record_vain_wait(self, epoch: int) -> None:
+        """Record a wait without success: the next WAIT_RETRY_EPOCHS - 1 epochs do not wait."""
         self.next_epoch = epoch + WAIT_RETRY_EPOCHS
 
 
@@ -123,6 +129,7 @@ class Epoch:
         self.state = state
 
     def is_one_step_behind(self, look: SwarmLook) -> bool:
+        """Return whether this peer has missed exactly one step of peers that all step together."""
         return look.is_synchronous and self.number + 1 == look.swarm_epoch
 
     def has_missed_step(self, look: SwarmLook) -> bool:

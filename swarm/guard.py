@@ -100,6 +100,7 @@ class RobustReducer(TensorPartReducer):
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight=weight)
 
     def check_current_part_finished(self) -> None:
+        """Finish the current part once all senders have sent it, with a robust average instead of hivemind's mean."""
         if self.sent and self.current_part_accumulated_from == self.num_current_senders:
             sent = {index: (part, weight) for index, (part, weight) in self.sent.items() if weight > NO_WEIGHT}
             self.sent = {}
@@ -145,6 +146,7 @@ class VerifyingContainer(TensorPartContainer):
         self.ratios: list[list[torch.Tensor]] = [[] for _ in range(self.group_size)]
 
     def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
+        """Register a returned part like hivemind, or raise ProtocolViolation if it cannot be an average."""
         own = self._input_parts_by_peer[peer_index][part_index][0]
         if part.shape != own.shape:
             raise ProtocolViolation(f"sent an average of the shape {tuple(part.shape)[:9]}")

@@ -37,6 +37,7 @@ class OuterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Make an inner step, or an outer step with the averaged pseudo-gradients."""
         if not self.is_outer:
             self.inner.step()
             return
@@ -47,6 +48,7 @@ class OuterOptimizer(torch.optim.Optimizer):
             param.sub_(param.grad + self.momentum * momentum, alpha=self.lr)
 
     def load_state_dict(self, state_dict: dict) -> None:
+        """Load the inner optimizer's state, which this optimizer shares."""
         self.inner.load_state_dict(state_dict)
         self.state, self.param_groups = self.inner.state, self.inner.param_groups
 
@@ -178,19 +180,23 @@ class LocalStepsAverager(GradientAverager):
 
     @is_local.setter
     def is_local(self, value: bool) -> None:
+        """Set whether the peers take local steps, in all processes and in the outer optimizer."""
         self._is_local.value = self.local.outer.is_outer = value
 
     @property
     def codec(self) -> CompressionBase:
+        """The codec of pseudo-gradients once the peers take local steps; before that, the codec of gradients."""
         return self.sparse if self.is_local and self.sparse else super().codec
 
     async def _run_allreduce_inplace_(self, *args, **kwargs) -> None:
         await super()._run_allreduce_inplace_(*args, **kwargs | {"compression": self.codec})
 
     def list_shared_parameters(self) -> Sequence[torch.Tensor]:
+        """Return the anchor, because the local parameters differ between peers."""
         return self.local.anchor
 
     def accumulate(self, batch_size: int) -> None:
+        """Make a local step with the parameters' gradients; before local steps start, accumulate them."""
         if not self.is_local:
             return super().accumulate(batch_size)
         self.local.step()
@@ -199,6 +205,7 @@ class LocalStepsAverager(GradientAverager):
 
     @torch.no_grad()
     def take_pending(self) -> float:
+        """Start a round with the pseudo-gradients, per epoch for a straggler; return the number of samples."""
         if not self.is_local:
             return super().take_pending()
         self.last_step = None
@@ -217,6 +224,7 @@ class LocalStepsAverager(GradientAverager):
         return self._in_flight[1]
 
     def finish(self, share: int = 1, turn: int = 0) -> int:
+        """Remove the sent gradients, and record the averaged update for `move_anchor`."""
         if self.is_local:
             self.local.take_pending(self._in_flight[0])
             self._expected_epoch = self._taken_epoch + 1
@@ -230,6 +238,7 @@ class LocalStepsAverager(GradientAverager):
                 tensor.copy_(residual).mul_(self._in_mean)
 
     def restore_pending(self) -> None:
+        """Restore the pending samples after a failed round; the local parameters still contain the update."""
         if not self.is_local:
             return super().restore_pending()
         (_, samples), self._in_flight = self._in_flight, ([], 0)
@@ -237,6 +246,7 @@ class LocalStepsAverager(GradientAverager):
             self.samples += samples
 
     def drop_pending(self) -> None:
+        """Discard the pending gradients, and the pending update of the local parameters."""
         super().drop_pending()
         self.local.drop_pending()
         self._expected_epoch = 0

@@ -68,12 +68,14 @@ class RoundStats:
     last_group: frozenset[bytes] = frozenset()  # ids of the others in the last round that succeeded
 
     def record_step(self, samples: int) -> None:
+        """Record a step with this number of this peer's samples."""
         self.samples = samples
         self.total_samples += samples
         self.succeeded += 1
         self.failed_in_a_row = 0
 
     def record_failure(self) -> None:
+        """Record a failed round."""
         self.failed += 1
         self.failed_in_a_row += 1
         self.group_size = 1
@@ -273,6 +275,7 @@ class CollaborativeOptimizer:
         self._finish_background(END_TIMEOUT)  # it still changes the parameters
 
     def shutdown(self) -> None:
+        """Stop the progress reports, finish or cancel the running rounds, and stop both averagers."""
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         self._finish_background(END_TIMEOUT)
         self._leave_round(self.gradient_round, timeout=END_TIMEOUT)

@@ -194,6 +194,7 @@ class PeerTracker(threading.Thread):
 
     @property
     def global_epoch(self) -> int:
+        """The epoch of the swarm, as last read."""
         return self.view.epoch
 
     @property
@@ -234,6 +235,7 @@ class PeerTracker(threading.Thread):
 
     @property
     def lacks_quorum(self) -> bool:
+        """Whether too few peers are at this epoch for a round."""
         return 1 + len(self.peers_at_epoch) < self.quorum
 
     def list_donors(self) -> list[bytes]:

@@ -30,6 +30,7 @@ class StopTimeout:
         self.last_traffic_at = 0.0
 
     def is_over(self) -> bool:
+        """Return whether a round should be given up because this peer was asked to stop."""
         if not STOP_REQUESTED.is_set():
             return False
         now = time.monotonic()

@@ -136,6 +136,7 @@ class TopKCompression(CompressionBase):
         return TopKCompression(density=1.0, bits=4).compress(average)
 
     def estimate_compression_ratio(self, info: CompressionInfo | None) -> float:
+        """Return the size of a message relative to 32 bits per number, at the maximum density."""
         return min(1.0, (self.density * (self.bits + 2 - math.log2(self.density)) + 32 / CHUNK) / 32)
 
     def estimate_both_ways(self, senders: int) -> float:

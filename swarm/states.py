@@ -153,6 +153,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
 
     @lineage.setter
     def lineage(self, value: str) -> None:
+        """Set the lineage hash, in all processes."""
         self._lineage.value = value.encode()
 
     def donor_timeout(self) -> float:
@@ -189,11 +190,12 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
 
     @property
     def state_sharing_priority(self) -> float:
-        # an auxiliary peer has no trainer's state of its own, so its epoch says nothing
+        """The priority as a donor: the epoch, or RELAY for an auxiliary peer, which has no trainer's state itself."""
         return RELAY if self.mode == AveragingMode.AUX else super().state_sharing_priority
 
     @state_sharing_priority.setter
     def state_sharing_priority(self, value: float) -> None:
+        """Set the priority like hivemind."""
         TrainingStateAverager.state_sharing_priority.fset(self, value)
 
     @property
@@ -216,6 +218,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
     async def rpc_download_state(
         self, request: BytesValue, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
+        """Serve a description or blocks of the state, or relay a client's state, at the uplink's pace."""
         fields = parse_request(request.value)
         if fields is None or not self.allow_state_sharing or self._is_busy_without(context.remote_id):
             return
@@ -335,6 +338,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
                 return
 
     def step(self, *args, increment_epoch: bool = False, **kwargs):
+        """Step like hivemind, but hold back downloads during the step, and update the lineage hash."""
         if not increment_epoch:
             return super().step(*args, **kwargs)
         # hivemind advances the epoch before the step: a download in between would get old parameters as new ones
@@ -357,6 +361,7 @@ class StateAverager(TrainingStateAverager, VerifyingAverager):
             self._outer_pipe.send(("_trigger_declare_load_state", [], {}))
 
     def get_current_state(self):
+        """Return a consistent copy of the state with its lineage hash, or the last step's gradients if requested."""
         with self._lock_step:
             if self._wants_step.value:
                 return self._get_last_step()

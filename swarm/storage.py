@@ -38,11 +38,13 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
 
     @classmethod
     async def create(cls, p2p: P2P, *args, **options) -> "DHTProtocol":
+        """Create the protocol; in a closed run, serve the exchange of credentials first."""
         if cls.membership:  # before this peer calls others, because they may call back at once
             await p2p._client.add_unary_handler(SHOW, cls.membership.answer)
         return await super().create(p2p, *args, **options)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+        """Store only the records that `accepts_record` admits; hivemind stores all valid ones."""
         records = list(zip(*(getattr(request, name) for name in FIELDS), strict=True))
         admitted = [self.accepts_record(context.remote_id, *record) for record in records]
         rest = dict(zip(FIELDS, zip(*itertools.compress(records, admitted), strict=True), strict=False))

@@ -74,6 +74,7 @@ class PeerTrust:
         return self.partners | self.attested
 
     def is_known(self, peer_id: bytes) -> bool:
+        """Return whether this peer is known to have worked."""
         return peer_id in self.partners or peer_id in self.attested
 
     def select_known(self, records: Records) -> Records:

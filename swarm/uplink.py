@@ -124,6 +124,7 @@ class RoundTimeouts:
         return min(GRACE_SHARE * self.epoch_seconds, MAX_GRACE)
 
     def describe(self) -> str:
+        """Return the timeouts of a round as text, with the flags that set them."""
         return (
             f"it may take {self.averaging:.0f} s (--averaging_timeout), its group {self.matchmaking:.1f} s to form "
             f"(--matchmaking_time), an answer {self.request:.1f} s (--request_timeout), and a peer may pause for "
@@ -250,6 +251,7 @@ class Uplink:
         self._times["round_seconds"].value = max(seconds, 0.9 * self._times["round_seconds"].value)
 
     def record_epoch_time(self, seconds: float) -> None:
+        """Record how long an epoch lasts."""
         self._times["epoch_seconds"].value = seconds
 
     def record_rtt(self, seconds: float) -> None:

@@ -53,7 +53,7 @@ def test_clients_and_an_auxiliary_peer_of_a_closed_run(start, tmp_path, tiny_dat
     )
     assert stranger.returncode == 2 and "Traceback" not in stranger.stderr
     assert (
-        "its run is closed: ask its organizer for an invitation, and give it by --invite FILE"
+        "its run is closed: ask its organizer for an invitation, and add --invite FILE"
         in stranger.stderr.splitlines()[-1]
     )
 
