@@ -42,20 +42,24 @@ class CountedRunner(swarm.averager.FailFastAllReduceRunner):
 swarm.averager.plan_allreduce, swarm.averager.FailFastAllReduceRunner = note_shares, CountedRunner
 with clean_end():
     settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
-    peers, maddrs = [], []
+    peers, keys, maddrs = [], [], []
     for _ in range(2):
         args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
         RSAPrivateKey._process_wide_key = None  # two peers in one process
         dht, *_ = make_dht(args)
+        keys.append(RSAPrivateKey.process_wide())
         maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
         averaging = AveragingArguments(**settings, **json.loads(sys.argv[2]))
         peers.append((dht, make_optimizer(torch.nn.Linear(100, 10), dht, args, OptimizerArguments(), averaging)))
     averagers = [optimizer.grad_averager for _, optimizer in peers]
 
     def schedule():
-        for averager in averagers:
+        controls = []
+        for averager, key in zip(averagers, keys, strict=True):
             averager.accumulate(batch_size=1)
-        return [averager.schedule_step() for averager in averagers]
+            RSAPrivateKey._process_wide_key = key  # with which it signs what its group is told
+            controls.append(averager.schedule_step())
+        return controls
 
     groups = [averager.begin(control) for averager, control in zip(averagers, schedule(), strict=True)]
     groups = [control.result(60) for control in groups]
