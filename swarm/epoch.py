@@ -48,7 +48,7 @@ TRANSITIONS = {
 
 @dataclass(frozen=True)
 class SwarmLook:
-    """What a peer knows of the swarm between two of its steps."""
+    """The knowledge of a peer about the swarm between two of its steps."""
 
     swarm_epoch: int  # that most known peers have reached
     is_fresh: bool  # whether the swarm's progress was read since this peer's epoch began

@@ -55,7 +55,7 @@ class AveragingError(Exception):
 
 @dataclass
 class RoundStats:
-    """What this peer's rounds have done so far."""
+    """The counts and times of this peer's rounds so far."""
 
     succeeded: int = 0
     failed: int = 0
@@ -279,7 +279,7 @@ class CollaborativeOptimizer:
         self.tracker.shutdown(SHUTDOWN_TIMEOUT)
         self._finish_background(END_TIMEOUT)
         self._leave_round(self.gradient_round, timeout=END_TIMEOUT)
-        if self.is_local:  # what is saved is the swarm's
+        if self.is_local:  # the state that is saved belongs to the swarm
             self.grad_averager.drop_pending()
         self.state_averager.shutdown()
         self.grad_averager.shutdown()

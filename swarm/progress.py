@@ -34,7 +34,7 @@ MAX_AGE = 3600.0  # seconds since the time that a record names
 
 @dataclass(frozen=True)
 class SwarmView:
-    """What the records of the present peers say of the swarm."""
+    """A summary of the records of all peers that are there."""
 
     epoch: int  # that most known peers have reached
     samples: int  # of all peers at this epoch, as they have reported them

@@ -43,7 +43,7 @@ def find_majority_epoch(epochs: Iterable[int]) -> int:
 
 
 class PeerTrust:
-    """What this peer has learned of the others: the peers that have worked, that are silent, late or banned.
+    """The knowledge of a peer about the others: the peers that have worked, that are silent, late or banned.
 
     All times are in seconds of the DHT's time.
     """
@@ -207,7 +207,7 @@ class PeerTrust:
 
 
 class RoundTrust:
-    """What an averager, in a process of its own, has learned of the peers in its rounds."""
+    """The knowledge of an averager, in a process of its own, about the peers in its rounds."""
 
     def __init__(self):
         self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
