@@ -341,7 +341,7 @@ class PeerTracker(threading.Thread):
 
     def run(self) -> None:
         """Publish and read until the end, without holding the lock while the DHT is asked (note 71)."""
-        answer, requested_at = None, 0.0
+        answer, requested_at, answered_at = None, 0.0, None
         last_active = -math.inf  # the swarm's epoch in which this peer reported samples last
         while not self._is_ending.is_set():
             now = time.monotonic()
@@ -355,24 +355,25 @@ class PeerTracker(threading.Thread):
                     self._store(record.dict())
             if answer is None and now >= self._next_read:
                 answer, requested_at, self._next_read = self.request_records(), now, math.inf
-                answered_at: list[float] = []
-                answer.add_done_callback(lambda _, at=answered_at: (at.append(time.monotonic()), self._wake.set()))
-            if answer is not None and answer.done() and self._lock.acquire(blocking=False):
+                answer.add_done_callback(lambda _: self._wake.set())
+            if answer is not None and answer.done() and answered_at is None:
+                answered_at = time.monotonic()
+            if answered_at is not None and self._lock.acquire(blocking=False):
                 try:
                     self._read(answer, requested_at, answered_at)
                 finally:
                     self._lock.release()
-                answer = None
+                answer = answered_at = None
             seconds = min(self._next_report, self._next_read if answer is None else math.inf) - time.monotonic()
             self._wake.wait(max(0.0, seconds))
             self._wake.clear()
 
-    def _read(self, answer: MPFuture, requested_at: float, answered_at: list[float]) -> None:
+    def _read(self, answer: MPFuture, requested_at: float, answered_at: float) -> None:
         """Take the DHT's answer, unless a round has passed since, in which the loop has looked itself."""
         scheduled = self._next_read
         if answer.cancelled() or answer.exception():
             self._next_read = min(scheduled, time.monotonic() + self.default_refresh_period)
-        elif time.monotonic() > answered_at[0] + self.min_refresh_period:
+        elif time.monotonic() > answered_at + self.min_refresh_period:
             self._next_read = time.monotonic()
         else:
             self.view = self._make_view(answer.result(), requested_at)
