@@ -82,17 +82,15 @@ class DHT(hivemind.DHT):
         self,
         *args,
         identity_path: str | None = None,
-        uplink: Uplink | None = None,
         membership: Membership | None = None,
         **kwargs,
     ):
         """
         :param identity_path: the file of the peer's key; default: a temporary key
-        :param uplink: the uplink that all senders of this peer share; default: a new one
         :param membership: the membership of a closed run; None if the run is open
         :param kwargs: the options of hivemind.DHT
         """
-        self.uplink, self.membership = uplink or Uplink(), membership
+        self.uplink, self.membership = Uplink(), membership
         #: in the DHT's process: its unfinished coroutines
         self._tasks: set[asyncio.Task] = set()
         install()

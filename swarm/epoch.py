@@ -21,9 +21,10 @@ from dataclasses import dataclass
 RETRY_AFTER = 1.0  # seconds between a failed round and the next: all peers that are there have reported by then
 SYNC_RETRY_PERIOD = 10.0  # seconds between two downloads of the state if no peer sent it the first time
 MAX_SYNC_PAUSE = 300.0  # seconds
-MAX_STALE_DOWNLOADS = 3  # in a row; after so many the pause between downloads grows
-# Peers wait for a straggler once in so many epochs at most. If all peers step together, a peer that is one epoch behind
-# makes the step of the others while they accumulate the next one. Without a wait it would come too late forever.
+MAX_STALE_DOWNLOADS = 3  # in a row; from this number on, each pause between downloads is longer
+# Epochs after a vain wait for a straggler, until a round waits for one again. If all peers step together, a peer that
+# is one epoch behind makes the step of the others while they accumulate the next one. Without a wait it would come too
+# late forever.
 WAIT_RETRY_EPOCHS = 5
 
 

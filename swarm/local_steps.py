@@ -74,7 +74,7 @@ class LocalSteps:
         self.params, self.outer, self.make_optimizer, self.groups = params, outer, make_optimizer, groups
         self.inner: torch.optim.Optimizer | None = None
         self.anchor = [param.detach().clone() for param in params]
-        self._taken: list[torch.Tensor] = []  # what a successful round has averaged; another thread may set it
+        self._taken: list[torch.Tensor] = []  # averaged by a successful round; another thread may set it
 
     def move_to(self, device: torch.device) -> None:
         """Move the anchor to the model's device; call this once, after the model has moved."""

@@ -89,8 +89,8 @@ class CollaborativeOptimizer:
     round the epoch stays (in the background it does not), and a later `step` tries again. A peer that missed a step
     loads that of the others.
 
-    With `--local_steps` above 1, each `step` also moves this peer's model, from some epoch on. Epochs then take so many
-    times the batch, and what is averaged is the pseudo-gradient of each peer, see swarm/local_steps.py.
+    With `--local_steps` N above 1, each `step` also moves this peer's model, from some epoch on. An epoch then takes N
+    times the samples, and rounds average pseudo-gradients, see swarm/local_steps.py.
     """
 
     is_auxiliary = False
@@ -296,7 +296,7 @@ class CollaborativeOptimizer:
             has_batch=tracker.ready_to_update_epoch,
             seconds_left=tracker.estimated_next_update_time - get_dht_time(),
             matchmaking_time=self.uplink.timeouts.matchmaking,
-            has_others=tracker.view.num_peers > 1 + self.is_auxiliary,
+            has_others=self._has_others(),
             lacks_quorum=tracker.lacks_quorum,
             is_synchronous=self._is_synchronous(),
             is_searching=control is not None and not control.triggered and not control.done(),
@@ -338,7 +338,7 @@ class CollaborativeOptimizer:
         """Tell the averagers which peers should be in their next groups."""
         # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
         others = self.tracker.peers_at_epoch
-        min_peers = max(self.tracker.quorum, 1 + len(others)) if look.is_synchronous else 1
+        min_peers = self.tracker.count_min_group_size(awaits_all=True) if look.is_synchronous else 1
         self.grad_averager.round_state = [self.local_epoch, look.is_synchronous, self.state_averager.lineage]
         self.grad_averager.set_expected_peers(others, min_peers, self.trust.excluded)
         self._expect_for_states()
@@ -483,8 +483,7 @@ class CollaborativeOptimizer:
         is_due = next_epoch % self.averaging.average_state_every == 0 and not averager.averaging_in_progress
         if not self.is_auxiliary:  # its step would wait for it in line, whatever the user asks
             self._finish_background(timeout)
-        has_others = self.tracker.view.num_peers > 1 + self.is_auxiliary
-        with_parameters = is_due and has_others
+        with_parameters = is_due and self._has_others()
         if with_parameters:
             self.state_round = averager.schedule_step(gather=next_epoch, timeout=timeout)
         averager.step(
@@ -549,6 +548,7 @@ class CollaborativeOptimizer:
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)
             return False
+        # a state that arrives one epoch late is not downloaded again at once: the swarm may just be stepping
         is_compared = self.epoch.is_compared
         self._begin_epoch()
         self.epoch.is_compared = is_compared
@@ -580,6 +580,10 @@ class CollaborativeOptimizer:
         group_size = self.averaging.target_group_size
         trainers = len(self.tracker.peers_at_epoch) + (0 if self.is_auxiliary else 1)
         return (group_size is None or trainers <= group_size) and not self.overlap
+
+    def _has_others(self) -> bool:
+        """Return whether a round can have two peers with gradients."""
+        return self.tracker.view.num_peers > (2 if self.is_auxiliary else 1)
 
     def _update_phase(self) -> None:
         """Follow the epoch, which may be the first one of local steps."""

@@ -6,6 +6,7 @@ lock while it asks the DHT (note 71).
 """
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -22,9 +23,11 @@ from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dh
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.dht import ping_peers
-from swarm.trust import PeerTrust, logger
+from swarm.trust import PeerTrust
 from swarm.vouching import RunAttestation, request_attestations, select_attesters
 from utils import find_peer_id
+
+logger = logging.getLogger("swarm")
 
 FIRST_LOOK = 2.0  # seconds of waiting for a group, or without a report, until a peer is asked whether it is there
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
@@ -98,12 +101,10 @@ class PeerTracker(threading.Thread):
         self.is_fresh = False
         # when this epoch began, and the seconds that the last one took
         self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
-        # held while nothing but the holder may change the view
-        self._lock, self._wake, self._is_ending = threading.Lock(), threading.Event(), threading.Event()
+        # held by a thread that changes the view, and by the loop as long as no other thread may change it
+        self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
         self._reported_at = self._next_report = self._next_read = -math.inf
-        self.view = SwarmView(0, 0, 0, math.inf, -math.inf)
-        entry = self.dht.get(self.key, latest=True)
-        self.view = self._make_view(entry, time.monotonic())
+        self.view = self._make_view(self.dht.get(self.key, latest=True), time.monotonic())
         self.start()
 
     # --- this peer
@@ -119,11 +120,14 @@ class PeerTracker(threading.Thread):
         )
 
     def report_local_progress(self, epoch: int, samples: int) -> None:
-        """Record that this peer has so many samples of its epoch. They are published at once, or as soon as
-        min_refresh_period has passed since the last report of this epoch (note 12)."""
+        """Record the number of samples that this peer has of its epoch.
+
+        The number is published at once, or min_refresh_period after the last report of this epoch (note 12).
+        """
         new_samples, last_epoch = samples - self.local_progress.samples_accumulated, self.local_progress.epoch
-        if epoch == last_epoch == self.view.epoch:
-            self.view = replace(self.view, samples=self.view.samples + new_samples)
+        with self._lock:
+            if epoch == last_epoch == self.view.epoch:
+                self.view = replace(self.view, samples=self.view.samples + new_samples)
         if new_samples > 0:
             self.performance_ema.update(task_size=new_samples)
         else:
@@ -156,7 +160,8 @@ class PeerTracker(threading.Thread):
         """
         if samples != self.target_batch_size:
             self.target_batch_size = samples
-            self.view = replace(self.view, ends_at=math.inf)
+            with self._lock:
+                self.view = replace(self.view, ends_at=math.inf)
             self.schedule_refresh(0.0)
 
     def announce(self) -> None:
@@ -232,6 +237,13 @@ class PeerTracker(threading.Thread):
     def quorum(self) -> int:
         """The number of peers that a round takes, this one included."""
         return self.trust.count_quorum(self.others, self._min_epoch)
+
+    def count_min_group_size(self, awaits_all: bool) -> int:
+        """Return how many peers a round takes if all peers step together, this one included.
+
+        :param awaits_all: whether the round waits for all peers at this epoch; otherwise most of the swarm is enough
+        """
+        return max(self.quorum, 1 + len(self.peers_at_epoch)) if awaits_all else self.quorum
 
     @property
     def lacks_quorum(self) -> bool:
@@ -315,9 +327,11 @@ class PeerTracker(threading.Thread):
     @contextlib.contextmanager
     def pause_updates(self) -> Iterator[None]:
         """Keep the thread from changing the view, and do not count the time for this peer's speed."""
-        with self._lock, self.performance_ema.pause():
-            yield
-        self._wake.set()
+        try:
+            with self._lock, self.performance_ema.pause():
+                yield
+        finally:
+            self._wake.set()
 
     def schedule_refresh(self, seconds: float) -> None:
         """Look at the swarm again after this time."""
@@ -325,8 +339,9 @@ class PeerTracker(threading.Thread):
         self._wake.set()
 
     def refresh_now(self, timeout: float) -> None:
-        """Look at the swarm at once. The caller has paused updates, unless the DHT does not answer in this time.
+        """Look at the swarm at once. The caller has paused updates.
 
+        :param timeout: seconds to wait for the DHT
         :raises TimeoutError: the DHT has not answered
         """
         self.apply_records(self.request_records().result(timeout=timeout))

@@ -139,11 +139,9 @@ class RoundWait:
             # if there are more idle peers, they may be busy with long steps: most of the swarm is enough
             max_excluded = len(self.tracker.peers_at_epoch) // 2 if self.is_synchronous() else 0
             self.tracker.exclude_idle_peers(self.started_in_dht, max_excluded)
+        self.min_peers = 1
         if self.is_synchronous():
-            awaited = self.tracker.peers_at_epoch if self.waited_since is None else ()
-            self.min_peers = max(self.tracker.quorum, 1 + len(awaited))
-        else:
-            self.min_peers = 1
+            self.min_peers = self.tracker.count_min_group_size(awaits_all=self.waited_since is None)
         if self.records is None and now >= self.next_look:
             if all(ping.done() for ping in self.tracker.pings):
                 self.tracker.ping_silent_peers(self.tracker.peers_at_epoch)

@@ -55,7 +55,7 @@ class StateSync:
 
     @property
     def download_timeout(self) -> float:
-        """Seconds."""
+        """The timeout of a download, in seconds."""
         return max(MIN_DOWNLOAD_TIMEOUT, self.uplink.compute_transfer_timeout(12 * self.state_averager.total_size))
 
     def _replay_missed_step(self, avoid: Sequence[bytes], timeout: float) -> bool:

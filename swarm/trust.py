@@ -197,7 +197,7 @@ class PeerTrust:
                 record = records.get(peer_id)
                 if min(record.time if record else now, now) <= since:
                     continue
-                del times[peer_id]
+                times.pop(peer_id, None)  # a round in the background may look at the records as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
         if unexplained := self._unexplained & self.excluded & records.keys():
