@@ -165,8 +165,11 @@ class PeerTracker(threading.Thread):
             self.schedule_refresh(0.0)
 
     def announce(self) -> None:
-        """Tell the others that this peer is there. hivemind does so only once a peer has computed something: the others
-        would go into the next round without it; nor does it while the peer waits for others."""
+        """Tell the others that this peer is there.
+
+        hivemind does so only once a peer has computed a gradient, and not while the peer waits for others. Then the
+        others would start the next round without it.
+        """
         if self._is_ending.is_set():
             return
         self.local_progress = self.local_progress.copy(update={"time": get_dht_time()})
@@ -179,8 +182,11 @@ class PeerTracker(threading.Thread):
 
     @contextlib.contextmanager
     def suspend_participation(self) -> Iterator[None]:
-        """For work that takes this peer's time between two steps: the others neither count on its samples meanwhile nor
-        wait for it in a round, because its record names an epoch too long past; nor do they take it for slow later."""
+        """Let the others continue without this peer while it does other work between two steps.
+
+        Its record names an epoch long past, so that the others count no samples of it and wait for it in no round. The
+        time does not count for its speed.
+        """
         own = self.local_progress
         with self.performance_ema.pause():
             # at first, no epoch is too long past; a peer that has just joined has not announced itself yet
@@ -280,8 +286,10 @@ class PeerTracker(threading.Thread):
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:
-        """Do not count peers that answer pings, but have not reported since this time, in which others waited for them;
-        unless they are more than `max_peers`."""
+        """Do not count peers that answer pings, but have not reported since this time, while others waited for them.
+
+        :param max_peers: the number of such peers up to which this holds; if there are more, all of them count
+        """
         idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
         if len(idle) <= max_peers:
             self.mark_unresponsive(idle)
@@ -443,7 +451,7 @@ class PeerTracker(threading.Thread):
             speed += claimed_speed
             if record.epoch == epoch:
                 samples += int(count)
-                # nobody computes for an untrusted peer what it may have done since, unless all are
+                # the samples since the report are estimated for untrusted peers only if all others are untrusted
                 since = 0.0 if len(known) > 1 else max(0.0, now - record.time)
                 estimated += count + since * claimed_speed
         seconds_left = max(0.0, self.target_batch_size - estimated) / max(speed, self.performance_ema.eps)
@@ -451,8 +459,8 @@ class PeerTracker(threading.Thread):
         max_count = max(count + self.expected_drift_peers, count * (1 + self.expected_drift_rate))
         period = min(max(seconds_left * count / max_count, self.min_refresh_period), self.max_refresh_period)
         self._next_read = time.monotonic() + (period if entry else self.default_refresh_period)
-        # hivemind does not count a peer that has not reported yet, so that it makes its first step alone; and counts
-        # one that is far behind, for which the others would wait in each round
+        # hivemind does not count a peer that has not reported yet, so that such a peer makes its first step alone. It
+        # counts a peer that is far behind, for which the others would wait in each round.
         return SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -79,8 +79,7 @@ class StateSync:
         return True
 
     def check_staleness(self) -> None:
-        """Compare the state that was loaded with the swarm; a peer that can never catch up is told why, once it has
-        tried several times, and tries less often."""
+        """Compare the loaded state with the swarm. If this peer can never catch up, log why, and try less often."""
         with self.tracker.pause_updates(), contextlib.suppress(concurrent.futures.TimeoutError):
             self.tracker.refresh_now(timeout=FETCH_TIMEOUT)
         epochs = self.tracker.global_epoch - self.state_averager.local_epoch

@@ -23,7 +23,7 @@ logger = logging.getLogger("swarm")
 
 BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
-MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then nobody waits for it for BAN_SECONDS
+MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
 
 MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without it for a while
 # A peer's trust is a moving average of how much of this peer's gradient is in what that one has averaged: 1 is all, 0
@@ -66,7 +66,7 @@ class PeerTrust:
         #: silent peers of which the next look may tell that they have left in order
         self._unexplained: set[bytes] = set()
 
-    # --- whom to believe
+    # --- records to believe
 
     @property
     def known(self) -> set[bytes]:
@@ -94,19 +94,19 @@ class PeerTrust:
         return believable
 
     def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
-        """Return the epoch of the swarm: a peer that claims a higher one alone has a state of its own to serve."""
+        """Return the epoch of the swarm. A single peer cannot raise it, because it could serve an invented state."""
         return max(own_epoch, find_majority_epoch(record.epoch for record in self.select_known(present).values()))
 
     def scale_claims(self, claims: Sequence[float], limit: float) -> list[float]:
-        """Reduce what untrusted peers claim, so that they cannot end an epoch early.
+        """Reduce the claims of untrusted peers, so that they cannot end an epoch early.
 
         :param claims: the numbers that they report
-        :param limit: what the known contributors and this peer report together
+        :param limit: the sum of the reports of the known contributors and of this peer
         """
         total = max(limit, sum(claims))
         return [claim * limit / total if total else 0.0 for claim in claims]
 
-    # --- whom to count
+    # --- peers to count
 
     @property
     def excluded(self) -> set[bytes]:
@@ -135,7 +135,7 @@ class PeerTrust:
         }
         return 1 + (1 + len(self.select_known(members))) // 2
 
-    # --- what peers do
+    # --- events
 
     def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
@@ -184,7 +184,7 @@ class PeerTrust:
             )
 
     def forget_groups(self) -> None:
-        """Believe all peers alike, as there are several groups, with many peers that this one does not meet."""
+        """Believe all peers alike, because this peer does not meet most of them if there are several groups."""
         self.partners.clear()
         self.attested.clear()
 
