@@ -104,6 +104,8 @@ class PeerTracker(threading.Thread):
         # held by a thread that changes the view, and by the loop as long as no other thread may change it
         self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
         self._reported_at = self._next_report = self._next_read = -math.inf
+        # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
+        self._active_epoch = -math.inf
         self.view = self._make_view(self.dht.get(self.key, latest=True), time.monotonic())
         self.start()
 
@@ -132,6 +134,8 @@ class PeerTracker(threading.Thread):
             self.performance_ema.update(task_size=new_samples)
         else:
             self.performance_ema.reset_timer()
+        if samples:
+            self._active_epoch = self.view.epoch
         self.local_progress = self._make_record(epoch, samples)
         now = time.monotonic()
         due_at = self._reported_at + self.min_refresh_period
@@ -365,16 +369,13 @@ class PeerTracker(threading.Thread):
     def run(self) -> None:
         """Publish and read until the end, without holding the lock while the DHT is asked (note 71)."""
         answer, requested_at, answered_at = None, 0.0, None
-        last_active = -math.inf  # the swarm's epoch in which this peer reported samples last
         while not self._is_ending.is_set():
             now = time.monotonic()
             if now >= self._next_report:
                 # in this order: a report that comes in between is published once more
                 self._reported_at, self._next_report = now, now + self.metadata_expiration / 2
                 record = self.local_progress
-                if record.samples_accumulated:
-                    last_active = self.view.epoch
-                if last_active >= self.view.epoch - 1:  # an auxiliary peer has no progress
+                if self._active_epoch >= self.view.epoch - 1:
                     self._store(record.dict())
             if answer is None and now >= self._next_read:
                 answer, requested_at, self._next_read = self.request_records(), now, math.inf

@@ -169,3 +169,19 @@ def test_report_right_after_another_is_delayed_and_not_lost():
         finally:
             for tracker in trackers:
                 tracker.shutdown()
+
+
+def test_peer_whose_steps_take_no_time_is_seen():
+    """Its samples are averaged before the tracker's thread looks at them."""
+    prefix = make_prefix()
+    with run_dhts([], []) as dhts:
+        one, other = trackers = [make_tracker(dht, prefix, 16, max_refresh_period=0.5) for dht in dhts]
+        try:
+            for epoch in range(5):
+                other.report_local_progress(epoch, 16)
+                with other.pause_updates():
+                    other.update_epoch(epoch + 1)
+            wait_until(lambda: [it.epoch for it in one.others.values()] == [5], 20, "the last epoch")
+        finally:
+            for tracker in trackers:
+                tracker.shutdown()
