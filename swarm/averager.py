@@ -15,6 +15,7 @@ import hivemind
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.matchmaking import MatchmakingException
+from hivemind.compression import CompressionBase
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 from hivemind.utils.asyncio import as_aiter, azip
@@ -104,6 +105,11 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self.wait_until_ready(timeout)
 
     @property
+    def codec(self) -> CompressionBase:
+        """The codec of the tensors in a round."""
+        return self.allreduce_kwargs["compression"]
+
+    @property
     def max_weight(self) -> float | None:
         """The maximum weight of a peer, in samples, see swarm/guard.py; None to refuse protocol violations only."""
         return self._max_weight.value or None
@@ -186,7 +192,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         peer_fractions = drop_small_partitions(shares, self.allreduce_kwargs["min_vector_size"])
         bandwidths = [parse_gathered(data)[2] for data in group_info.gathered]
         uplink = self.dht.uplink
-        codec, part_size = kwargs["compression"], choose_part_size(bandwidths)
+        codec, part_size = self.codec, choose_part_size(bandwidths)
         bits = count_bits(tensors, codec, kwargs["tensor_infos"])
         if isinstance(codec, TopKCompression):
             part_size = codec.part_size
@@ -203,7 +209,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._set_partition_share(plan.shares[own], bandwidths, own)
         next_chunk = uplink.timeouts.next_chunk
         kwargs |= dict(sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
-        kwargs |= dict(part_size_bytes=part_size, prefetch=PREFETCH)
+        kwargs |= dict(compression=codec, part_size_bytes=part_size, prefetch=PREFETCH)
         own_seconds = 2 * bits / (1e6 * uplink.mbits) if uplink.mbits else 0.0
         uplink.expect_round(plan.seconds, own_seconds)
         started = time.monotonic()

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
-from hivemind.compression import CompressionBase
 
 from swarm.averager import PeersBehindError, StateDivergedError, VerifyingAverager
 from swarm.guard import SKETCH_SIZE, compute_sketch, find_outliers
@@ -38,6 +37,8 @@ class GradientAverager(VerifyingAverager):
 
     is_urgent = True
     content = "gradients"
+    #: whether the peers take local steps, see LocalStepsAverager
+    is_local = False
     #: [epoch, whether the whole swarm averages in step, lineage] of the gradients; set by the optimizer
     round_state = [0, False, ""]
     #: the epoch and the lineage of the state before the last step, and the id of the group that averaged its gradients;
@@ -63,11 +64,6 @@ class GradientAverager(VerifyingAverager):
         averaged = tuple(torch.zeros(param.shape, dtype=param.dtype).share_memory_() for param in self.parameters)
         self.residual = torch.zeros(sum(tensor.numel() for tensor in averaged)).share_memory_()
         super().__init__(averaged_tensors=averaged, **kwargs)
-
-    @property
-    def codec(self) -> CompressionBase:
-        """The codec of the averaged tensors."""
-        return self.allreduce_kwargs["compression"]
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate on the device of the gradients, to avoid transfers."""

@@ -14,6 +14,13 @@ from swarm.sparse import TopKCompression
 from swarm.states import list_params
 
 
+@torch.no_grad()
+def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 class OuterOptimizer(torch.optim.Optimizer):
     """An optimizer of the parameters in host memory, for both phases of training.
 
@@ -24,8 +31,7 @@ class OuterOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, lr: float, momentum: float):
         super().__init__(inner.param_groups, {})
         self.inner, self.lr, self.momentum = inner, lr, momentum
-        #: whether the next step is an outer step (SGD); set by the swarm's optimizer
-        self.is_outer = False
+        self.is_outer = False  # whether the next step is an outer step (SGD); set by LocalStepsAverager.is_local
         for param in list_params(inner):  # from the start, because all peers must exchange the same tensors
             inner.state[param]["outer_momentum"] = torch.zeros_like(param)
         self.state = inner.state
@@ -67,10 +73,7 @@ class LocalSteps:
         make_optimizer: Callable[[list[dict]], torch.optim.Optimizer],
         groups: list[dict],
     ):
-        """
-        :param params: the model's parameters
-        :param make_optimizer: a function that creates the inner optimizer of these groups
-        """
+        """:param make_optimizer: a function that creates the inner optimizer of these groups of parameters"""
         self.params, self.outer, self.make_optimizer, self.groups = params, outer, make_optimizer, groups
         self.inner: torch.optim.Optimizer | None = None
         self.anchor = [param.detach().clone() for param in params]
@@ -86,7 +89,6 @@ class LocalSteps:
         The first local step starts with the moments of the steps that all peers made together.
         """
         if self.inner is None:
-            self.inner = self.make_optimizer(self.groups)
             self.load_state_dict(self.outer.inner.state_dict())
         for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):
             group["lr"] = of_swarm["lr"]
@@ -117,12 +119,10 @@ class LocalSteps:
             if not param.sum().isfinite():
                 param.copy_(after)
 
-    @torch.no_grad()
     def drop_pending(self) -> None:
         """Discard the pending update: reset the local parameters to the anchor."""
         self._taken = []
-        for param, anchor in zip(self.params, self.anchor, strict=True):
-            param.copy_(anchor)
+        copy_tensors(self.params, self.anchor)
 
     def state_dict(self) -> dict:
         """Return the inner optimizer's state, which differs between peers; empty before the first local step."""
@@ -142,19 +142,13 @@ class LocalSteps:
 @contextlib.contextmanager
 def at_anchor(local: LocalSteps | None) -> Iterator[None]:
     """Set the model to the swarm's parameters within this context; without local steps, it always has them."""
-
-    @torch.no_grad()
-    def move_to(tensors: Sequence[torch.Tensor]) -> None:
-        for param, tensor in zip(params, tensors, strict=True):
-            param.copy_(tensor)
-
     params, anchor = (local.params, local.anchor) if local else ((), ())
     own = [param.detach().clone() for param in params]
-    move_to(anchor)
+    copy_tensors(params, anchor)
     try:
         yield
     finally:
-        move_to(own)
+        copy_tensors(params, own)
 
 
 class LocalStepsAverager(GradientAverager):
@@ -187,9 +181,6 @@ class LocalStepsAverager(GradientAverager):
     def codec(self) -> CompressionBase:
         """The codec of pseudo-gradients once the peers take local steps; before that, the codec of gradients."""
         return self.sparse if self.is_local and self.sparse else super().codec
-
-    async def _run_allreduce_inplace_(self, *args, **kwargs) -> None:
-        await super()._run_allreduce_inplace_(*args, **kwargs | {"compression": self.codec})
 
     def list_shared_parameters(self) -> Sequence[torch.Tensor]:
         """Return the anchor, because the local parameters differ between peers."""
@@ -241,9 +232,9 @@ class LocalStepsAverager(GradientAverager):
         """Restore the pending samples after a failed round; the local parameters still contain the update."""
         if not self.is_local:
             return super().restore_pending()
-        (_, samples), self._in_flight = self._in_flight, ([], 0)
         with self._lock:
-            self.samples += samples
+            self.samples += self._in_flight[1]
+        self._in_flight = [], 0
 
     def drop_pending(self) -> None:
         """Discard the pending gradients, and the pending update of the local parameters."""

@@ -113,7 +113,7 @@ def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_res
         time.sleep(0.5)
 
     MPFuture.set_result = tell_and_pause
-    optimizer.gradient_round.cancel()
+    optimizer.rounds.gradient_round.cancel()
     MPFuture.set_result = set_result
 
 
@@ -209,7 +209,8 @@ def main() -> None:
             parameter.grad = torch.full_like(parameter, args.gradient)
             optimizer.step(batch_size=args.batch_size)
         steps += 1
-        if optimizer.local_epoch == args.cancels_at and optimizer.gradient_round.stage.name == "LOOKING_FOR_GROUP":
+        control = optimizer.rounds.gradient_round
+        if optimizer.local_epoch == args.cancels_at and control.stage.name == "LOOKING_FOR_GROUP":
             args.cancels_at = None
             cancel_slowly(optimizer)
         if args.leap_at and optimizer.local_epoch >= args.leap_at:

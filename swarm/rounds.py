@@ -1,0 +1,259 @@
+"""The rounds of a peer, from the search for a group to the end. A failed round loses no gradients."""
+
+import asyncio
+import concurrent.futures
+import logging
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from hivemind.averaging.control import AveragingStage, StepControl
+from hivemind.p2p import PeerID
+from hivemind.utils import get_dht_time
+
+from arguments import AveragingArguments
+from swarm.averager import PeersUnreachableError
+from swarm.epoch import StragglerPatience
+from swarm.gradients import GradientAverager
+from swarm.guard import MaliciousPeersError
+from swarm.progress import FIRST_LOOK, PeerTracker
+from swarm.round_wait import STOP_TIMEOUT, RoundWait, StopTimeout
+from swarm.states import StateAverager
+
+logger = logging.getLogger("swarm")
+
+
+class AveragingError(Exception):
+    """A gradient averaging round failed; its gradients are kept."""
+
+
+@dataclass
+class RoundStats:
+    """The counts and times of this peer's rounds so far."""
+
+    succeeded: int = 0
+    failed: int = 0
+    failed_in_a_row: int = 0
+    matchmaking_seconds: float = 0.0  # that the loop has waited, not those in the background
+    averaging_seconds: float = 0.0
+    samples: int = 0  # of this peer in the last step
+    total_samples: int = 0  # of this peer in all steps
+    group_size: int = 1  # peers whose gradients verifiably entered the last step, this one included
+    last_group: frozenset[bytes] = frozenset()  # ids of the others in the last round that succeeded
+
+    def record_step(self, samples: int) -> None:
+        """Record a step with this number of this peer's samples."""
+        self.samples = samples
+        self.total_samples += samples
+        self.succeeded += 1
+        self.failed_in_a_row = 0
+
+
+@dataclass
+class Rounds:
+    """The last round of gradients, whose group is searched for in advance, and the last round of parameters."""
+
+    averaging: AveragingArguments
+    tracker: PeerTracker
+    state_averager: StateAverager
+    grad_averager: GradientAverager
+    is_auxiliary: bool
+    gradient_round: StepControl | None = None
+    state_round: StepControl | None = None
+
+    def __post_init__(self):
+        self.uplink, self.stats, self.patience = self.tracker.dht.uplink, RoundStats(), StragglerPatience()
+        #: for rounds that are under way at the end
+        self.stop_timeout = StopTimeout(self.uplink, STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether rounds run in the background: those of local steps only, if there are any."""
+        return self.averaging.overlap and (self.averaging.local_steps == 1 or self.grad_averager.is_local)
+
+    def is_synchronous(self) -> bool:
+        """Return whether all peers go from epoch to epoch together.
+
+        They do not if the swarm averages in several groups, of which one may be faster, or if rounds run in the
+        background: there, peers an epoch apart are usual.
+        """
+        trainers = len(self.tracker.peers_at_epoch) + (0 if self.is_auxiliary else 1)
+        return trainers <= self.averaging.target_group_size and not self.overlap
+
+    def has_others(self) -> bool:
+        """Return whether a round can have two peers with gradients."""
+        return self.tracker.view.num_peers > (2 if self.is_auxiliary else 1)
+
+    # --- before a round
+
+    def is_searching(self) -> bool:
+        """Return whether the search for a group is under way, or a group waits for this peer."""
+        return self.gradient_round is not None and not self.gradient_round.triggered and not self.gradient_round.done()
+
+    def has_group(self) -> bool:
+        """Return whether a group has formed, and waits for this peer."""
+        return self.is_searching() and self.gradient_round.stage == AveragingStage.AWAITING_TRIGGER
+
+    def expect_group(self) -> None:
+        """Tell the averagers which peers should be in their next groups."""
+        # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
+        others, is_synchronous = self.tracker.peers_at_epoch, self.is_synchronous()
+        min_peers = self.tracker.count_min_group_size(awaits_all=True) if is_synchronous else 1
+        state = [self.state_averager.local_epoch, is_synchronous, self.state_averager.lineage]
+        self.grad_averager.round_state = state
+        self.grad_averager.set_expected_peers(others, min_peers, self.tracker.trust.excluded)
+        self.expect_group_for_states()
+
+    def expect_group_for_states(self) -> None:
+        """Let the averaging of parameters wait for the last group alone if all peers step together: a peer that makes
+        the step later, by download, has no part in it."""
+        others = self.tracker.peers_at_epoch
+        if self.is_synchronous() and not self.is_auxiliary:
+            others = self.stats.last_group & self.tracker.present.keys()
+        self.state_averager.set_expected_peers(others, silent=self.tracker.trust.excluded)
+
+    def search_group(self) -> None:
+        """Look for a group in the background."""
+        self._ban_malicious_peers(self.gradient_round)
+        self.gradient_round = self.grad_averager.schedule_step()
+        # when the epoch ends, it is known which of them are dead; a new peer finds records of long dead ones
+        self.tracker.ping_silent_peers(self.tracker.present)
+
+    # --- a round of gradients
+
+    def average(self) -> Callable[[], None] | None:
+        """Average the pending gradients: now, or if rounds overlap with computation, in the returned function.
+
+        :raises AveragingError: the round has failed, and nothing has changed
+        """
+        if self.overlap:
+            self.finish_background(self.uplink.timeouts.averaging)
+        else:
+            self.stats.group_size = 1
+        self._ban_malicious_peers(self.gradient_round)
+        self._ban_malicious_peers(self.state_round)
+        if self.state_round is not None and self.state_round.done():
+            self.state_round = None
+        self.state_averager.group_id = self.tracker.dht.peer_id.to_bytes()
+        if self.tracker.view.num_peers <= 1:
+            self.leave(timeout=0.0)
+            self.gradient_round = None
+            self.grad_averager.take_pending()
+            self.stats.record_step(self.grad_averager.finish())
+            return None
+        # otherwise the search in advance has failed, or was that of the last epoch
+        searched = self.gradient_round if self.is_searching() else None
+        self.gradient_round = self.grad_averager.begin(searched)
+        finish = partial(self._finish, self.gradient_round, self.state_averager.local_epoch)
+        return finish if self.overlap and not self.is_auxiliary else finish()
+
+    def _finish(self, control: StepControl, epoch: int) -> None:
+        """Wait for the averaged gradients of this epoch, which are the optimizer's then.
+
+        :raises AveragingError: the round has failed, and its gradients go into the next one
+        """
+        wait = RoundWait(
+            control,
+            epoch,
+            self.tracker,
+            self.grad_averager,
+            self.uplink,
+            self.stop_timeout,
+            self.patience,
+            is_synchronous=self.is_synchronous,
+            expect_for_states=self.expect_group_for_states,
+            announces=not self.is_auxiliary,
+        )
+        try:
+            group = wait.run()
+        except (Exception, asyncio.CancelledError) as e:
+            self._put_back(control, epoch, e)
+            raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
+        finally:
+            if not self.overlap:  # in the background it costs the loop nothing
+                self.stats.matchmaking_seconds += wait.matchmaking_seconds
+                self.stats.averaging_seconds += wait.averaging_seconds
+        group_id, *sent, violations = next(iter(group.values()))
+        self.stats.record_step(self.grad_averager.finish(*sent))
+        self.stats.group_size = len(group)
+        self.stats.last_group = frozenset(map(PeerID.to_bytes, group)) - {self.tracker.dht.peer_id.to_bytes()}
+        self.tracker.ban(violations)
+        if not self.is_synchronous() or self.is_auxiliary:
+            # in other groups there are many peers that this one has not met
+            self.tracker.trust.forget_groups()
+            return
+        self.state_averager.group_id = group_id
+        self.expect_group_for_states()
+        present = self.tracker.present
+        absent = self.tracker.record_round(self.stats.last_group, wait.waited_since)
+        # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
+        quiet = [peer_id for peer_id in absent if present[peer_id].time < get_dht_time() - FIRST_LOOK]
+        self.tracker.mark_unresponsive(peer_id for peer_id in quiet if present[peer_id].client_mode)
+        self.tracker.ping_silent_peers(absent)
+
+    def _put_back(self, control: StepControl, epoch: int, error: BaseException) -> None:
+        """Keep the gradients of a round that has failed for the next one."""
+        self._ban_malicious_peers(control)
+        if not control.done():
+            control.cancel()
+        self.grad_averager.restore_pending()
+        self.stats.failed += 1
+        self.stats.failed_in_a_row += 1
+        self.stats.group_size = 1
+        if self.is_auxiliary:  # it has no gradients to lose
+            return
+        text = (
+            f"epoch {epoch}: averaging failed ({type(error).__name__}: {error}); the gradients of "
+            f"{self.grad_averager.samples} samples go into the next round"
+        )
+        if self.stats.failed_in_a_row % 3 == 0:
+            logger.warning(f"{text}. Is this machine or its uplink too busy? `preflight` measures both")
+        else:
+            logger.info(text)
+        if isinstance(error, PeersUnreachableError):
+            self.tracker.mark_unresponsive(error.args[0])
+
+    def _ban_malicious_peers(self, control: StepControl | None) -> None:
+        """Ban the peers that have made this round fail, or the search for its group."""
+        is_failure = control is not None and control.done() and not control.cancelled()
+        if is_failure and isinstance(control.exception(), MaliciousPeersError):
+            self.tracker.ban(control.exception().args[0])
+
+    # --- the end of rounds
+
+    def leave(self, timeout: float, is_excluded: bool = False) -> None:
+        """Let a round of gradients whose group has formed go on, without data of this peer, and wait for its end.
+
+        :param timeout: the seconds to wait at most
+        :param is_excluded: whether the group would exclude this peer: then the round is left before it starts
+        """
+        control = self.gradient_round
+        if control is None or control.done():
+            return
+        is_running = control.stage == AveragingStage.RUNNING_ALLREDUCE
+        if control.stage == AveragingStage.LOOKING_FOR_GROUP or is_excluded and not is_running:
+            control.cancel()
+            return
+        if not control.triggered:
+            control.weight = 0.0
+            control.allow_allreduce()
+        self._wait_for([control], timeout)
+
+    def finish_background(self, timeout: float) -> None:
+        """Wait for rounds in the background until the timeout, end them, and apply the changes that they have made."""
+        pending = self.state_averager.pending_updates
+        self._wait_for(pending, timeout)
+        if not all(update.done() for update in pending):
+            for control in filter(None, (self.gradient_round, self.state_round)):
+                control.cancel()
+            concurrent.futures.wait(pending, 1.0)  # they end with their round
+        self.state_averager.step()
+
+    def _wait_for(self, futures: Collection[Future], timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not all(future.done() for future in futures) and time.monotonic() < deadline:
+            if self.stop_timeout.is_over():
+                break
+            time.sleep(0.02)
