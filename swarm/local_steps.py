@@ -70,12 +70,11 @@ class LocalSteps:
         self,
         params: Sequence[torch.nn.Parameter],
         outer: OuterOptimizer,
-        make_optimizer: Callable[[list[dict]], torch.optim.Optimizer],
-        groups: list[dict],
+        make_inner: Callable[[], torch.optim.Optimizer],
     ):
-        """:param make_optimizer: a function that creates the inner optimizer of these groups of parameters"""
-        self.params, self.outer, self.make_optimizer, self.groups = params, outer, make_optimizer, groups
-        self.inner: torch.optim.Optimizer | None = None
+        """:param make_inner: a function that creates an optimizer of these parameters, for the local steps"""
+        self.params, self.outer, self.make_inner = params, outer, make_inner
+        self.inner: torch.optim.Optimizer | None = None  # created by the first local step
         self.anchor = [param.detach().clone() for param in params]
         self._taken: list[torch.Tensor] = []  # averaged by a successful round; another thread may set it
 
@@ -89,7 +88,7 @@ class LocalSteps:
         The first local step starts with the moments of the steps that all peers made together.
         """
         if self.inner is None:
-            self.load_state_dict(self.outer.inner.state_dict())
+            self.load_inner_state(self.outer.inner.state_dict())
         for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):
             group["lr"] = of_swarm["lr"]
         self.inner.step()
@@ -124,14 +123,10 @@ class LocalSteps:
         self._taken = []
         copy_tensors(self.params, self.anchor)
 
-    def state_dict(self) -> dict:
-        """Return the inner optimizer's state, which differs between peers; empty before the first local step."""
-        return self.inner.state_dict() if self.inner else {}
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of an inner optimizer, or of the outer one."""
+    def load_inner_state(self, state_dict: dict) -> None:
+        """Load the state of an optimizer of local steps, or of the swarm's."""
         if self.inner is None:
-            self.inner = self.make_optimizer(self.groups)
+            self.inner = self.make_inner()
         # a copy, because torch keeps tensors that are on the right device, and changes them in place
         state = copy.deepcopy(state_dict["state"])
         for moments in state.values():
@@ -179,7 +174,7 @@ class LocalStepsAverager(GradientAverager):
 
     @property
     def codec(self) -> CompressionBase:
-        """The codec of pseudo-gradients once the peers take local steps; before that, the codec of gradients."""
+        """The codec of pseudo-gradients, or of gradients before the peers take local steps."""
         return self.sparse if self.is_local and self.sparse else super().codec
 
     def list_shared_parameters(self) -> Sequence[torch.Tensor]:

@@ -134,7 +134,7 @@ class CollaborativeOptimizer:
         self.state_averager.grad_averager = self.grad_averager
         self.local: LocalSteps | None = None
         if averaging.local_steps > 1:
-            self.local = LocalSteps(self.state_averager.main_parameters, self.opt, optimizer, params)
+            self.local = LocalSteps(self.state_averager.main_parameters, self.opt, partial(optimizer, params))
             self.grad_averager.local = self.state_averager.local = self.local
         with self.grad_averager.get_tensors() as gradients:
             for param, gradient in zip(list_params(self.opt), gradients, strict=True):
@@ -180,7 +180,7 @@ class CollaborativeOptimizer:
 
     def training_state(self) -> dict:
         """Return a copy of all that the next step depends on but the gradients, see StateAverager.dump_state."""
-        own = {"local": copy.deepcopy(self.local.state_dict())} if self.local and self.local.inner else {}
+        own = {"local": copy.deepcopy(self.local.inner.state_dict())} if self.local and self.local.inner else {}
         return self.state_averager.dump_state() | {"total_samples": self.stats.total_samples} | own
 
     def load_training_state(self, state: dict) -> None:
@@ -194,7 +194,7 @@ class CollaborativeOptimizer:
         self.grad_averager.last_step = None
         self.grad_averager.drop_pending()
         if "local" in state:
-            self.local.load_state_dict(state["local"])
+            self.local.load_inner_state(state["local"])
         with self.tracker.pause_updates():
             self.tracker.update_epoch(self.local_epoch)
             if not self.tracker.present:  # an epoch that this peer was at before no longer counts

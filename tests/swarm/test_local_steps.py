@@ -100,7 +100,7 @@ def make_local_steps(numbers: int = 5) -> tuple[torch.nn.Parameter, OuterOptimiz
         return adam
 
     outer = OuterOptimizer(make_adam([{"params": [host]}]), lr=0.5, momentum=0.0)
-    return model, outer, LocalSteps([model], outer, make_adam, [{"params": [model]}])
+    return model, outer, LocalSteps([model], outer, partial(make_adam, [{"params": [model]}]))
 
 
 def test_a_peer_continues_from_where_it_is_when_the_anchor_moves():
@@ -128,7 +128,7 @@ def test_other_ranks_are_told_of_each_step_and_what_is_not_finite_goes_back_to_t
         groups = [{"params": [model], "decayed": True}]
         host = [{"params": [torch.nn.Parameter(torch.zeros(5, 5))], "decayed": True}]
         make = partial(make_local_optimizer, OptimizerArguments(optim=name))
-        local = LocalSteps([model], OuterOptimizer(make(host), 0.7, 0.9), make, groups)
+        local = LocalSteps([model], OuterOptimizer(make(host), 0.7, 0.9), partial(make, groups))
         model.grad = torch.ones_like(model)
         before = model._version
         local.step()
