@@ -14,7 +14,6 @@
 
 import asyncio
 import concurrent.futures
-import contextlib
 import copy
 import logging
 import time
@@ -30,15 +29,15 @@ from hivemind.utils import get_dht_time
 
 from arguments import AveragingArguments
 from swarm.averager import PeersBehindError, PeersUnreachableError, StateDivergedError
-from swarm.epoch import RETRY_AFTER, Epoch, EpochState, StragglerPatience, SwarmLook
+from swarm.epoch import RETRY_AFTER, Epoch, EpochState, SwarmLook
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
 from swarm.progress import FIRST_LOOK, PeerTracker
-from swarm.round_wait import STOP_TIMEOUT, RoundWait, StopTimeout, stop_waiting_for_stragglers
-from swarm.state_sync import FETCH_TIMEOUT, StateSync
+from swarm.round_wait import STOP_TIMEOUT, RoundWait, StopTimeout
+from swarm.state_sync import StateSync
 from swarm.states import StateAverager, list_params
 from swarm.trust import PeerTrust
 
@@ -114,9 +113,6 @@ class CollaborativeOptimizer:
         :param compressions: of gradients, local_steps (default: the same), averaged and served (load_state) states
         """
 
-        def select(*names: str) -> dict:
-            return {name: getattr(averaging, name) for name in names}
-
         def make_outer(groups: list[dict]) -> OuterOptimizer:
             return OuterOptimizer(optimizer(groups), averaging.outer_lr, averaging.outer_momentum)
 
@@ -125,22 +121,13 @@ class CollaborativeOptimizer:
         self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
         timeouts = self.uplink.timeouts
         self.stats, self.epoch = RoundStats(), Epoch(0)
-        self.patience = StragglerPatience()
         #: for rounds that are under way at the end
         self.stop_timeout = StopTimeout(self.uplink, STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT)
         #: the last rounds of gradients, which are searched for in advance, and of parameters
         self.gradient_round: StepControl | None = None
         self.state_round: StepControl | None = None
         self.trust = PeerTrust(self.uplink, attested=dht.vouched.workers if dht.vouched else ())
-        self.tracker = PeerTracker(
-            dht,
-            prefix,
-            averaging.target_batch_size - averaging.batch_size_lead,
-            self.trust,
-            client_mode=client_mode,
-            **select("min_refresh_period", "max_refresh_period", "default_refresh_period", "expected_drift_peers"),
-            **select("expected_drift_rate", "metadata_expiration", "performance_ema_alpha"),
-        )
+        self.tracker = PeerTracker(dht, prefix, averaging, self.trust, client_mode=client_mode)
         options = dict(
             dht=dht,
             client_mode=client_mode,
@@ -150,7 +137,8 @@ class CollaborativeOptimizer:
             next_chunk_timeout=timeouts.next_chunk,
             shutdown_timeout=SHUTDOWN_TIMEOUT,
             start=True,
-            **select("target_group_size", "min_vector_size"),
+            target_group_size=averaging.target_group_size,
+            min_vector_size=averaging.min_vector_size,
         )
         self.state_averager = StateAverager(
             prefix=f"{prefix}_state_averager",
@@ -330,8 +318,7 @@ class CollaborativeOptimizer:
         """
         if self.tracker.peers_at_epoch:
             return False
-        with self.tracker.pause_updates(), contextlib.suppress(concurrent.futures.TimeoutError):
-            self.tracker.refresh_now(timeout=FETCH_TIMEOUT)
+        self.tracker.refresh_now()
         return bool(self.tracker.peers_at_epoch)
 
     def _expect_group(self, look: SwarmLook) -> None:
@@ -419,7 +406,6 @@ class CollaborativeOptimizer:
             self.grad_averager,
             self.uplink,
             self.stop_timeout,
-            self.patience,
             is_synchronous=self._is_synchronous,
             expect_for_states=self._expect_for_states,
             announces=not self.is_auxiliary,
@@ -444,12 +430,7 @@ class CollaborativeOptimizer:
             return
         self.state_averager.group_id = group_id
         self._expect_for_states()
-        present = self.tracker.present
-        absent = self.tracker.record_round(self.stats.last_group, wait.waited_since)
-        # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
-        quiet = [peer_id for peer_id in absent if present[peer_id].time < get_dht_time() - FIRST_LOOK]
-        self.tracker.mark_unresponsive(peer_id for peer_id in quiet if present[peer_id].client_mode)
-        self.tracker.ping_silent_peers(absent)
+        self.tracker.record_round(self.stats.last_group, wait.waited_since)
 
     def _put_round_back(self, control: StepControl, epoch: int, error: BaseException) -> None:
         """Keep the gradients of a round that has failed for the next one."""
@@ -517,7 +498,7 @@ class CollaborativeOptimizer:
                 self.load_state_from_peers()
                 return
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
-                stop_waiting_for_stragglers(self.tracker, self.patience, self.local_epoch)
+                self.tracker.stop_waiting_for_stragglers(self.local_epoch)
             # one of them may have ended the round by its death
             self.tracker.ping_silent_peers(self.tracker.present, quiet_for=0.0)
             self.epoch.retry_at = time.monotonic() + RETRY_AFTER
