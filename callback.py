@@ -232,7 +232,7 @@ class CollaborativeCallback:
         if self.dht.membership:
             self.dht.membership.check_own_credential()
         if now >= self.next_contract_time:
-            expiration = self.optimizer.tracker.metadata_expiration
+            expiration = self.optimizer.averaging.metadata_expiration
             self.next_contract_time = now + expiration / 3
             publish_contract(self.dht, self.prefix, self.public_key, self.contract, expiration)
         if not self.has_contributed and self.optimizer.grad_averager.samples:
@@ -547,7 +547,7 @@ class CollaborativeCallback:
         self.bar.close()
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
             self.save()
-        expiration = self.optimizer.tracker.metadata_expiration
+        expiration = self.optimizer.averaging.metadata_expiration
         publish_contract(self.dht, self.prefix, self.public_key, None, expiration)
         self.dashboard.finish()
 

@@ -1,15 +1,4 @@
-"""The states of a peer's epoch, and what takes it from one to the next.
-
-| from | to | cause |
-|---|---|---|
-| ACCUMULATING, MATCHMAKING | MATCHMAKING | the epoch ends soon, and no search for a group runs: `should_search` |
-| ACCUMULATING, MATCHMAKING | SYNCING | the swarm is ahead: `must_sync`, or `has_missed_step` once the epoch is over |
-| ACCUMULATING, MATCHMAKING | AVERAGING | the swarm has the samples, or a group waits for this peer: `can_average` |
-| AVERAGING | STEPPING | the round has succeeded, runs in the background, or there is no other peer |
-| AVERAGING | ACCUMULATING | the round has failed; its gradients are kept for the next one: `retry_at` |
-| AVERAGING | SYNCING | the round has failed because the others have stepped, or continue from another state |
-| STEPPING | ACCUMULATING | the step is made: a new epoch |
-| SYNCING | ACCUMULATING | a state has been loaded: a new epoch; or no peer has sent one: `SyncBackoff` |
+"""The states of a peer's epoch, and the causes that take it from one to the next.
 
 All times are of the monotonic clock, which the caller passes in.
 """
@@ -29,7 +18,7 @@ WAIT_RETRY_EPOCHS = 5
 
 
 class EpochState(enum.Enum):
-    """A state of a peer's epoch, see the table of transitions."""
+    """A state of a peer's epoch."""
 
     ACCUMULATING = "accumulating"
     MATCHMAKING = "matchmaking"
@@ -38,13 +27,23 @@ class EpochState(enum.Enum):
     SYNCING = "syncing"
 
 
+#: by state: the states that may follow it, and why
 TRANSITIONS = {
-    EpochState.ACCUMULATING: {EpochState.MATCHMAKING, EpochState.AVERAGING, EpochState.SYNCING},
-    EpochState.MATCHMAKING: {EpochState.MATCHMAKING, EpochState.AVERAGING, EpochState.SYNCING},
-    EpochState.AVERAGING: {EpochState.STEPPING, EpochState.ACCUMULATING, EpochState.SYNCING},
-    EpochState.STEPPING: {EpochState.ACCUMULATING},
-    EpochState.SYNCING: {EpochState.ACCUMULATING},
+    EpochState.ACCUMULATING: {
+        EpochState.MATCHMAKING,  # the epoch ends soon, and no search for a group runs: `should_search`
+        EpochState.AVERAGING,  # the swarm has the samples, or a group waits for this peer: `can_average`
+        EpochState.SYNCING,  # the swarm is ahead: `must_sync`, or `has_missed_step` once the epoch is over
+    },
+    EpochState.AVERAGING: {
+        EpochState.STEPPING,  # the round has succeeded, runs in the background, or there is no other peer
+        EpochState.ACCUMULATING,  # the round has failed; its gradients are kept for the next one: `retry_at`
+        EpochState.SYNCING,  # the round has failed because the others have stepped, or continue from another state
+    },
+    EpochState.STEPPING: {EpochState.ACCUMULATING},  # the step is made: a new epoch
+    EpochState.SYNCING: {EpochState.ACCUMULATING},  # a state has been loaded: a new epoch; or no peer has sent one
 }
+# a peer accumulates while it looks for a group, and a search that has failed is followed by another one
+TRANSITIONS[EpochState.MATCHMAKING] = TRANSITIONS[EpochState.ACCUMULATING]
 
 
 @dataclass(frozen=True)
@@ -95,21 +94,6 @@ class SyncBackoff:
         pause = min(MAX_SYNC_PAUSE, seconds * 2 ** max(0, self.stale_downloads - MAX_STALE_DOWNLOADS))
         self.not_before = now + pause
         return pause
-
-
-@dataclass
-class StragglerPatience:
-    """In which epochs a round waits for peers that are one epoch behind."""
-
-    next_epoch: int = 0
-
-    def waits_in(self, epoch: int) -> bool:
-        """Return whether the round of this epoch waits for stragglers."""
-        return epoch >= self.next_epoch
-
-    def record_vain_wait(self, epoch: int) -> None:
-        """Record a wait without success: the next WAIT_RETRY_EPOCHS - 1 epochs do not wait."""
-        self.next_epoch = epoch + WAIT_RETRY_EPOCHS
 
 
 class Epoch:

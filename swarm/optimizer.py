@@ -12,8 +12,6 @@
 | ACCUMULATING, in a new epoch | `_begin_epoch` |
 """
 
-import concurrent.futures
-import contextlib
 import copy
 import logging
 import time
@@ -33,9 +31,8 @@ from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
 from swarm.progress import FIRST_LOOK, PeerTracker
-from swarm.round_wait import stop_waiting_for_stragglers
 from swarm.rounds import AveragingError, Rounds
-from swarm.state_sync import FETCH_TIMEOUT, StateSync
+from swarm.state_sync import StateSync
 from swarm.states import StateAverager, list_params
 from swarm.trust import PeerTrust
 
@@ -79,24 +76,14 @@ class CollaborativeOptimizer:
         :param compressions: of gradients, local_steps (default: the same), averaged and served (load_state) states
         """
 
-        def select(*names: str) -> dict:
-            return {name: getattr(averaging, name) for name in names}
-
         def make_outer(groups: list[dict]) -> OuterOptimizer:
             return OuterOptimizer(optimizer(groups), averaging.outer_lr, averaging.outer_momentum)
 
         self.dht, self.uplink, self.averaging = dht, dht.uplink, averaging
         times = averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout
         self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
-        self.tracker = PeerTracker(
-            dht,
-            prefix,
-            averaging.target_batch_size - averaging.batch_size_lead,
-            PeerTrust(self.uplink, attested=dht.vouched.workers if dht.vouched else ()),
-            client_mode=client_mode,
-            **select("min_refresh_period", "max_refresh_period", "default_refresh_period", "expected_drift_peers"),
-            **select("expected_drift_rate", "metadata_expiration", "performance_ema_alpha"),
-        )
+        trust = PeerTrust(self.uplink, attested=dht.vouched.workers if dht.vouched else ())
+        self.tracker = PeerTracker(dht, prefix, averaging, trust, client_mode=client_mode)
         options = dict(
             dht=dht,
             client_mode=client_mode,
@@ -106,7 +93,8 @@ class CollaborativeOptimizer:
             next_chunk_timeout=self.uplink.timeouts.next_chunk,
             shutdown_timeout=SHUTDOWN_TIMEOUT,
             start=True,
-            **select("target_group_size", "min_vector_size"),
+            target_group_size=averaging.target_group_size,
+            min_vector_size=averaging.min_vector_size,
         )
         self.state_averager = StateAverager(
             prefix=f"{prefix}_state_averager",
@@ -271,8 +259,7 @@ class CollaborativeOptimizer:
         """
         if self.tracker.peers_at_epoch:
             return False
-        with self.tracker.pause_updates(), contextlib.suppress(concurrent.futures.TimeoutError):
-            self.tracker.refresh_now(timeout=FETCH_TIMEOUT)
+        self.tracker.refresh_now()
         return bool(self.tracker.peers_at_epoch)
 
     def _search_group(self) -> None:
@@ -344,7 +331,7 @@ class CollaborativeOptimizer:
                 self.load_state_from_peers()
                 return
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
-                stop_waiting_for_stragglers(self.tracker, self.rounds.patience, self.local_epoch)
+                self.tracker.stop_waiting_for_stragglers(self.local_epoch)
             # one of them may have ended the round by its death
             self.tracker.ping_silent_peers(self.tracker.present, quiet_for=0.0)
             self.epoch.retry_at = time.monotonic() + RETRY_AFTER

@@ -1,8 +1,7 @@
 """All monkey patches of hivemind, and the environment variables of its daemon.
 
-hivemind creates its components from fixed classes. This module alone replaces these names by our subclasses. Each
-docstring names the processes that a function affects; hivemind stays unchanged in all others.
-"Note NN" is in docs/hivemind.md; tests/swarm/test_hivemind_gaps.py fails when a newer hivemind has fixed the problem.
+Each docstring names the processes that a function affects. "Note NN" is in docs/hivemind.md;
+tests/swarm/test_hivemind_gaps.py fails when a newer hivemind has fixed the problem.
 """
 
 import asyncio
@@ -28,20 +27,13 @@ from swarm.matchmaking import EarlyStartMatchmaking, NonBlockingKeyManager
 from swarm.sparse import TopKCompression
 
 ENVIRONMENT = {
-    # If two public peers dial each other at the same moment, both can fail, and a round is lost: 10 of 20 first dials
-    # failed without this setting, and none of 25 with it.
-    "LIBP2P_TCP_REUSEPORT": "false",
-    # p2pd starts two relay services, with limits of 128 kB and 4 GB, and the one that starts later serves. On two cores
-    # that is the small one in 9 of 12 starts, on one core in 0 of 16. One core is enough for p2pd: 0.5 GB/s either way.
-    "GOMAXPROCS": "1",
+    "LIBP2P_TCP_REUSEPORT": "false",  # otherwise, two peers that dial each other at the same moment can fail (note 6)
+    "GOMAXPROCS": "1",  # on more cores, p2pd often relays only 128 kB (note 48); one is enough for 0.5 GB/s
 }
 
 
 class ResilientControlClient(p2pclient.ControlClient):
-    """A connection to the daemon that survives the cancellation of a request at the moment its answer arrives.
-
-    hivemind's connection then receives no further answers, and no requests of other peers (note 80).
-    """
+    """A connection to the daemon that survives the cancellation of a request as its answer arrives (note 80)."""
 
     async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
         while not reader.at_eof():
@@ -53,11 +45,7 @@ class CancellableStep(StepControl):
     """A step control whose step always ends when it is cancelled."""
 
     def cancel(self) -> bool:
-        """Cancel the step, and only then notify the averager's process.
-
-        hivemind does so in the opposite order. If that process checks the step in between, it looks for a group of this
-        epoch forever, and all later steps wait for that (note 84).
-        """
+        """Cancel the step, and only then notify the averager's process, which may check it in between (note 84)."""
         is_cancelled = MPFuture.cancel(self)
         self._trigger.cancel()
         self._cancel.set_result(None)
@@ -72,12 +60,11 @@ def install() -> None:
     P2P.FORCE_REACHABILITY_MAPPING["relayed"] = {"forceReachabilityPrivate": 1, "relayDiscovery": 0}
     # Seconds; hivemind's 15 are short for a loaded machine (note 13), also when it checks if an identity is in use.
     P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60
-    # New identities use the key that signs this process's records. So the owner of a record is the peer whose id the
-    # transport verifies.
+    # New identities use the key that signs this process's records: its owner is the peer that the transport verifies.
     hivemind.p2p.p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient
     hivemind.averaging.averager.StepControl = CancellableStep
-    # hivemind only decodes compression types that it knows; this project does not use this one otherwise.
+    # hivemind decodes only compression types that it knows; we do not use this one otherwise
     serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = TopKCompression()
 
 

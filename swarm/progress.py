@@ -5,6 +5,7 @@ reads them too, but counts a dead peer until its last record expires (note 22), 
 lock while it asks the DHT (note 71).
 """
 
+import concurrent.futures
 import contextlib
 import logging
 import math
@@ -22,7 +23,9 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
+from arguments import AveragingArguments
 from swarm.dht import ping_peers
+from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
 from swarm.vouching import RunAttestation, request_attestations, select_attesters
 from utils import find_peer_id
@@ -30,6 +33,7 @@ from utils import find_peer_id
 logger = logging.getLogger("swarm")
 
 FIRST_LOOK = 2.0  # seconds of waiting for a group, or without a report, until a peer is asked whether it is there
+LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
 MAX_AGE = 3600.0  # seconds since the time that a record names
@@ -53,38 +57,21 @@ class PeerTracker(threading.Thread):
         self,
         dht: hivemind.DHT,
         prefix: str,
-        target_batch_size: int,
+        averaging: AveragingArguments,
         trust: PeerTrust,
         *,
         client_mode: bool = False,
-        min_refresh_period: float = 0.5,
-        max_refresh_period: float = 10.0,
-        default_refresh_period: float = 3.0,
-        expected_drift_peers: float = 3.0,
-        expected_drift_rate: float = 0.2,
-        performance_ema_alpha: float = 0.1,
-        metadata_expiration: float = 60.0,
         private_key: RSAPrivateKey | None = None,
     ):
         """
-        :param target_batch_size: the number of samples of an epoch
         :param trust: decides which records count
-        :param min_refresh_period: seconds between two looks at the swarm at least, and between two reports of an epoch
-        :param max_refresh_period: seconds between two looks at most
-        :param default_refresh_period: seconds between two looks as long as there are no records
-        :param expected_drift_peers: the number of peers that may join within an epoch
-        :param expected_drift_rate: the share of peers that may join within an epoch
-        :param metadata_expiration: seconds for which a record stays in the DHT
         :param private_key: signs the records; default: this process's key
         """
         super().__init__(name=f"progress of {prefix}", daemon=True)
-        self.dht, self.prefix, self.trust, self.client_mode = dht, prefix, trust, client_mode
-        self.key, self.target_batch_size = f"{prefix}_progress", target_batch_size
-        self.min_refresh_period, self.max_refresh_period = min_refresh_period, max_refresh_period
-        self.default_refresh_period = default_refresh_period
-        self.expected_drift_peers, self.expected_drift_rate = expected_drift_peers, expected_drift_rate
-        self.metadata_expiration = metadata_expiration
-        self.performance_ema = PerformanceEMA(alpha=performance_ema_alpha)
+        self.dht, self.prefix, self.averaging, self.trust, self.client_mode = dht, prefix, averaging, trust, client_mode
+        self.key = f"{prefix}_progress"
+        self.target_batch_size = averaging.target_batch_size - averaging.batch_size_lead
+        self.performance_ema = PerformanceEMA(alpha=averaging.performance_ema_alpha)
         signature = RSASignatureValidator(private_key)
         self._public_key = signature.local_public_key
         dht.add_validators([SchemaValidator(TrainingProgressSchema, prefix=prefix), signature])
@@ -95,8 +82,8 @@ class PeerTracker(threading.Thread):
         #: pings in flight, and the last request for attestations: MPFuture forgets the callbacks of one nobody holds
         self.pings: list[MPFuture] = []
         self._attestations: MPFuture | None = None
-        #: the epoch in which rounds no longer wait for peers that are one epoch behind
-        self.impatient_epoch = -1
+        #: the epoch in which rounds no longer wait for peers that are one epoch behind; the next one in which they may
+        self.impatient_epoch, self.patient_from = -1, 0
         #: whether the thread has read the records since this peer's epoch began
         self.is_fresh = False
         # when this epoch began, and the seconds that the last one took
@@ -106,7 +93,7 @@ class PeerTracker(threading.Thread):
         self._reported_at = self._next_report = self._next_read = -math.inf
         # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
         self._active_epoch = -math.inf
-        self.view = self._make_view(self.dht.get(self.key, latest=True), time.monotonic())
+        self.apply_records(self.dht.get(self.key, latest=True), time.monotonic())
         self.start()
 
     # --- this peer
@@ -138,7 +125,7 @@ class PeerTracker(threading.Thread):
             self._active_epoch = self.view.epoch
         self.local_progress = self._make_record(epoch, samples)
         now = time.monotonic()
-        due_at = self._reported_at + self.min_refresh_period
+        due_at = self._reported_at + self.averaging.min_refresh_period
         if epoch != last_epoch:
             self._epoch_began, self._epoch_seconds = now, now - self._epoch_began
             due_at = now
@@ -157,11 +144,7 @@ class PeerTracker(threading.Thread):
         self.view = replace(self.view, epoch=epoch)
 
     def set_target(self, samples: int) -> None:
-        """Change the number of samples of an epoch.
-
-        The end was estimated for another number: an auxiliary peer that has just come would take an epoch of local
-        steps for over.
-        """
+        """Change the number of samples of an epoch. Its end was estimated for another number, and is unknown now."""
         if samples != self.target_batch_size:
             self.target_batch_size = samples
             with self._lock:
@@ -169,20 +152,14 @@ class PeerTracker(threading.Thread):
             self.schedule_refresh(0.0)
 
     def announce(self) -> None:
-        """Tell the others that this peer is there.
-
-        hivemind does so only once a peer has computed a gradient, and not while the peer waits for others. Then the
-        others would start the next round without it.
-        """
-        if self._is_ending.is_set():
-            return
-        self.local_progress = self.local_progress.copy(update={"time": get_dht_time()})
-        self._store(self.local_progress.dict())
+        """Publish this peer's record, although it has computed nothing or waits for others (note 49)."""
+        if not self._is_ending.is_set():
+            self.local_progress = self.local_progress.copy(update={"time": get_dht_time()})
+            self._store(self.local_progress.dict())
 
     def _store(self, value: dict | None) -> None:
-        expiration = get_dht_time() + self.metadata_expiration
-        options = dict(value=value, expiration_time=expiration, return_future=True)
-        self.dht.store(self.key, subkey=self._public_key, **options)
+        expiration = get_dht_time() + self.averaging.metadata_expiration
+        self.dht.store(self.key, value, expiration, subkey=self._public_key, return_future=True)
 
     @contextlib.contextmanager
     def suspend_participation(self) -> Iterator[None]:
@@ -194,7 +171,7 @@ class PeerTracker(threading.Thread):
         own = self.local_progress
         with self.performance_ema.pause():
             # at first, no epoch is too long past; a peer that has just joined has not announced itself yet
-            if own.epoch >= 2 and self.present and not self._is_ending.is_set():
+            if own.epoch >= 2 and self.present:
                 self.local_progress = self._make_record(own.epoch - 2, 0)
                 self.announce()
             try:
@@ -243,30 +220,33 @@ class PeerTracker(threading.Thread):
         epoch = self.local_progress.epoch
         return epoch if epoch == self.impatient_epoch else epoch - 1
 
-    @property
-    def quorum(self) -> int:
-        """The number of peers that a round takes, this one included."""
-        return self.trust.count_quorum(self.others, self._min_epoch)
-
     def count_min_group_size(self, awaits_all: bool) -> int:
         """Return how many peers a round takes if all peers step together, this one included.
 
         :param awaits_all: whether the round waits for all peers at this epoch; otherwise most of the swarm is enough
         """
-        return max(self.quorum, 1 + len(self.peers_at_epoch)) if awaits_all else self.quorum
+        quorum = self.trust.count_quorum(self.others, self._min_epoch)
+        return max(quorum, 1 + len(self.peers_at_epoch)) if awaits_all else quorum
 
     @property
     def lacks_quorum(self) -> bool:
         """Whether too few peers are at this epoch for a round."""
-        return 1 + len(self.peers_at_epoch) < self.quorum
+        return 1 + len(self.peers_at_epoch) < self.count_min_group_size(awaits_all=False)
 
     def list_donors(self) -> list[bytes]:
         """Return the ids of the known contributors, which decide which state is the swarm's; clients serve only peers
         that they have called."""
         return [p for p, record in self.present.items() if self.trust.is_known(p) and not record.client_mode]
 
+    def stop_waiting_for_stragglers(self, epoch: int) -> None:
+        """In this epoch, no longer count peers that are one epoch behind among those that a round needs."""
+        count = len(self.peers_at_epoch)
+        self.impatient_epoch = epoch
+        if epoch >= self.patient_from and len(self.peers_at_epoch) < count:
+            self.patient_from = epoch + WAIT_RETRY_EPOCHS
+
     def refresh_trusted_peers(self) -> None:
-        """Ask --initial_peers once more for the contributors that they know, without waiting.
+        """Ask the initial peers once more for the contributors that they know, without waiting.
 
         A peer that came early has heard of few. It counts so little of what others say that it comes late to each
         round, and meets no more of them.
@@ -304,19 +284,15 @@ class PeerTracker(threading.Thread):
         :param quiet_for: the seconds without a report after which a peer is pinged
         """
         present, quiet_since = self.present, get_dht_time() - quiet_for
-        quiet = [
-            peer_id
-            for peer_id in peer_ids
-            if peer_id in present and not present[peer_id].client_mode and present[peer_id].time < quiet_since
-        ]
-        pinged = set(sorted(quiet, key=lambda peer_id: present[peer_id].time)[:MAX_PINGS])
-        if not pinged:
-            return
-        future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(pinged)), return_future=True)
-        self.pings = [ping for ping in self.pings if not ping.done()] + [future]
-        future.add_done_callback(
-            lambda done: done.cancelled() or done.exception() or self.mark_unresponsive(pinged - done.result())
-        )
+        records = [present[peer_id] for peer_id in peer_ids if peer_id in present]
+        quiet = [record for record in records if not record.client_mode and record.time < quiet_since]
+        pinged = {record.peer_id for record in sorted(quiet, key=lambda record: record.time)[:MAX_PINGS]}
+        if pinged:
+            future = self.dht.run_coroutine(partial(ping_peers, peer_ids=list(pinged)), return_future=True)
+            self.pings = [ping for ping in self.pings if not ping.done()] + [future]
+            future.add_done_callback(
+                lambda done: done.cancelled() or done.exception() or self.mark_unresponsive(pinged - done.result())
+            )
 
     def ban(self, violations: dict[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, see PeerTrust.ban."""
@@ -324,15 +300,17 @@ class PeerTracker(threading.Thread):
             self.trust.ban(violations)
             self.schedule_refresh(0.0)
 
-    def record_round(self, group: Iterable[bytes], waited_since: float | None) -> list[bytes]:
+    def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
         """Record which peers were in the round that has just succeeded, see PeerTrust.record_round.
 
-        :returns: the ids of the peers at this epoch that were not
+        Of the peers at this epoch that were not, the silent ones no longer count.
         """
-        present = self.present
+        present, quiet_since = self.present, get_dht_time() - FIRST_LOOK
         absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
         self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
-        return list(absent)
+        # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
+        self.mark_unresponsive(p for p, record in absent.items() if record.client_mode and record.time < quiet_since)
+        self.ping_silent_peers(absent)
 
     # --- looks at the swarm
 
@@ -350,44 +328,36 @@ class PeerTracker(threading.Thread):
         self._next_read = time.monotonic() + seconds
         self._wake.set()
 
-    def refresh_now(self, timeout: float) -> None:
-        """Look at the swarm at once. The caller has paused updates.
-
-        :param timeout: seconds to wait for the DHT
-        :raises TimeoutError: the DHT has not answered
-        """
-        self.apply_records(self.request_records().result(timeout=timeout))
+    def refresh_now(self) -> None:
+        """Look at the swarm at once, unless the DHT does not answer in time."""
+        with self.pause_updates(), contextlib.suppress(concurrent.futures.TimeoutError):
+            self.apply_records(self.request_records().result(LOOK_TIMEOUT), time.monotonic())
 
     def request_records(self) -> MPFuture:
         """Ask the DHT for the records; `apply_records` takes the answer."""
         return self.dht.get(self.key, latest=True, return_future=True)
 
-    def apply_records(self, entry: ValueWithExpiration | None) -> None:
-        """Update the view by what the DHT has answered. The caller has paused updates."""
-        self.view = self._make_view(entry, time.monotonic())
-
     def run(self) -> None:
         """Publish and read until the end, without holding the lock while the DHT is asked (note 71)."""
-        answer, requested_at, answered_at = None, 0.0, None
+        answer, requested_at, answered_at = None, 0.0, math.inf
         while not self._is_ending.is_set():
             now = time.monotonic()
             if now >= self._next_report:
                 # in this order: a report that comes in between is published once more
-                self._reported_at, self._next_report = now, now + self.metadata_expiration / 2
-                record = self.local_progress
+                self._reported_at, self._next_report = now, now + self.averaging.metadata_expiration / 2
                 if self._active_epoch >= self.view.epoch - 1:
-                    self._store(record.dict())
+                    self._store(self.local_progress.dict())
             if answer is None and now >= self._next_read:
-                answer, requested_at, self._next_read = self.request_records(), now, math.inf
+                answer, requested_at, answered_at, self._next_read = self.request_records(), now, math.inf, math.inf
                 answer.add_done_callback(lambda _: self._wake.set())
-            if answer is not None and answer.done() and answered_at is None:
-                answered_at = time.monotonic()
-            if answered_at is not None and self._lock.acquire(blocking=False):
-                try:
-                    self._read(answer, requested_at, answered_at)
-                finally:
-                    self._lock.release()
-                answer = answered_at = None
+            if answer is not None and answer.done():
+                answered_at = min(answered_at, time.monotonic())
+                if self._lock.acquire(blocking=False):
+                    try:
+                        self._read(answer, requested_at, answered_at)
+                    finally:
+                        self._lock.release()
+                    answer = None
             seconds = min(self._next_report, self._next_read if answer is None else math.inf) - time.monotonic()
             self._wake.wait(max(0.0, seconds))
             self._wake.clear()
@@ -396,73 +366,61 @@ class PeerTracker(threading.Thread):
         """Take the DHT's answer, unless a round has passed since, in which the loop has looked itself."""
         scheduled = self._next_read
         if answer.cancelled() or answer.exception():
-            self._next_read = min(scheduled, time.monotonic() + self.default_refresh_period)
-        elif time.monotonic() > answered_at + self.min_refresh_period:
+            self._next_read = min(scheduled, time.monotonic() + self.averaging.default_refresh_period)
+        elif time.monotonic() > answered_at + self.averaging.min_refresh_period:
             self._next_read = time.monotonic()
         else:
-            self.view = self._make_view(answer.result(), requested_at)
+            self.apply_records(answer.result(), requested_at)
             self._next_read = min(scheduled, self._next_read)
             self.is_fresh = True
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
         """Update the other peers' records by what the DHT has answered."""
-        newest: dict[bytes, LocalTrainingProgress] = {}
-        withdrawn = set()
-        values = entry.value.items() if entry and isinstance(entry.value, dict) else ()
-        for key, item in values:
-            if item.value is None:
-                withdrawn.add(find_peer_id(key))
-                continue
-            record = LocalTrainingProgress.parse_obj(item.value)
-            is_plausible = record.samples_per_second <= MAX_SPEED and abs(record.time - get_dht_time()) < MAX_AGE
-            # a peer that was restarted has the records of both lives
-            is_newest = record.peer_id not in newest or record.time > newest[record.peer_id].time
-            if is_plausible and is_newest:
-                newest[record.peer_id] = record
+        values, now = entry.value if entry and isinstance(entry.value, dict) else {}, get_dht_time()
+        withdrawn = {find_peer_id(key) for key, item in values.items() if item.value is None}
+        records = [LocalTrainingProgress.parse_obj(item.value) for item in values.values() if item.value is not None]
+        plausible = [it for it in records if it.samples_per_second <= MAX_SPEED and abs(it.time - now) < MAX_AGE]
+        # a peer that was restarted has the records of both lives
+        newest = {record.peer_id: record for record in sorted(plausible, key=lambda record: record.time)}
         newest.pop(self.dht.peer_id.to_bytes(), None)
         last, self.others = self.others, self.trust.select_believable(newest, self.local_progress.epoch)
         for peer_id in withdrawn & last.keys() - self.others.keys():
             logger.info(f"peer {PeerID(peer_id)} left")
         self.trust.update(self.others)
 
-    def _make_view(self, entry: ValueWithExpiration | None, read_at: float) -> SwarmView:
-        """Return what the records say of the swarm, and schedule the next look at it."""
+    def apply_records(self, entry: ValueWithExpiration | None, read_at: float) -> None:
+        """Update the view by what the DHT has answered, and schedule the next look. The caller has paused updates."""
         self._read_records(entry)
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)
-        known = [own, *(record for peer_id, record in present.items() if self.trust.is_known(peer_id))]
-        others = [record for peer_id, record in present.items() if not self.trust.is_known(peer_id)]
-        speed = sum(record.samples_per_second for record in known)
+        # as long as there are no known contributors, all peers are believed
+        known = self.trust.select_known(present)
+        trusted = [own, *known.values()]
+        others = [record for peer_id, record in present.items() if peer_id not in known]
+        trusted_speed = sum(record.samples_per_second for record in trusted)
+        trusted_samples = sum(record.samples_accumulated for record in trusted)
+        speeds = self.trust.scale_claims([record.samples_per_second for record in others], trusted_speed)
+        counts = self.trust.scale_claims([record.samples_accumulated for record in others], trusted_samples)
+        at_epoch = [record for record in trusted if record.epoch == epoch]
+        samples = sum(record.samples_accumulated for record in at_epoch)
+        samples += sum(int(count) for record, count in zip(others, counts, strict=True) if record.epoch == epoch)
+        # trusted peers have more by now than they have reported
+        estimated = samples + sum(max(0.0, now - it.time) * it.samples_per_second for it in at_epoch)
+        speed = max(trusted_speed + sum(speeds), self.performance_ema.eps)
+        seconds_left = max(0.0, self.target_batch_size - estimated) / speed
+
         # a peer that has just joined has had no epoch yet; and a claimed speed does not shorten the last one
-        expected_seconds = self.target_batch_size / speed if speed else 0.0
+        known_speed = sum(it.samples_per_second for it in trusted if it is own or self.trust.is_known(it.peer_id))
+        expected_seconds = self.target_batch_size / known_speed if known_speed else 0.0
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
-        samples = sum(record.samples_accumulated for record in known if record.epoch == epoch)
-        # those that have come since their reports as well
-        estimated = sum(
-            record.samples_accumulated + max(0.0, now - record.time) * record.samples_per_second
-            for record in known
-            if record.epoch == epoch
-        )
-        speeds = [record.samples_per_second for record in others]
-        counts = [record.samples_accumulated for record in others]
-        if len(known) > 1:
-            speeds = self.trust.scale_claims(speeds, speed)
-            counts = self.trust.scale_claims(counts, sum(record.samples_accumulated for record in known))
-        for record, count, claimed_speed in zip(others, counts, speeds, strict=True):
-            speed += claimed_speed
-            if record.epoch == epoch:
-                samples += int(count)
-                # the samples since the report are estimated for untrusted peers only if all others are untrusted
-                since = 0.0 if len(known) > 1 else max(0.0, now - record.time)
-                estimated += count + since * claimed_speed
-        seconds_left = max(0.0, self.target_batch_size - estimated) / max(speed, self.performance_ema.eps)
-        count = len(present) + 1
-        max_count = max(count + self.expected_drift_peers, count * (1 + self.expected_drift_rate))
-        period = min(max(seconds_left * count / max_count, self.min_refresh_period), self.max_refresh_period)
-        self._next_read = time.monotonic() + (period if entry else self.default_refresh_period)
+
+        count, times = len(present) + 1, self.averaging
+        max_count = max(count + times.expected_drift_peers, count * (1 + times.expected_drift_rate))
+        period = min(max(seconds_left * count / max_count, times.min_refresh_period), times.max_refresh_period)
+        self._next_read = time.monotonic() + (period if entry else times.default_refresh_period)
         # hivemind does not count a peer that has not reported yet, so that such a peer makes its first step alone. It
         # counts a peer that is far behind, for which the others would wait in each round.
-        return SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
+        self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Withdraw this peer's record, and end."""

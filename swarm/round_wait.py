@@ -3,12 +3,12 @@
 import concurrent.futures
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import MPFuture, get_dht_time
 
-from swarm.epoch import StragglerPatience
 from swarm.gradients import GradientAverager
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import FIRST_LOOK, PeerTracker
@@ -20,27 +20,28 @@ STOP_TIMEOUT = 2.0  # seconds after a stop request in which no byte has come or 
 MAX_STOP_TIMEOUT = 30.0  # seconds after a stop request until any round is given up
 
 
+@dataclass
 class StopTimeout:
-    """Decides when a peer that was asked to stop no longer waits for its rounds."""
+    """The time after which a peer that was asked to stop no longer waits for its rounds."""
 
-    def __init__(self, uplink: Uplink, timeout: float = STOP_TIMEOUT):
-        self.uplink, self.timeout = uplink, timeout
-        self.requested_at: float | None = None
-        self.traffic: tuple[int, int] | None = None
-        self.last_traffic_at = 0.0
+    uplink: Uplink
+    timeout: float = STOP_TIMEOUT
+    requested_at: float = 0.0
+    last_traffic_at: float = 0.0
+    traffic: tuple[int, int] | None = None
 
     def is_over(self) -> bool:
         """Return whether a round should be given up because this peer was asked to stop."""
         if not STOP_REQUESTED.is_set():
             return False
         now = time.monotonic()
-        if self.requested_at is None:
-            self.requested_at = now
+        self.requested_at = self.requested_at or now
         if self.traffic != self.uplink.traffic:
             self.traffic, self.last_traffic_at = self.uplink.traffic, now
         return now > min(self.last_traffic_at + self.timeout, self.requested_at + MAX_STOP_TIMEOUT)
 
 
+@dataclass
 class RoundWait:
     """The wait for the round of one epoch.
 
@@ -49,43 +50,31 @@ class RoundWait:
     form. All of its timers end with it.
     """
 
-    def __init__(
-        self,
-        control: StepControl,
-        epoch: int,
-        tracker: PeerTracker,
-        averager: GradientAverager,
-        uplink: Uplink,
-        stop: StopTimeout,
-        patience: StragglerPatience,
-        *,
-        is_synchronous: Callable[[], bool],
-        expect_for_states: Callable[[], None],
-        announces: bool,
-    ):
-        """
-        :param control: the round
-        :param epoch: the epoch of this peer, which the round ends
-        :param is_synchronous: returns whether all peers step together
-        :param expect_for_states: updates the peers that the averaging of parameters waits for
-        :param announces: whether the other peers are told that this one is still there
-        """
-        self.control, self.epoch, self.tracker, self.averager, self.uplink = control, epoch, tracker, averager, uplink
-        self.stop, self.patience, self.announces = stop, patience, announces
-        self.is_synchronous, self.expect_for_states = is_synchronous, expect_for_states
-        #: seconds so far while a group formed, and while it averaged
-        self.matchmaking_seconds = self.averaging_seconds = 0.0
-        #: the time in the DHT since which expected peers are missing; None as long as all of them are awaited
-        self.waited_since: float | None = None
-        self.min_peers = 1  # of a group
+    control: StepControl
+    epoch: int  # of this peer, which the round ends
+    tracker: PeerTracker
+    averager: GradientAverager
+    uplink: Uplink
+    stop: StopTimeout
+    is_synchronous: Callable[[], bool]  # whether all peers step together
+    expect_for_states: Callable[[], None]  # updates the peers that the averaging of parameters waits for
+    announces: bool  # whether the other peers are told that this one is still there
+    # seconds so far while a group formed, and while it averaged
+    matchmaking_seconds: float = 0.0
+    averaging_seconds: float = 0.0
+    #: the time in the DHT since which expected peers are missing; None as long as all of them are awaited
+    waited_since: float | None = None
+    min_peers: int = 1  # of a group
+    #: the DHT's answer to the last look, which a dead peer delays by seconds
+    records: MPFuture | None = None
+
+    def __post_init__(self):
         self.started, self.started_in_dht = time.monotonic(), get_dht_time()
         self.next_look, self.next_announcement = self.started + FIRST_LOOK, self.started + ANNOUNCE_INTERVAL
-        #: the DHT's answer to the last look, which a dead peer delays by seconds
-        self.records: MPFuture | None = None
         self.straggler_timeout = 0.0
-        if patience.waits_in(epoch):
-            timeouts = uplink.timeouts
-            self.straggler_timeout = timeouts.matchmaking if is_synchronous() else timeouts.round_seconds / 2
+        if self.epoch >= self.tracker.patient_from:
+            timeouts = self.uplink.timeouts
+            self.straggler_timeout = timeouts.matchmaking if self.is_synchronous() else timeouts.round_seconds / 2
 
     def run(self) -> dict:
         """Return the result of the round.
@@ -97,7 +86,9 @@ class RoundWait:
             if self.stop.is_over():
                 raise AllreduceException("this peer was asked to stop")
             if now > self.started + self.uplink.timeouts.averaging:  # which follows the group's bandwidths
-                self.give_up()
+                if stage == AveragingStage.LOOKING_FOR_GROUP and self.is_synchronous():
+                    self.tracker.exclude_idle_peers(self.started_in_dht, len(self.tracker.present))
+                raise concurrent.futures.TimeoutError("it took too long")
             if self.announces and now >= self.next_announcement:
                 self.next_announcement = now + ANNOUNCE_INTERVAL
                 self.tracker.announce()
@@ -117,16 +108,6 @@ class RoundWait:
                     self.matchmaking_seconds += seconds
         return self.control.result()
 
-    def give_up(self) -> None:
-        """End a round that takes too long.
-
-        :raises TimeoutError: always
-        """
-        if self.control.stage == AveragingStage.LOOKING_FOR_GROUP:
-            max_excluded = len(self.tracker.present) if self.is_synchronous() else 0
-            self.tracker.exclude_idle_peers(self.started_in_dht, max_excluded)
-        raise concurrent.futures.TimeoutError("it took too long")
-
     def look_at_swarm(self) -> None:
         """While no group has formed, find out which peers are there, and whether the others still wait for this one.
 
@@ -135,10 +116,9 @@ class RoundWait:
         now = time.monotonic()
         if now > self.started + self.uplink.timeouts.matchmaking and self.waited_since is None:
             self.waited_since = self.started_in_dht
-            stop_waiting_for_stragglers(self.tracker, self.patience, self.epoch)
-            # if there are more idle peers, they may be busy with long steps: most of the swarm is enough
-            max_excluded = len(self.tracker.peers_at_epoch) // 2 if self.is_synchronous() else 0
-            self.tracker.exclude_idle_peers(self.started_in_dht, max_excluded)
+            self.tracker.stop_waiting_for_stragglers(self.epoch)
+            if self.is_synchronous():  # if there are more idle peers, they may be busy with long steps
+                self.tracker.exclude_idle_peers(self.started_in_dht, len(self.tracker.peers_at_epoch) // 2)
         self.min_peers = 1
         if self.is_synchronous():
             self.min_peers = self.tracker.count_min_group_size(awaits_all=self.waited_since is None)
@@ -148,19 +128,11 @@ class RoundWait:
             self.records = self.tracker.request_records()
         if self.records is None or not self.records.done():
             return
-        self.tracker.apply_records(self.records.result())
+        self.tracker.apply_records(self.records.result(), now)
         self.records, self.next_look = None, now + FIRST_LOOK
         if self.is_synchronous() and self.tracker.global_epoch > self.epoch:
             raise AllreduceException("the others have stepped without this peer")
         if now > self.started + self.straggler_timeout:
-            stop_waiting_for_stragglers(self.tracker, self.patience, self.epoch)
+            self.tracker.stop_waiting_for_stragglers(self.epoch)
         if not self.tracker.peers_at_epoch or self.tracker.lacks_quorum:
             raise AllreduceException("too few others are there")
-
-
-def stop_waiting_for_stragglers(tracker: PeerTracker, patience: StragglerPatience, epoch: int) -> None:
-    """In this epoch, no longer count peers that are one epoch behind among those that a round needs."""
-    count = len(tracker.peers_at_epoch)
-    tracker.impatient_epoch = epoch
-    if patience.waits_in(epoch) and len(tracker.peers_at_epoch) < count:
-        patience.record_vain_wait(epoch)

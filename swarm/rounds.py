@@ -11,14 +11,12 @@ from functools import partial
 
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.p2p import PeerID
-from hivemind.utils import get_dht_time
 
 from arguments import AveragingArguments
 from swarm.averager import PeersUnreachableError
-from swarm.epoch import StragglerPatience
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
-from swarm.progress import FIRST_LOOK, PeerTracker
+from swarm.progress import PeerTracker
 from swarm.round_wait import STOP_TIMEOUT, RoundWait, StopTimeout
 from swarm.states import StateAverager
 
@@ -64,7 +62,7 @@ class Rounds:
     state_round: StepControl | None = None
 
     def __post_init__(self):
-        self.uplink, self.stats, self.patience = self.tracker.dht.uplink, RoundStats(), StragglerPatience()
+        self.uplink, self.stats = self.tracker.dht.uplink, RoundStats()
         #: for rounds that are under way at the end
         self.stop_timeout = StopTimeout(self.uplink, STOP_TIMEOUT / 2 if self.is_auxiliary else STOP_TIMEOUT)
 
@@ -161,7 +159,6 @@ class Rounds:
             self.grad_averager,
             self.uplink,
             self.stop_timeout,
-            self.patience,
             is_synchronous=self.is_synchronous,
             expect_for_states=self.expect_group_for_states,
             announces=not self.is_auxiliary,
@@ -186,12 +183,7 @@ class Rounds:
             return
         self.state_averager.group_id = group_id
         self.expect_group_for_states()
-        present = self.tracker.present
-        absent = self.tracker.record_round(self.stats.last_group, wait.waited_since)
-        # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
-        quiet = [peer_id for peer_id in absent if present[peer_id].time < get_dht_time() - FIRST_LOOK]
-        self.tracker.mark_unresponsive(peer_id for peer_id in quiet if present[peer_id].client_mode)
-        self.tracker.ping_silent_peers(absent)
+        self.tracker.record_round(self.stats.last_group, wait.waited_since)
 
     def _put_back(self, control: StepControl, epoch: int, error: BaseException) -> None:
         """Keep the gradients of a round that has failed for the next one."""

@@ -1,7 +1,5 @@
 """Catching up with the swarm: load the newest state, or only the step that this peer has missed."""
 
-import concurrent.futures
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -14,7 +12,6 @@ from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")
 
-FETCH_TIMEOUT = 5.0  # seconds for one look at the swarm's progress; the DHT itself gives up on a peer after 3
 MIN_DOWNLOAD_TIMEOUT = 600.0  # seconds
 
 
@@ -80,8 +77,7 @@ class StateSync:
 
     def check_staleness(self) -> None:
         """Compare the loaded state with the swarm. If this peer can never catch up, log why, and try less often."""
-        with self.tracker.pause_updates(), contextlib.suppress(concurrent.futures.TimeoutError):
-            self.tracker.refresh_now(timeout=FETCH_TIMEOUT)
+        self.tracker.refresh_now()
         epochs = self.tracker.global_epoch - self.state_averager.local_epoch
         if epochs <= 0:
             self.backoff.stale_downloads = 0

@@ -1,7 +1,6 @@
 """Which peers a trainer believes, waits for and counts.
 
-All rules that judge other peers by what they report and by what they do in rounds are here, with the attack or the
-outage that each number comes from. What a peer checks of the data inside a round is in swarm/guard.py.
+These are the rules about reports of peers, and about their behavior in rounds; swarm/guard.py checks a round's data.
 """
 
 import logging
@@ -24,7 +23,6 @@ logger = logging.getLogger("swarm")
 BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
-
 MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without it for a while
 # A peer's trust is a moving average of how much of this peer's gradient is in what that one has averaged: 1 is all, 0
 # nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because the
@@ -43,18 +41,13 @@ def find_majority_epoch(epochs: Iterable[int]) -> int:
 
 
 class PeerTrust:
-    """The knowledge of a peer about the others: the peers that have worked, that are silent, late or banned.
-
-    All times are in seconds of the DHT's time.
-    """
+    """The knowledge of a peer about the others: which have worked, and which are silent, late or banned. All times are
+    in seconds of the DHT's time."""
 
     def __init__(self, uplink: Uplink, attested: Iterable[bytes] = ()):
-        """
-        :param attested: the ids of the peers that --initial_peers name as contributors
-        """
-        self.uplink, self.attested = uplink, set(attested)
-        #: ids of peers that have been in rounds with this one
-        self.partners: set[bytes] = set()
+        self.uplink = uplink
+        #: ids of the peers that the initial peers name as contributors, and of those that were in rounds with this one
+        self.attested, self.partners = set(attested), set()
         #: when peers were found silent: they do not count until they report something new
         self.silent_since: dict[bytes, float] = {}
         #: until when peers are banned, and how often each has been
@@ -67,11 +60,6 @@ class PeerTrust:
         self._unexplained: set[bytes] = set()
 
     # --- records to believe
-
-    @property
-    def known(self) -> set[bytes]:
-        """The ids of peers that are known to have worked."""
-        return self.partners | self.attested
 
     def is_known(self, peer_id: bytes) -> bool:
         """Return whether this peer is known to have worked."""
@@ -86,15 +74,14 @@ class PeerTrust:
 
         Any peer can sign "epoch 10**9" with a new key, and all others would ask for that state.
         """
-        known = [(peer_id, record) for peer_id, record in records.items() if self.is_known(peer_id)]
-        believable = dict(filter_plausible_records(known or list(records.items()), own_epoch))
-        if known:
+        believable = dict(filter_plausible_records(list(self.select_known(records).items()), own_epoch))
+        if any(map(self.is_known, records)):
             limit = max([own_epoch, *(record.epoch for record in believable.values())]) + MAX_LEAD
             believable |= {peer_id: record for peer_id, record in records.items() if record.epoch <= limit}
         return believable
 
     def find_swarm_epoch(self, present: Records, own_epoch: int) -> int:
-        """Return the epoch of the swarm. A single peer cannot raise it, because it could serve an invented state."""
+        """Return the epoch of the swarm. A single peer, which could serve an invented state, cannot raise it."""
         return max(own_epoch, find_majority_epoch(record.epoch for record in self.select_known(present).values()))
 
     def scale_claims(self, claims: Sequence[float], limit: float) -> list[float]:
@@ -121,18 +108,12 @@ class PeerTrust:
     def count_quorum(self, records: Records, min_epoch: int) -> int:
         """Return how many peers a round takes, this one included: most of the known contributors at this epoch.
 
-        A peer that has just fallen silent still counts. The network may be cut in two, and a step of the smaller half
-        would lead to another state than that of the larger one.
+        A peer that has just fallen silent still counts: if the network is cut in two, the smaller half may not step.
         """
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
-        members = {
-            peer_id: record
-            for peer_id, record in list(records.items())
-            if record.epoch >= min_epoch
-            and self.silent_since.get(peer_id, oldest) >= oldest
-            and peer_id not in self.banned_until
-            and peer_id not in self.unawaited_until
-        }
+        silent = {peer_id for peer_id, since in list(self.silent_since.items()) if since < oldest}
+        out = silent | self.banned_until.keys() | self.unawaited_until.keys()
+        members = {p: record for p, record in list(records.items()) if record.epoch >= min_epoch and p not in out}
         return 1 + (1 + len(self.select_known(members))) // 2
 
     # --- events
@@ -151,7 +132,7 @@ class PeerTrust:
         for peer, violation in violations.items():
             peer_id = peer.to_bytes()
             if self.banned_until.get(peer_id, 0.0) > get_dht_time():
-                continue  # it is out already, for this or something else
+                continue
             seconds = BAN_SECONDS * 4 ** self.bans[peer_id]
             self.banned_until[peer_id] = get_dht_time() + seconds
             self.silent_since.pop(peer_id, None)
@@ -225,7 +206,7 @@ class RoundTrust:
         """Record a round that has failed, which may be chance.
 
         :param suspects: the peer that broke it; or two peers of which one blames the other. Then the one with fewer
-            rounds behind it counts: an attacker has to work for long before it can turn honest peers against each other
+            rounds behind it counts, so that a new attacker cannot turn honest peers against each other
         :raises MaliciousPeersError: a peer has broken several in a row
         """
         if not suspects:
@@ -237,11 +218,10 @@ class RoundTrust:
             raise MaliciousPeersError({peer: f"has broken {MAX_BROKEN_ROUNDS} rounds in a row"})
 
     def record_averages(self, shares: Mapping[PeerID, float], share_of_all: float, weight: float) -> None:
-        """Record how much of this peer's gradient is in what each of the others has averaged.
+        """Record how much of this peer's gradient is in what each of the others has averaged, and in the whole average.
 
         :param shares: from 1 for all of it to -1 for the contrary, see swarm/guard.py
-        :param share_of_all: the same of the whole average
-        :param weight: of this peer's gradient in the average, from 0 to 1
+        :param weight: the weight of this peer's gradient in the average, from 0 to 1
         :raises MaliciousPeersError: some peers' averages have for some rounds not been what they should
         :raises AllreduceException: an average points away from what was sent for it
         """
@@ -250,8 +230,7 @@ class RoundTrust:
         if banned := [peer for peer, score in self.scores.items() if score < BAN_THRESHOLD]:
             self.scores |= dict.fromkeys(banned, 2 * BAN_THRESHOLD)  # for when they are back
             raise MaliciousPeersError(dict.fromkeys(banned, "sends averages that own gradients are no part of"))
-        is_suspected = any(
-            share < REVERSED_PART and self.scores[peer] < SUSPICION_THRESHOLD for peer, share in shares.items()
-        )
+        reversed_by = [peer for peer, share in shares.items() if share < REVERSED_PART]
+        is_suspected = any(self.scores[peer] < SUSPICION_THRESHOLD for peer in reversed_by)
         if is_suspected or share_of_all < REVERSED_AVERAGE:
             raise AllreduceException("an average points away from what was sent for it")

@@ -1,9 +1,7 @@
 """The uplink: nothing is sent faster than it carries, and all timeouts follow from what it does.
 
-A volunteer's uplink carries 20 Mbit/s. Data that a round hands over faster waits in queues in front of the modem, in
-sockets and in the daemon, and later messages wait behind it: a ping through a full uplink took longer than 3 s, and its
-peer was taken for dead. So everything that averagers send passes one pacer, and the queue stays here, where the next
-message can overtake it.
+A ping through a full uplink took longer than 3 s, and its peer was taken for dead (note 43). So everything that
+averagers send passes one pacer, and the queue stays here, where the next message can overtake it.
 
     python benchmarks/rounds.py --short
 """
@@ -64,10 +62,7 @@ GRACE_SHARE, MAX_GRACE = 0.25, 60.0
 
 @dataclass(frozen=True)
 class RoundTimeouts:
-    """All timeouts of a round, as a function of what the uplink has measured and of what the user has fixed.
-
-    All values are in seconds.
-    """
+    """All timeouts of a round, in seconds, as a function of the uplink's measurements and of the user's settings."""
 
     rtt: float = 0.3  # the longest recent one, of a small message
     round_seconds: float = 1.0  # of the longest recent round, or of the next one as planned
@@ -96,11 +91,8 @@ class RoundTimeouts:
 
     @property
     def group_search(self) -> float:
-        """The time after which a search for a group is over, as announced to the others.
-
-        A peer begins to search before its epoch ends, and waits as long for stragglers. The value is the same for all
-        peers, because the peer that began first leads.
-        """
+        """The time after which a search for a group is over. It is the same for all peers, because the peer that began
+        first leads (note 82)."""
         return 2 * (self.fixed_matchmaking or MAX_MATCHMAKING)
 
     @property
@@ -124,11 +116,11 @@ class RoundTimeouts:
         return min(GRACE_SHARE * self.epoch_seconds, MAX_GRACE)
 
     def describe(self) -> str:
-        """Return the timeouts of a round as text, with the flags that set them."""
+        """Return the timeouts of a round as text, with the settings that fix them."""
         return (
-            f"it may take {self.averaging:.0f} s (--averaging_timeout), its group {self.matchmaking:.1f} s to form "
-            f"(--matchmaking_time), an answer {self.request:.1f} s (--request_timeout), and a peer may pause for "
-            f"{self.next_chunk:.0f} s (--next_chunk_timeout)"
+            f"it may take {self.averaging:.0f} s (`averaging_timeout`), its group {self.matchmaking:.1f} s to form "
+            f"(`matchmaking_time`), an answer {self.request:.1f} s (`request_timeout`), and a peer may pause for "
+            f"{self.next_chunk:.0f} s (`next_chunk_timeout`)"
         )
 
 
@@ -141,12 +133,12 @@ class Uplink:
         shared = multiprocessing.RawValue
         #: bytes of rounds and states so far
         self._sent, self._received = shared(c_longlong), shared(c_longlong)
-        #: the pace, its upper bound, and whether the user has set that
-        self._rate, self._limit, self._is_fixed = shared(c_double, 0), shared(c_double, math.inf), shared(c_bool)
-        #: when all data handed over so far has left; when the background may continue; when a round last sent
-        self._free_at, self._background_at, self._round_at = shared(c_double), shared(c_double), shared(c_double)
-        #: when it began to send after a pause
-        self._began = shared(c_double)
+        #: the pace, and its upper bound if the user has set one
+        self._rate, self._limit = shared(c_double, 0), shared(c_double, math.inf)
+        #: when all data handed over so far has left; when the background may continue
+        self._free_at, self._background_at = shared(c_double), shared(c_double)
+        #: when a round last sent; when this peer began to send after a pause
+        self._round_at, self._began = shared(c_double), shared(c_double)
         #: whether nothing is sent until a long queue has drained
         self._is_paused = shared(c_bool)
         #: the fields of RoundTimeouts
@@ -157,14 +149,12 @@ class Uplink:
     # --- rate
 
     def set_bandwidth(self, mbits: float, is_fixed: bool) -> None:
-        """
-        :param mbits: the bandwidth of the uplink
-        :param is_fixed: whether the user has set it, so that nothing is ever sent faster; otherwise it was measured,
-            and may be too low
+        """Set the bandwidth of the uplink in Mbit/s.
+
+        :param is_fixed: whether the user has set it, so that nothing is ever sent faster; a measured one may be too low
         """
         self._rate.value = PAYLOAD_SHARE * mbits * 1e6 / 8
         self._limit.value = self._rate.value if is_fixed else math.inf
-        self._is_fixed.value = is_fixed
 
     @property
     def mbits(self) -> float | None:
@@ -177,7 +167,7 @@ class Uplink:
         return self._sent.value, self._received.value
 
     def compute_transfer_timeout(self, size: int) -> float:
-        """Return the seconds that this many bytes take at a tenth of the rate: longer than a download may take."""
+        """Return the seconds that this many bytes take at a tenth of the rate; 0 if that is unknown."""
         return 10 * size / self._rate.value if self._rate.value else 0.0
 
     def reserve(self, size: int, is_round: bool) -> float:
@@ -215,8 +205,7 @@ class Uplink:
         async for message in messages:
             while (seconds := self.reserve(message.ByteSize(), is_round)) < 0:
                 await asyncio.sleep(-seconds)
-            if seconds:
-                await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds)
             yield message
 
     async def receive(self, messages):
@@ -243,9 +232,7 @@ class Uplink:
     def expect_round(self, seconds: float, own_seconds: float = 0.0) -> None:
         """Record how long a round should take, or took. The longest one counts, and decays.
 
-        :param seconds: a time that may follow from claims of other peers
-        :param own_seconds: the time for this peer's own bytes at its own rate; claims beyond MAX_CLAIMED_ROUND count
-            up to this
+        :param own_seconds: the time for this peer's own bytes; claims of others beyond MAX_CLAIMED_ROUND count up to it
         """
         seconds = min(seconds, max(MAX_CLAIMED_ROUND, own_seconds))
         self._times["round_seconds"].value = max(seconds, 0.9 * self._times["round_seconds"].value)
@@ -255,11 +242,8 @@ class Uplink:
         self._times["epoch_seconds"].value = seconds
 
     def record_rtt(self, seconds: float) -> None:
-        """Record the RTT of a small message. The longest one counts, and decays.
-
-        It counts at most twice the one before, because a frozen peer answers when it is back. If the network is slow,
-        all answers are.
-        """
+        """Record the RTT of a small message. The longest one counts, and decays; but it counts at most twice the one
+        before, because a frozen peer answers when it is back. If the network is slow, all answers are."""
         rtt = self._times["rtt"]
         rtt.value = max(min(seconds, 2 * rtt.value), 0.9 * rtt.value, MIN_RTT)
 
@@ -271,7 +255,7 @@ class Uplink:
         shortest: dict[PeerID, float] = {}
         asking: dict[PeerID, asyncio.Task] = {}
         sent, looked, has_warned, wait = self._sent.value, time.monotonic(), False, 0.0
-        calm_sent, calm_at, most = sent, looked, 0.0  # when there was no queue, and the most that was sent since
+        calm_sent, calm_at, most = sent, looked, 0.0  # when there was no queue, and the highest share since
         while True:
             await asyncio.sleep(POLL_INTERVAL)
             node.protocol.wait_timeout = max(3.0, 2 * self.timeouts.response)
@@ -304,10 +288,10 @@ class Uplink:
                     sent, looked, wait = self._sent.value, time.monotonic(), 0.0
             if not has_traffic or wait < LOW_QUEUE_DELAY:
                 calm_sent, calm_at, most = sent, looked, 0.0
-            if self._is_fixed.value and not has_warned and self._rate.value < 0.7 * self._limit.value:
+            if not has_warned and self._rate.value < 0.7 * self._limit.value < math.inf:
                 has_warned = True
                 logger.warning(
-                    f"the uplink carries about {format_number(self.mbits)} Mbit/s, less than --bandwidth: "
+                    f"the uplink carries about {format_number(self.mbits)} Mbit/s, less than `bandwidth`: "
                     "sending no faster than that"
                 )
 
@@ -338,8 +322,7 @@ class Uplink:
         """Send nothing until pings are answered again, and continue at the rate at which the queue has drained: the
         uplink is much slower than the rate was.
 
-        :param sent: the bytes handed over when there was no queue yet
-        :param since: the time of that
+        :param sent: the bytes handed over until `since`, when there was no queue yet
         """
         self._is_paused.value, held, received = True, time.monotonic(), self._received.value
         answers = 0
@@ -347,10 +330,9 @@ class Uplink:
             while not answers and (peers := choose_peers(node)):
                 # no peer counts as dead because this uplink is slow
                 self._times["rtt"].value = MAX_RESPONSE_TIMEOUT / RTT_TIMEOUT_FACTOR
-                for answer in asyncio.as_completed(
-                    [asyncio.create_task(self.measure_rtt(node, peer)) for peer in peers]
-                ):
-                    answers += await answer is not None
+                for answer in asyncio.as_completed([self.measure_rtt(node, peer) for peer in peers]):
+                    if await answer is not None:
+                        answers += 1
                     if 2 * answers > len(peers):  # each connection has a queue of its own, and some peers may be dead
                         break
                 if not answers:
@@ -366,8 +348,8 @@ class Uplink:
             self._rates.clear()
 
     async def measure_rtt(self, node: DHTNode, peer: PeerID) -> float | None:
-        """Return the seconds that a ping to the peer took, up to an error of its clock; None without an answer. Runs in
-        the DHT's process."""
+        """Return the seconds that a ping took one way, up to an error of the peer's clock; None without an answer. Runs
+        in the DHT's process."""
         start, sent = time.monotonic(), get_dht_time()
         with contextlib.suppress(Exception):  # a dead peer fails in many ways, all of which mean the same
             ping = node.protocol.get_stub(peer).rpc_ping(dht_pb2.PingRequest())

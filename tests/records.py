@@ -17,6 +17,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, wait_until
 
+from arguments import AveragingArguments
 from swarm.progress import PeerTracker
 from swarm.trust import PeerTrust
 from swarm.uplink import Uplink
@@ -64,7 +65,8 @@ def run_dhts(*validators_of_each: list):
 
 def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **periods) -> PeerTracker:
     """Of a peer with a key of its own, in this process."""
-    return PeerTracker(dht, prefix, target_batch_size, PeerTrust(dht.uplink), private_key=RSAPrivateKey(), **periods)
+    averaging = AveragingArguments(target_batch_size=target_batch_size, **periods)
+    return PeerTracker(dht, prefix, averaging, PeerTrust(dht.uplink), private_key=RSAPrivateKey())
 
 
 async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:

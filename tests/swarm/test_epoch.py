@@ -1,21 +1,17 @@
-"""The states of an epoch: all transitions of the table in swarm/epoch.py, by a clock of the test's own."""
+"""The states of an epoch, by a clock of the test's own."""
 
 import dataclasses
-import re
 
 import pytest
 
-import swarm.epoch
 from swarm.epoch import (
     MAX_STALE_DOWNLOADS,
     MAX_SYNC_PAUSE,
     RETRY_AFTER,
     SYNC_RETRY_PERIOD,
     TRANSITIONS,
-    WAIT_RETRY_EPOCHS,
     Epoch,
     EpochState,
-    StragglerPatience,
     SwarmLook,
     SyncBackoff,
 )
@@ -38,12 +34,6 @@ CALM = SwarmLook(
 
 def look(**changes) -> SwarmLook:
     return dataclasses.replace(CALM, **changes)
-
-
-def test_table_names_all_transitions():
-    rows = re.findall(r"^\| ([A-Z, ]+) \| ([A-Z]+) \|", swarm.epoch.__doc__, re.MULTILINE)
-    named = {(EpochState[start], EpochState[end]) for starts, end in rows for start in starts.split(", ")}
-    assert named == {(start, end) for start, ends in TRANSITIONS.items() for end in ends}
 
 
 def test_undeclared_transition_is_refused():
@@ -110,10 +100,3 @@ def test_stale_download_waits_for_a_new_epoch_and_then_longer_each_time():
     assert pauses[:first] == [0.0] * first and pauses[first : first + 3] == [20.0, 40.0, 80.0]
     assert pauses[-1] == MAX_SYNC_PAUSE and not backoff.allows(99, True, 100.0 + MAX_SYNC_PAUSE - 1)
     assert SyncBackoff().record_stale_download(8, 20.0, is_too_slow=True, now=0.0) == 20.0
-
-
-def test_stragglers_are_waited_for_again_some_epochs_later():
-    patience = StragglerPatience()
-    assert patience.waits_in(0)
-    patience.record_vain_wait(5)
-    assert [patience.waits_in(epoch) for epoch in (6, 4 + WAIT_RETRY_EPOCHS, 5 + WAIT_RETRY_EPOCHS)] == [0, 0, 1]

@@ -9,6 +9,7 @@ from hivemind.utils import get_dht_time
 from processes import make_prefix, wait_until
 from records import make_tracker, run_dhts
 
+from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.guard import MaliciousPeersError
 from swarm.trust import (
     BAN_SECONDS,
@@ -185,3 +186,22 @@ def test_peer_whose_steps_take_no_time_is_seen():
         finally:
             for tracker in trackers:
                 tracker.shutdown()
+
+
+def test_straggler_is_awaited_again_some_epochs_later():
+    with run_dhts([]) as (dht,):
+        tracker = make_tracker(dht, make_prefix(), 40)
+        try:
+            with tracker.pause_updates():
+                tracker.update_epoch(5)
+                tracker.others = make_records(b"a", epoch=4) | make_records(b"b", epoch=5)
+                assert tracker.peers_at_epoch == [b"a", b"b"] and tracker.count_min_group_size(awaits_all=True) == 3
+                tracker.stop_waiting_for_stragglers(5)
+                assert tracker.peers_at_epoch == [b"b"] and tracker.patient_from == 5 + WAIT_RETRY_EPOCHS
+                tracker.update_epoch(6)
+                tracker.others = make_records(b"b", epoch=5)
+                assert tracker.peers_at_epoch == [b"b"], "it may make the step of the others just now"
+                tracker.stop_waiting_for_stragglers(6)
+                assert not tracker.peers_at_epoch and tracker.patient_from == 5 + WAIT_RETRY_EPOCHS
+        finally:
+            tracker.shutdown()

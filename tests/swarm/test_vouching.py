@@ -197,7 +197,7 @@ def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():
             wait_until(lambda: one.others[liar].samples_accumulated == 10_000, 20, "the claim")
             wait_until(lambda: counts(range(78, 81)), 20, "40 of those who have worked, and as many of both strangers")
             with one.pause_updates():
-                one.refresh_now(10)
+                one.refresh_now()
                 # who has just come knows how long an epoch takes, by what those do who have worked
                 grace = dhts[0].uplink.timeouts.partition_grace
                 assert grace == MAX_GRACE < GRACE_SHARE * 10**6 / one.local_progress.samples_per_second
