@@ -211,8 +211,7 @@ class CollaborativeOptimizer:
 
     def shutdown(self) -> None:
         """Stop the progress reports, finish or cancel the running rounds, and stop both averagers."""
-        self.tracker.shutdown(SHUTDOWN_TIMEOUT)
-        self.rounds.finish_background(END_TIMEOUT)
+        self.leave()
         self.rounds.leave(timeout=END_TIMEOUT)
         if self.grad_averager.is_local:  # the state that is saved belongs to the swarm
             self.grad_averager.drop_pending()
@@ -240,6 +239,8 @@ class CollaborativeOptimizer:
 
     def _advance(self, look: SwarmLook) -> None:
         """Take the epoch as far as it can go now."""
+        self.grad_averager.round_state = [self.local_epoch, look.is_synchronous, self.state_averager.lineage]
+        # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
         self.rounds.expect_group()
         if self.epoch.should_search(look):
             self._search_group()
@@ -249,18 +250,12 @@ class CollaborativeOptimizer:
             is_one_step_behind = self.epoch.is_one_step_behind(look)
             if self.sync.backoff.allows(look.swarm_epoch, is_one_step_behind, time.monotonic()):
                 self.load_state_from_peers()
-        elif self.epoch.can_average(look) and not self._has_met_others():
-            self._average()
-
-    def _has_met_others(self) -> bool:
-        """Look at the swarm once more before this peer steps alone: new peers would have to download its state.
-
-        :returns: whether other peers have come
-        """
-        if self.tracker.peers_at_epoch:
-            return False
-        self.tracker.refresh_now()
-        return bool(self.tracker.peers_at_epoch)
+        elif self.epoch.can_average(look):
+            is_alone = not self.tracker.peers_at_epoch
+            if is_alone:  # if peers have come, they would have to download the step that this one makes alone
+                self.tracker.refresh_now()
+            if not is_alone or not self.tracker.peers_at_epoch:
+                self._average()
 
     def _search_group(self) -> None:
         """MATCHMAKING: look for a group, while this peer goes on accumulating."""
@@ -385,8 +380,6 @@ class AveragingHelper(CollaborativeOptimizer):
 
     is_auxiliary = True
 
-    epoch_start: float  # in seconds of the DHT's time
-
     def step(self) -> None:
         """Average with the trainers when their epoch ends; the model stays as it is."""
         self.state_averager.step(apply_delayed_updates=True)
@@ -408,7 +401,7 @@ class AveragingHelper(CollaborativeOptimizer):
         if len(records) < 2:
             return
         middle = records[len(records) // 2]
-        has_reported = middle.time > self.epoch_start + FIRST_LOOK
+        has_reported = middle.time > self.tracker.local_progress.time + FIRST_LOOK  # since this peer's epoch began
         if middle.epoch == self.local_epoch or (middle.epoch < self.local_epoch and not has_reported):
             return
         self.rounds.leave(timeout=0.0)
@@ -429,7 +422,3 @@ class AveragingHelper(CollaborativeOptimizer):
             self.epoch.retry_at = time.monotonic()
             self.tracker.schedule_refresh(0.0)
         self.epoch.enter(EpochState.ACCUMULATING)
-
-    def _begin_epoch(self) -> None:
-        super()._begin_epoch()
-        self.epoch_start = get_dht_time()

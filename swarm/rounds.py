@@ -9,18 +9,26 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.p2p import PeerID
+from hivemind.utils import MPFuture, get_dht_time
 
 from arguments import AveragingArguments
 from swarm.averager import PeersUnreachableError
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
-from swarm.progress import PeerTracker
-from swarm.round_wait import STOP_TIMEOUT, RoundWait, StopTimeout
+from swarm.processes import STOP_REQUESTED
+from swarm.progress import FIRST_LOOK, PeerTracker
 from swarm.states import StateAverager
+from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")
+
+POLL_INTERVAL = 0.02  # seconds
+ANNOUNCE_INTERVAL = 3.0  # seconds between two signs of life while this peer waits for a round
+STOP_TIMEOUT = 2.0  # seconds after a stop request in which no byte has come or gone, until a round is given up
+MAX_STOP_TIMEOUT = 30.0  # seconds after a stop request until any round is given up
 
 
 class AveragingError(Exception):
@@ -47,6 +55,27 @@ class RoundStats:
         self.total_samples += samples
         self.succeeded += 1
         self.failed_in_a_row = 0
+
+
+@dataclass
+class StopTimeout:
+    """The time after which a peer that was asked to stop no longer waits for its rounds."""
+
+    uplink: Uplink
+    timeout: float = STOP_TIMEOUT
+    requested_at: float = 0.0
+    last_traffic_at: float = 0.0
+    traffic: tuple[int, int] | None = None
+
+    def is_over(self) -> bool:
+        """Return whether a round should be given up because this peer was asked to stop."""
+        if not STOP_REQUESTED.is_set():
+            return False
+        now = time.monotonic()
+        self.requested_at = self.requested_at or now
+        if self.traffic != self.uplink.traffic:
+            self.traffic, self.last_traffic_at = self.uplink.traffic, now
+        return now > min(self.last_traffic_at + self.timeout, self.requested_at + MAX_STOP_TIMEOUT)
 
 
 @dataclass
@@ -94,21 +123,16 @@ class Rounds:
         """Return whether a group has formed, and waits for this peer."""
         return self.is_searching() and self.gradient_round.stage == AveragingStage.AWAITING_TRIGGER
 
-    def expect_group(self) -> None:
-        """Tell the averagers which peers should be in their next groups."""
-        # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
-        others, is_synchronous = self.tracker.peers_at_epoch, self.is_synchronous()
-        min_peers = self.tracker.count_min_group_size(awaits_all=True) if is_synchronous else 1
-        state = [self.state_averager.local_epoch, is_synchronous, self.state_averager.lineage]
-        self.grad_averager.round_state = state
-        self.grad_averager.set_expected_peers(others, min_peers, self.tracker.trust.excluded)
-        self.expect_group_for_states()
+    def expect_group(self, awaits_all: bool = True) -> None:
+        """Tell the averagers which peers should be in their next groups.
 
-    def expect_group_for_states(self) -> None:
-        """Let the averaging of parameters wait for the last group alone if all peers step together: a peer that makes
-        the step later, by download, has no part in it."""
-        others = self.tracker.peers_at_epoch
-        if self.is_synchronous() and not self.is_auxiliary:
+        :param awaits_all: whether all peers at this epoch should be; otherwise most of the swarm is enough
+        """
+        others, is_synchronous = self.tracker.peers_at_epoch, self.is_synchronous()
+        min_peers = self.tracker.count_min_group_size(awaits_all) if is_synchronous else 1
+        self.grad_averager.set_expected_peers(others, min_peers, self.tracker.trust.excluded)
+        if is_synchronous and not self.is_auxiliary:
+            # a peer that makes the last step later, by download, has no part in its averaging of parameters
             others = self.stats.last_group & self.tracker.present.keys()
         self.state_averager.set_expected_peers(others, silent=self.tracker.trust.excluded)
 
@@ -152,26 +176,12 @@ class Rounds:
 
         :raises AveragingError: the round has failed, and its gradients go into the next one
         """
-        wait = RoundWait(
-            control,
-            epoch,
-            self.tracker,
-            self.grad_averager,
-            self.uplink,
-            self.stop_timeout,
-            is_synchronous=self.is_synchronous,
-            expect_for_states=self.expect_group_for_states,
-            announces=not self.is_auxiliary,
-        )
+        wait = RoundWait(self, control, epoch)
         try:
             group = wait.run()
         except (Exception, asyncio.CancelledError) as e:
             self._put_back(control, epoch, e)
             raise AveragingError("a round has failed") from e  # hivemind logs it if the round was in the background
-        finally:
-            if not self.overlap:  # in the background it costs the loop nothing
-                self.stats.matchmaking_seconds += wait.matchmaking_seconds
-                self.stats.averaging_seconds += wait.averaging_seconds
         group_id, *sent, violations = next(iter(group.values()))
         self.stats.record_step(self.grad_averager.finish(*sent))
         self.stats.group_size = len(group)
@@ -182,7 +192,7 @@ class Rounds:
             self.tracker.trust.forget_groups()
             return
         self.state_averager.group_id = group_id
-        self.expect_group_for_states()
+        self.expect_group()
         self.tracker.record_round(self.stats.last_group, wait.waited_since)
 
     def _put_back(self, control: StepControl, epoch: int, error: BaseException) -> None:
@@ -249,3 +259,85 @@ class Rounds:
             if self.stop_timeout.is_over():
                 break
             time.sleep(0.02)
+
+
+class RoundWait:
+    """The wait for the round of one epoch.
+
+    hivemind waits until its timeout for dead peers whose records are still there (note 22), and for a round that was
+    over before this peer came. This looks at the swarm while no group has formed, and gives up as soon as no group can
+    form. All of its timers end with it.
+    """
+
+    def __init__(self, rounds: Rounds, control: StepControl, epoch: int):
+        self.rounds, self.control, self.epoch = rounds, control, epoch
+        self.tracker = rounds.tracker
+        #: the time in the DHT since which expected peers are missing; None as long as all of them are awaited
+        self.waited_since: float | None = None
+        #: the DHT's answer to the last look, which a dead peer delays by seconds
+        self.records: MPFuture | None = None
+        self.started, self.started_in_dht = time.monotonic(), get_dht_time()
+        self.next_look, self.next_announcement = self.started + FIRST_LOOK, self.started + ANNOUNCE_INTERVAL
+        self.straggler_timeout = 0.0
+        if epoch >= self.tracker.patient_from:
+            is_synchronous, timeouts = rounds.is_synchronous(), rounds.uplink.timeouts
+            self.straggler_timeout = timeouts.matchmaking if is_synchronous else timeouts.round_seconds / 2
+
+    def run(self) -> dict:
+        """Return the result of the round.
+
+        :raises AllreduceException: the round has failed, or cannot succeed; or whatever else hivemind raises
+        """
+        while not self.control.done():
+            now, stage = time.monotonic(), self.control.stage
+            if self.rounds.stop_timeout.is_over():
+                raise AllreduceException("this peer was asked to stop")
+            if now > self.started + self.rounds.uplink.timeouts.averaging:  # which follows the group's bandwidths
+                if stage == AveragingStage.LOOKING_FOR_GROUP and self.rounds.is_synchronous():
+                    self.tracker.exclude_idle_peers(self.started_in_dht, len(self.tracker.present))
+                raise concurrent.futures.TimeoutError("it took too long")
+            if not self.rounds.is_auxiliary and now >= self.next_announcement:
+                self.next_announcement = now + ANNOUNCE_INTERVAL
+                self.tracker.announce()
+            if stage == AveragingStage.LOOKING_FOR_GROUP:
+                self.look_at_swarm()
+            # also for the averaging of parameters, which may still look for a group since the last epoch (note 72)
+            self.rounds.expect_group(awaits_all=self.waited_since is None)
+            try:
+                self.control.result(POLL_INTERVAL)
+            except concurrent.futures.TimeoutError:
+                pass  # the round is not over; or it has ended with such an error, which is raised below
+            finally:
+                # a round in the background costs the loop nothing
+                seconds = 0.0 if self.rounds.overlap else time.monotonic() - now
+                if stage == AveragingStage.RUNNING_ALLREDUCE:
+                    self.rounds.stats.averaging_seconds += seconds
+                else:
+                    self.rounds.stats.matchmaking_seconds += seconds
+        return self.control.result()
+
+    def look_at_swarm(self) -> None:
+        """While no group has formed, find out which peers are there, and whether the others still wait for this one.
+
+        :raises AllreduceException: the others have stepped, or too few of them are there
+        """
+        now = time.monotonic()
+        if now > self.started + self.rounds.uplink.timeouts.matchmaking and self.waited_since is None:
+            self.waited_since = self.started_in_dht
+            self.tracker.stop_waiting_for_stragglers(self.epoch)
+            if self.rounds.is_synchronous():  # if there are more idle peers, they may be busy with long steps
+                self.tracker.exclude_idle_peers(self.started_in_dht, len(self.tracker.peers_at_epoch) // 2)
+        if self.records is None and now >= self.next_look:
+            if all(ping.done() for ping in self.tracker.pings):
+                self.tracker.ping_silent_peers(self.tracker.peers_at_epoch)
+            self.records = self.tracker.request_records()
+        if self.records is None or not self.records.done():
+            return
+        self.tracker.apply_records(self.records.result(), now)
+        self.records, self.next_look = None, now + FIRST_LOOK
+        if self.rounds.is_synchronous() and self.tracker.global_epoch > self.epoch:
+            raise AllreduceException("the others have stepped without this peer")
+        if now > self.started + self.straggler_timeout:
+            self.tracker.stop_waiting_for_stragglers(self.epoch)
+        if not self.tracker.peers_at_epoch or self.tracker.lacks_quorum:
+            raise AllreduceException("too few others are there")
