@@ -79,7 +79,7 @@ class CollaborativeOptimizer:
         def make_outer(groups: list[dict]) -> OuterOptimizer:
             return OuterOptimizer(optimizer(groups), averaging.outer_lr, averaging.outer_momentum)
 
-        self.dht, self.uplink, self.averaging = dht, dht.uplink, averaging
+        self.uplink, self.averaging = dht.uplink, averaging
         times = averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout
         self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
         trust = PeerTrust(self.uplink, attested=dht.vouched.workers if dht.vouched else ())
@@ -284,7 +284,7 @@ class CollaborativeOptimizer:
         averager, timeout, is_trainer = self.state_averager, self.uplink.timeouts.averaging, not self.is_auxiliary
         next_epoch = max(self.local_epoch + 1, self.tracker.global_epoch)
         is_due = next_epoch % self.averaging.average_state_every == 0 and not averager.averaging_in_progress
-        if is_trainer:  # its step would wait for the background in line, whatever the user asks
+        if is_trainer:  # its step would wait for the averaging of parameters (note 72), even after a stop request
             self.rounds.finish_background(timeout)
         options = {}
         if is_due and self.rounds.has_others():
