@@ -387,8 +387,6 @@ class PeerTracker(threading.Thread):
         max_count = max(count + times.expected_drift_peers, count * (1 + times.expected_drift_rate))
         period = min(max(seconds_left * count / max_count, times.min_refresh_period), times.max_refresh_period)
         self._next_read = time.monotonic() + (period if entry else times.default_refresh_period)
-        # hivemind does not count a peer that has not reported yet, so that such a peer makes its first step alone. It
-        # counts a peer that is far behind, for which the others would wait in each round.
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 
     def shutdown(self, timeout: float | None = None) -> None:

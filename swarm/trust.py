@@ -54,8 +54,8 @@ class PeerTrust:
         self.unawaited_until: dict[bytes, float] = {}
         #: how often each peer was banned, and how many rounds it has missed in a row
         self.bans, self.missed_rounds = Counter(), Counter()
-        #: silent peers of which the next look may tell that they have left in order
-        self._unexplained: set[bytes] = set()
+        #: when the records were looked at: the next look tells whether peers that fall silent now have left in order
+        self._updated_at = 0.0
 
     # --- records to believe
 
@@ -110,9 +110,7 @@ class PeerTrust:
 
     def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
-        peer_ids = list(peer_ids)
         self.silent_since |= dict.fromkeys(peer_ids, get_dht_time())
-        self._unexplained.update(peer_ids)
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
         """Do no rounds with these peers for a while, four times as long each time; their violations are logged."""
@@ -164,10 +162,10 @@ class PeerTrust:
                 times.pop(peer_id, None)  # a round in the background may look at the records as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
-        if unexplained := self._unexplained & self.excluded & records.keys():
+        if silent := [peer_id for peer_id in records if self.silent_since.get(peer_id, 0.0) > self._updated_at]:
             others = format_count(len(self.select_present(records)), "other peer")
-            logger.info(f"no answer from peer {format_peer_list(unexplained)}: continuing with {others}")
-        self._unexplained.clear()
+            logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
+        self._updated_at = now
 
 
 class RoundTrust:

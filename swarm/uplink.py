@@ -288,8 +288,8 @@ class Uplink:
         self._rate.value = min(max(rate, MIN_RATE), self._limit.value)
 
     async def drain(self, node: DHTNode, sent: int, since: float) -> None:
-        """Send nothing until pings are answered again, and continue at the rate at which the queue has drained since a
-        time without a queue, with these bytes sent by then: the uplink is much slower than the rate was."""
+        """Send nothing until pings are answered again, and continue at the rate at which the queue has drained since
+        these bytes were sent, at a time without a queue: the uplink is much slower than the rate was."""
         self._is_paused.value, held, received = True, time.monotonic(), self._received.value
         answers = 0
         try:
