@@ -43,8 +43,12 @@ class StopTimeout:
 
 @dataclass
 class RoundWait:
-    """The wait for the round of one epoch. While no group has formed, it looks at the swarm, and gives up as soon as no
-    group can form; hivemind waits until its timeout for dead peers (note 22). All of its timers end with it."""
+    """The wait for the round of one epoch.
+
+    hivemind waits until its timeout for dead peers whose records are still there (note 22), and for a round that was
+    over before this peer came. This looks at the swarm while no group has formed, and gives up as soon as no group can
+    form. All of its timers end with it.
+    """
 
     control: StepControl
     epoch: int  # of this peer, which the round ends
@@ -73,7 +77,10 @@ class RoundWait:
             self.straggler_timeout = timeouts.matchmaking if self.is_synchronous() else timeouts.round_seconds / 2
 
     def run(self) -> dict:
-        """Return the result of the round, or raise an AllreduceException or another error if it fails."""
+        """Return the result of the round.
+
+        :raises AllreduceException: the round has failed, or cannot succeed; or whatever else hivemind raises
+        """
         while not self.control.done():
             now, stage = time.monotonic(), self.control.stage
             if self.stop.is_over():
@@ -89,16 +96,23 @@ class RoundWait:
                 self.look_at_swarm()
                 self.expect_for_states()  # the averaging of the last epoch may still look for a group (note 72)
             self.averager.set_expected_peers(self.tracker.peers_at_epoch, self.min_peers, self.tracker.trust.excluded)
-            concurrent.futures.wait([self.control], POLL_INTERVAL)
-            if stage == AveragingStage.RUNNING_ALLREDUCE:
-                self.averaging_seconds += time.monotonic() - now
-            else:
-                self.matchmaking_seconds += time.monotonic() - now
+            try:
+                self.control.result(POLL_INTERVAL)
+            except concurrent.futures.TimeoutError:
+                pass  # the round is not over; or it has ended with such an error, which is raised below
+            finally:
+                seconds = time.monotonic() - now
+                if stage == AveragingStage.RUNNING_ALLREDUCE:
+                    self.averaging_seconds += seconds
+                else:
+                    self.matchmaking_seconds += seconds
         return self.control.result()
 
     def look_at_swarm(self) -> None:
-        """While no group has formed, find out which peers are there. Raise an AllreduceException if the others have
-        stepped, or if too few of them are there."""
+        """While no group has formed, find out which peers are there, and whether the others still wait for this one.
+
+        :raises AllreduceException: the others have stepped, or too few of them are there
+        """
         now = time.monotonic()
         if now > self.started + self.uplink.timeouts.matchmaking and self.waited_since is None:
             self.waited_since = self.started_in_dht
