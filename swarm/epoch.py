@@ -11,9 +11,8 @@ RETRY_AFTER = 1.0  # seconds between a failed round and the next: all peers that
 SYNC_RETRY_PERIOD = 10.0  # seconds between two downloads of the state if no peer sent it the first time
 MAX_SYNC_PAUSE = 300.0  # seconds
 MAX_STALE_DOWNLOADS = 3  # in a row; from this number on, each pause between downloads is longer
-# Epochs after a vain wait for a straggler, until a round waits for one again. If all peers step together, a peer that
-# is one epoch behind makes the step of the others while they accumulate the next one. Without a wait it would come too
-# late forever.
+# Epochs after a futile wait for a straggler, until a round waits for one again. A peer that is one epoch behind makes
+# the step of the others while they accumulate the next one: without a wait it would come too late forever.
 WAIT_RETRY_EPOCHS = 5
 
 
@@ -76,13 +75,12 @@ class SyncBackoff:
         return now >= self.not_before and (is_one_step_behind or swarm_epoch >= self.min_epoch)
 
     def record_failure(self, now: float, pause: float = SYNC_RETRY_PERIOD) -> None:
-        """Record a failed download; the next one may start after the pause in seconds."""
+        """Record a failed download; the next one may start after the pause, in seconds."""
         self.not_before = now + pause
 
     def record_stale_download(self, swarm_epoch: int, seconds: float, is_too_slow: bool, now: float) -> float:
-        """Record a state that was behind the swarm when it arrived.
+        """Record a state that was behind the swarm when it arrived, after these seconds.
 
-        :param seconds: the duration of the download
         :param is_too_slow: whether even a single step takes longer to arrive than an epoch lasts
         :returns: the pause in seconds; 0 if the next download may be in time
         """
@@ -105,10 +103,7 @@ class Epoch:
         self.retry_at = -math.inf  # the look at the swarm's progress from which on a round may be tried again
 
     def enter(self, state: EpochState) -> None:
-        """Go to another state.
-
-        :raises ValueError: the table of transitions does not allow it
-        """
+        """Go to another state; raise a ValueError if TRANSITIONS do not allow it."""
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"no transition from {self.state.value} to {state.value}")
         self.state = state
@@ -118,18 +113,13 @@ class Epoch:
         return look.is_synchronous and self.number + 1 == look.swarm_epoch
 
     def has_missed_step(self, look: SwarmLook) -> bool:
-        """Whether the others have stepped without this peer.
-
-        A step with its own gradients alone would part it from them: the averaging of parameters would bring those
-        together again, but not the optimizer's moments.
-        """
+        """Whether the others have stepped without this peer. A step with its own gradients alone would part it from
+        them: the averaging of parameters does not bring the optimizer's moments together."""
         return look.is_synchronous and look.swarm_epoch > self.number
 
     def must_sync(self, look: SwarmLook, backoff: SyncBackoff, now: float) -> bool:
-        """Whether this peer has to load the swarm's state before it goes on.
-
-        Once in an epoch any difference counts. After that one epoch does not: the other peers may just be the first.
-        """
+        """Whether this peer has to load the swarm's state before it goes on. Once in an epoch any difference counts;
+        after that, one epoch does not, because the other peers may just be the first."""
         if not backoff.allows(look.swarm_epoch, self.is_one_step_behind(look), now):
             return False
         if not self.is_compared and look.is_fresh:
@@ -138,11 +128,8 @@ class Epoch:
         return look.swarm_epoch > self.number + 1
 
     def should_search(self, look: SwarmLook) -> bool:
-        """Whether to look for a group now, so that the round begins as soon as the epoch is over.
-
-        A peer that is alone does not: a search that is cancelled late still goes on, with a new peer and with gradients
-        of an old epoch.
-        """
+        """Whether to look for a group now, so that the round begins as soon as the epoch is over. A peer that is alone
+        does not: its search could go on, with a new peer and with gradients of an old epoch (note 84)."""
         return look.has_others and look.seconds_left <= look.matchmaking_time and not look.is_searching
 
     def is_over(self, look: SwarmLook) -> bool:

@@ -8,16 +8,11 @@ import asyncio
 import contextlib
 import os
 
-import hivemind
-import hivemind.averaging.allreduce
-import hivemind.averaging.averager
-import hivemind.averaging.matchmaking
-import hivemind.dht.dht
-import hivemind.dht.node
-import hivemind.p2p.p2p_daemon
+from hivemind.averaging import allreduce, averager, matchmaking
 from hivemind.averaging.control import StepControl
 from hivemind.compression import serialization
-from hivemind.p2p import P2P
+from hivemind.dht import dht, node
+from hivemind.p2p import P2P, p2p_daemon
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPrivateKey
@@ -61,24 +56,24 @@ def install() -> None:
     # Seconds; hivemind's 15 are short for a loaded machine (note 13), also when it checks if an identity is in use.
     P2P.create.__func__.__kwdefaults__["startup_timeout"] = 60
     # New identities use the key that signs this process's records: its owner is the peer that the transport verifies.
-    hivemind.p2p.p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
+    p2p_daemon.RSAPrivateKey = RSAPrivateKey.process_wide
     p2pclient.ControlClient = ResilientControlClient
-    hivemind.averaging.averager.StepControl = CancellableStep
+    averager.StepControl = CancellableStep
     # hivemind decodes only compression types that it knows; we do not use this one otherwise
     serialization._BASE_COMPRESSION_TYPES["QUANTILE_8BIT"] = TopKCompression()
 
 
-def install_in_dht_process(protocol: type, node: type) -> None:
+def install_in_dht_process(protocol_class: type, node_class: type) -> None:
     """Replace the DHT's protocol and node classes by these subclasses, in the DHT's process only."""
-    hivemind.dht.node.DHTProtocol, hivemind.dht.dht.DHTNode = protocol, node
+    node.DHTProtocol, dht.DHTNode = protocol_class, node_class
 
 
 def install_in_averager_process() -> None:
     """Replace the matchmaking (notes 11, 22, 78, 82, 83, 85) and all-reduce classes, in an averager's process only."""
-    hivemind.averaging.averager.Matchmaking = EarlyStartMatchmaking
-    hivemind.averaging.matchmaking.GroupKeyManager = NonBlockingKeyManager
-    hivemind.averaging.allreduce.TensorPartContainer = VerifyingContainer
-    hivemind.averaging.allreduce.TensorPartReducer = RobustReducer
+    averager.Matchmaking = EarlyStartMatchmaking
+    matchmaking.GroupKeyManager = NonBlockingKeyManager
+    allreduce.TensorPartContainer = VerifyingContainer
+    allreduce.TensorPartReducer = RobustReducer
 
 
 def replace_client(client: type[p2pclient.Client]) -> None:

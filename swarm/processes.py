@@ -20,12 +20,9 @@ from support.signals import begin_end, find_helpers, obey_signals, terminate_hel
 
 logger = logging.getLogger("swarm")
 
-# Shared with the helper processes, whose logs are noise once it is set.
-STOPPING = multiprocessing.Value(ctypes.c_bool, False)
-# Set by Ctrl-C and SIGTERM; all waits for other peers end then.
-STOP_REQUESTED = threading.Event()
-# Seconds; a second Ctrl-C within this time must be confirmed, because the first has no visible effect at once.
-CONFIRM_TIMEOUT = 10.0
+STOPPING = multiprocessing.Value(ctypes.c_bool, False)  # shared with the helpers, whose logs are noise once it is set
+STOP_REQUESTED = threading.Event()  # set by Ctrl-C and SIGTERM; all waits for other peers end then
+CONFIRM_TIMEOUT = 10.0  # seconds; the first Ctrl-C has no visible effect at once, and a second one must be confirmed
 
 
 def filter_hivemind_log(record: logging.LogRecord) -> bool:
@@ -37,7 +34,7 @@ def filter_hivemind_log(record: logging.LogRecord) -> bool:
         record.exc_info = record.exc_text = None
         if record.name.startswith(("hivemind.averaging", "asyncio")):
             return False  # CollaborativeOptimizer reports the outcome of a round
-    # The first is normal without --identity_path. The optimizer reports the others, failed rounds in the background.
+    # A new identity is normal. The optimizer reports the others, failed rounds in the background.
     expected = ("Generating new identity", "Aborted StateAverager.step", "a round has failed")
     text = str(record.msg)
     is_expected = text.startswith(expected) or "Matchmaking._request_join_potential_leaders()" in text
@@ -62,8 +59,7 @@ def quiet_hivemind_logs() -> None:
 
 def exit_if_process_dies(process: multiprocessing.Process, name: str) -> None:
     """Stop this process and its helpers when one helper dies, because callers would wait forever for its answer."""
-    # List the helper's own children now: once it is dead, they have lost their parent.
-    helpers = find_helpers(process.pid)
+    helpers = find_helpers(process.pid)  # once it is dead, its children have lost their parent
 
     def watch() -> None:
         wait_for_processes([process.sentinel])

@@ -21,13 +21,12 @@ from hivemind.dht.schema import SchemaValidator
 from hivemind.optim.progress_tracker import LocalTrainingProgress, TrainingProgressSchema
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
-from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments
 from swarm.dht import ping_peers
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
-from swarm.vouching import RunAttestation, request_attestations, select_attesters
+from swarm.vouching import request_attestations, select_attesters
 from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
@@ -54,25 +53,14 @@ class PeerTracker(threading.Thread):
     """Publishes this peer's progress, and reads that of the others; in a thread of its own until `shutdown`."""
 
     def __init__(
-        self,
-        dht: hivemind.DHT,
-        prefix: str,
-        averaging: AveragingArguments,
-        trust: PeerTrust,
-        *,
-        client_mode: bool = False,
-        private_key: RSAPrivateKey | None = None,
+        self, dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, trust: PeerTrust, client_mode: bool = False
     ):
-        """
-        :param trust: decides which records count
-        :param private_key: signs the records; default: this process's key
-        """
         super().__init__(name=f"progress of {prefix}", daemon=True)
         self.dht, self.prefix, self.averaging, self.trust, self.client_mode = dht, prefix, averaging, trust, client_mode
         self.key = f"{prefix}_progress"
         self.target_batch_size = averaging.target_batch_size - averaging.batch_size_lead
         self.performance_ema = PerformanceEMA(alpha=averaging.performance_ema_alpha)
-        signature = RSASignatureValidator(private_key)
+        signature = RSASignatureValidator()
         self._public_key = signature.local_public_key
         dht.add_validators([SchemaValidator(TrainingProgressSchema, prefix=prefix), signature])
 
@@ -109,10 +97,8 @@ class PeerTracker(threading.Thread):
         )
 
     def report_local_progress(self, epoch: int, samples: int) -> None:
-        """Record the number of samples that this peer has of its epoch.
-
-        The number is published at once, or min_refresh_period after the last report of this epoch (note 12).
-        """
+        """Record the number of samples that this peer has of its epoch. It is published at once, or min_refresh_period
+        after the last report of this epoch (note 12)."""
         new_samples, last_epoch = samples - self.local_progress.samples_accumulated, self.local_progress.epoch
         with self._lock:
             if epoch == last_epoch == self.view.epoch:
@@ -163,11 +149,8 @@ class PeerTracker(threading.Thread):
 
     @contextlib.contextmanager
     def suspend_participation(self) -> Iterator[None]:
-        """Let the others continue without this peer while it does other work between two steps.
-
-        Its record names an epoch long past, so that the others count no samples of it and wait for it in no round. The
-        time does not count for its speed.
-        """
+        """Let the others continue without this peer while it does other work between two steps: its record names an old
+        epoch. The time does not count for its speed."""
         own = self.local_progress
         with self.performance_ema.pause():
             # at first, no epoch is too long past; a peer that has just joined has not announced itself yet
@@ -191,12 +174,9 @@ class PeerTracker(threading.Thread):
 
     @property
     def ready_to_update_epoch(self) -> bool:
-        """Whether the swarm has the samples of this peer's epoch, or is further.
-
-        The others may have more than they have reported, as estimated. A peer that is alone knows all samples.
-        """
+        """Whether the swarm has the samples of this peer's epoch, as reported or estimated, or is further."""
         view = self.view
-        is_estimated = view.num_peers > 1 and get_dht_time() >= view.ends_at
+        is_estimated = view.num_peers > 1 and get_dht_time() >= view.ends_at  # a peer that is alone knows all samples
         return is_estimated or view.samples >= self.target_batch_size or view.epoch > self.local_progress.epoch
 
     @property
@@ -221,10 +201,8 @@ class PeerTracker(threading.Thread):
         return epoch if epoch == self.impatient_epoch else epoch - 1
 
     def count_min_group_size(self, awaits_all: bool) -> int:
-        """Return how many peers a round takes if all peers step together, this one included.
-
-        :param awaits_all: whether the round waits for all peers at this epoch; otherwise most of the swarm is enough
-        """
+        """Return how many peers a round takes if all peers step together, this one included: most of the swarm, or all
+        peers at this epoch."""
         quorum = self.trust.count_quorum(self.others, self._min_epoch)
         return max(quorum, 1 + len(self.peers_at_epoch)) if awaits_all else quorum
 
@@ -246,21 +224,18 @@ class PeerTracker(threading.Thread):
             self.patient_from = epoch + WAIT_RETRY_EPOCHS
 
     def refresh_trusted_peers(self) -> None:
-        """Ask the initial peers once more for the contributors that they know, without waiting.
+        """Ask the initial peers once more for the contributors that they know, without waiting: a peer that came early
+        has heard of few, believes the others little, and so comes late to each round."""
 
-        A peer that came early has heard of few. It counts so little of what others say that it comes late to each
-        round, and meets no more of them.
-        """
+        def apply(done: MPFuture) -> None:
+            if not done.cancelled() and not done.exception():
+                attestations = [it for it in done.result().values() if it.prefix == self.prefix]
+                self.trust.attested = {worker for it in attestations for worker in it.workers} or self.trust.attested
+
         if peers := select_attesters(map(str, self.dht.initial_peers or ())):
             request = partial(request_attestations, peers=peers)
             self._attestations = self.dht.run_coroutine(request, return_future=True)
-            self._attestations.add_done_callback(
-                lambda done: done.cancelled() or done.exception() or self._apply_attestations(done.result())
-            )
-
-    def _apply_attestations(self, answers: dict[PeerID, RunAttestation]) -> None:
-        attested = {worker for it in answers.values() if it.prefix == self.prefix for worker in it.workers}
-        self.trust.attested = attested or self.trust.attested
+            self._attestations.add_done_callback(apply)
 
     def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
@@ -270,19 +245,15 @@ class PeerTracker(threading.Thread):
             self.schedule_refresh(0.0)
 
     def exclude_idle_peers(self, since: float, max_peers: int) -> None:
-        """Do not count peers that answer pings, but have not reported since this time, while others waited for them.
-
-        :param max_peers: the number of such peers up to which this holds; if there are more, all of them count
-        """
+        """Do not count peers that have not reported since this time, while others waited for them, although they answer
+        pings; if there are more than this number, all of them count."""
         idle = [peer_id for peer_id, record in self.present.items() if record.time < since]
         if len(idle) <= max_peers:
             self.mark_unresponsive(idle)
 
     def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
-        """Ping those of these peers that have been quiet for longest; the ones that do not answer no longer count.
-
-        :param quiet_for: the seconds without a report after which a peer is pinged
-        """
+        """Ping those of these peers that have not reported for these seconds, the quietest ones first. A peer that does
+        not answer no longer counts."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
         records = [present[peer_id] for peer_id in peer_ids if peer_id in present]
         quiet = [record for record in records if not record.client_mode and record.time < quiet_since]
@@ -301,10 +272,8 @@ class PeerTracker(threading.Thread):
             self.schedule_refresh(0.0)
 
     def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
-        """Record which peers were in the round that has just succeeded, see PeerTrust.record_round.
-
-        Of the peers at this epoch that were not, the silent ones no longer count.
-        """
+        """Record which peers were in the round that has just succeeded, see PeerTrust.record_round. Of the others at
+        this epoch, the silent ones no longer count."""
         present, quiet_since = self.present, get_dht_time() - FIRST_LOOK
         absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
         self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
@@ -418,8 +387,6 @@ class PeerTracker(threading.Thread):
         max_count = max(count + times.expected_drift_peers, count * (1 + times.expected_drift_rate))
         period = min(max(seconds_left * count / max_count, times.min_refresh_period), times.max_refresh_period)
         self._next_read = time.monotonic() + (period if entry else times.default_refresh_period)
-        # hivemind does not count a peer that has not reported yet, so that such a peer makes its first step alone. It
-        # counts a peer that is far behind, for which the others would wait in each round.
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 
     def shutdown(self, timeout: float | None = None) -> None:

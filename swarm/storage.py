@@ -21,8 +21,8 @@ from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
 logger = logging.getLogger("swarm")
 
-# Limits per peer and per key. A trainer has about ten records of 1 KB and a contract of 3 KB: 7 MB for 500 trainers.
-# All records of a key fit in one message of at most 4 MB. Each record has a signature, and so at least 0.7 KB.
+# Limits per peer and per key. A trainer has about ten records of 1 KB and a contract of 3 KB. All records of a key
+# fit in one message of at most 4 MB.
 PEER_RECORDS, PEER_BYTES, KEY_BYTES = 64, 2**16, 3_000_000
 FIELDS = ("keys", "subkeys", "values", "expiration_time", "in_cache")
 
@@ -82,15 +82,12 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
             return await super().call_store(peer, keys, values, *args, **kwargs)
 
     async def call_find(self, peer, keys):
-        """Ask a peer for records, and rebuild the dictionaries that it returns.
-
-        hivemind trusts the peer about a dictionary's lifetime and size. A dictionary that never expires ended this
-        search and all later ones at once, and one with a wrong size made them hang. Peers store only dictionaries here.
-        """
+        """Ask a peer for records, and rebuild the dictionaries that it returns, because their lifetime and size may be
+        false (note 74). Peers store only dictionaries here."""
         results = await super().call_find(peer, keys)
+        revoked = self.membership.revoked if self.membership else frozenset()
         for key, (item, nearest) in (results or {}).items():
             records = DictionaryDHTValue()
-            revoked = self.membership.revoked if self.membership else frozenset()
             data = item.value.data if item and isinstance(item.value, DictionaryDHTValue) else {}
             for subkey, record in data.items():
                 if not revoked or find_subkey_owner(subkey) not in revoked:
@@ -100,30 +97,20 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
 
 
 class DHTNode(hivemind.dht.node.DHTNode):
-    """A DHT node with a fraction of hivemind's traffic.
-
-    In hivemind, up to 20 nodes send all records of a key for each report and each lookup. With ten trainers, that was
-    1 Mbit/s for each of them.
-    """
+    """A DHT node with a fraction of hivemind's traffic (note 76)."""
 
     uplink: Uplink  # see make_node_classes
 
     async def find_nearest_nodes(self, queries: Collection[DHTID], *args, found_callback=None, **options) -> dict:
         """Search near the adjacent keys: the nearest nodes are the same, but hold no records there to send."""
-
-        def make_adjacent_key(key: DHTID) -> DHTID:
-            return DHTID(key ^ 1)
-
         if found_callback is not None:
-            options["found_callback"] = lambda key, *rest: found_callback(make_adjacent_key(key), *rest)
-        nearest = await super().find_nearest_nodes([make_adjacent_key(key) for key in queries], *args, **options)
-        return {make_adjacent_key(key): nodes for key, nodes in nearest.items()}
+            options["found_callback"] = lambda key, *rest: found_callback(DHTID(key ^ 1), *rest)
+        nearest = await super().find_nearest_nodes([DHTID(key ^ 1) for key in queries], *args, **options)
+        return {DHTID(key ^ 1): nodes for key, nodes in nearest.items()}
 
     async def get_many_by_id(self, key_ids: Collection[DHTID], *args, **options) -> dict:
-        """Return the records that arrive within the response timeout, from as many nodes as store a record.
-
-        hivemind's search waits for every node, and forever if one of its workers has failed (note 77).
-        """
+        """Return the records that arrive within the response timeout, from as many nodes as store a record; hivemind
+        waits for every node, and forever if one of its workers has failed (note 77)."""
         options = {"beam_size": self.num_replicas} | options | {"return_futures": True}
         futures = await super().get_many_by_id(key_ids, *args, **options)
         _, late = await asyncio.wait(futures.values(), timeout=self.uplink.timeouts.response)

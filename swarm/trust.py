@@ -48,16 +48,14 @@ class PeerTrust:
         self.uplink = uplink
         #: ids of the peers that the initial peers name as contributors, and of those that were in rounds with this one
         self.attested, self.partners = set(attested), set()
-        #: when peers were found silent: they do not count until they report something new
+        # when peers were found silent; until when they are banned; until when no round waits for them
         self.silent_since: dict[bytes, float] = {}
-        #: until when peers are banned, and how often each has been
         self.banned_until: dict[bytes, float] = {}
-        self.bans: Counter[bytes] = Counter()
-        #: until when no round waits for a peer that does not come, and how many it has missed in a row
         self.unawaited_until: dict[bytes, float] = {}
-        self.missed_rounds: Counter[bytes] = Counter()
-        #: silent peers of which the next look may tell that they have left in order
-        self._unexplained: set[bytes] = set()
+        #: how often each peer was banned, and how many rounds it has missed in a row
+        self.bans, self.missed_rounds = Counter(), Counter()
+        #: when the records were looked at: the next look tells whether peers that fall silent now have left in order
+        self._updated_at = 0.0
 
     # --- records to believe
 
@@ -70,10 +68,7 @@ class PeerTrust:
         return {peer_id: record for peer_id, record in records.items() if self.is_known(peer_id)} or records
 
     def select_believable(self, records: Records, own_epoch: int) -> dict[bytes, LocalTrainingProgress]:
-        """Return the records that can be true.
-
-        Any peer can sign "epoch 10**9" with a new key, and all others would ask for that state.
-        """
+        """Return the records that can be true. Any peer can sign "epoch 10**9" with a new key."""
         believable = dict(filter_plausible_records(list(self.select_known(records).items()), own_epoch))
         if any(map(self.is_known, records)):
             limit = max([own_epoch, *(record.epoch for record in believable.values())]) + MAX_LEAD
@@ -85,11 +80,8 @@ class PeerTrust:
         return max(own_epoch, find_majority_epoch(record.epoch for record in self.select_known(present).values()))
 
     def scale_claims(self, claims: Sequence[float], limit: float) -> list[float]:
-        """Reduce the claims of untrusted peers, so that they cannot end an epoch early.
-
-        :param claims: the numbers that they report
-        :param limit: the sum of the reports of the known contributors and of this peer
-        """
+        """Reduce the claims of untrusted peers so that their sum is at most that of the trusted peers, the limit. They
+        cannot end an epoch early."""
         total = max(limit, sum(claims))
         return [claim * limit / total if total else 0.0 for claim in claims]
 
@@ -106,10 +98,8 @@ class PeerTrust:
         return {peer_id: record for peer_id, record in list(records.items()) if peer_id not in out}
 
     def count_quorum(self, records: Records, min_epoch: int) -> int:
-        """Return how many peers a round takes, this one included: most of the known contributors at this epoch.
-
-        A peer that has just fallen silent still counts: if the network is cut in two, the smaller half may not step.
-        """
+        """Return how many peers a round takes, this one included: most of the known contributors at this epoch. A peer
+        that has just fallen silent still counts: if the network is cut in two, the smaller half may not step."""
         oldest = get_dht_time() - self.uplink.timeouts.partition_grace
         silent = {peer_id for peer_id, since in list(self.silent_since.items()) if since < oldest}
         out = silent | self.banned_until.keys() | self.unawaited_until.keys()
@@ -120,15 +110,10 @@ class PeerTrust:
 
     def mark_unresponsive(self, peer_ids: Iterable[bytes]) -> None:
         """Do not count these peers until they report something new."""
-        peer_ids = list(peer_ids)
         self.silent_since |= dict.fromkeys(peer_ids, get_dht_time())
-        self._unexplained.update(peer_ids)
 
     def ban(self, violations: Mapping[PeerID, str]) -> None:
-        """Do no rounds with these peers for a while, four times as long each time.
-
-        :param violations: what each has done, in words
-        """
+        """Do no rounds with these peers for a while, four times as long each time; their violations are logged."""
         for peer, violation in violations.items():
             peer_id = peer.to_bytes()
             if self.banned_until.get(peer_id, 0.0) > get_dht_time():
@@ -142,7 +127,6 @@ class PeerTrust:
     def record_round(self, group: Iterable[bytes], absent: Records, waited_since: float | None, own_epoch: int) -> None:
         """Record which peers were in the round that has just succeeded.
 
-        :param group: the ids of the others in it
         :param absent: the records of the peers at this epoch that were not
         :param waited_since: the time since which the group waited for them; None if it did not
         """
@@ -154,15 +138,12 @@ class PeerTrust:
             # a peer that is behind may be making the step of the others; a busy one reports nothing
             if waited_since is not None and record.time >= waited_since and record.epoch >= own_epoch:
                 self.missed_rounds[peer_id] += 1
-            if self.missed_rounds[peer_id] < MAX_MISSED_ROUNDS:
-                continue
-            del self.missed_rounds[peer_id]
-            # no ban: it may be slow, and is welcome in any group that it finds in time
-            self.unawaited_until[peer_id] = get_dht_time() + BAN_SECONDS
-            logger.warning(
-                f"peer {PeerID(peer_id)} reports, but has missed {MAX_MISSED_ROUNDS} rounds in a row: not waiting for "
-                f"it for {BAN_SECONDS:.0f} s"
-            )
+            if self.missed_rounds[peer_id] >= MAX_MISSED_ROUNDS:
+                del self.missed_rounds[peer_id]
+                # no ban: it may be slow, and is welcome in any group that it finds in time
+                self.unawaited_until[peer_id] = get_dht_time() + BAN_SECONDS
+                fault = f"reports, but has missed {MAX_MISSED_ROUNDS} rounds in a row"
+                logger.warning(f"peer {PeerID(peer_id)} {fault}: not waiting for it for {BAN_SECONDS:.0f} s")
 
     def forget_groups(self) -> None:
         """Believe all peers alike, because this peer does not meet most of them if there are several groups."""
@@ -181,10 +162,10 @@ class PeerTrust:
                 times.pop(peer_id, None)  # a round in the background may look at the records as well
                 if record:
                     logger.info(f"peer {PeerID(peer_id)} is back, at epoch {record.epoch}")
-        if unexplained := self._unexplained & self.excluded & records.keys():
+        if silent := [peer_id for peer_id in records if self.silent_since.get(peer_id, 0.0) > self._updated_at]:
             others = format_count(len(self.select_present(records)), "other peer")
-            logger.info(f"no answer from peer {format_peer_list(unexplained)}: continuing with {others}")
-        self._unexplained.clear()
+            logger.info(f"no answer from peer {format_peer_list(silent)}: continuing with {others}")
+        self._updated_at = now
 
 
 class RoundTrust:
@@ -193,8 +174,7 @@ class RoundTrust:
     def __init__(self):
         self.scores: dict[PeerID, float] = defaultdict(lambda: 1.0)
         #: rounds that each peer has broken since one with it succeeded, and rounds with it that did
-        self.broken_rounds: Counter[PeerID] = Counter()
-        self.rounds: Counter[PeerID] = Counter()
+        self.broken_rounds, self.rounds = Counter(), Counter()
 
     def record_round(self, peers: Iterable[PeerID]) -> None:
         """Record a round that has succeeded with these peers."""

@@ -60,7 +60,7 @@ MAX_CLAIMED_ROUND = 200.0  # seconds of a round that timeouts follow on the word
 GRACE_SHARE, MAX_GRACE = 0.25, 60.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundTimeouts:
     """All timeouts of a round, in seconds, as a function of the uplink's measurements and of the user's settings."""
 
@@ -73,47 +73,25 @@ class RoundTimeouts:
     fixed_averaging: float = 0.0
     fixed_chunk: float = 0.0
 
-    @property
-    def response(self) -> float:
-        """The wait for a small answer before the request is sent once more."""
-        return min(max(RTT_TIMEOUT_FACTOR * self.rtt, MIN_RESPONSE_TIMEOUT), MAX_RESPONSE_TIMEOUT)
-
-    @property
-    def request(self) -> float:
-        """The wait for a peer that was asked to form a group, before another one is asked."""
-        return self.fixed_request or min(2 * self.response, self.fixed_matchmaking / 2 or MAX_REQUEST_TIMEOUT)
-
-    @property
-    def matchmaking(self) -> float:
-        """The wait for other peers when a group forms."""
+    def __post_init__(self):
+        #: the wait for a small answer before the request is sent once more
+        self.response = min(max(RTT_TIMEOUT_FACTOR * self.rtt, MIN_RESPONSE_TIMEOUT), MAX_RESPONSE_TIMEOUT)
+        #: the wait for a peer that was asked to form a group, before another one is asked
+        request = min(2 * self.response, self.fixed_matchmaking / 2 or MAX_REQUEST_TIMEOUT)
+        self.request = self.fixed_request or request
+        #: the wait for other peers when a group forms
         share = min(MATCHMAKING_SHARE * self.epoch_seconds, MAX_MATCHMAKING)
-        return self.fixed_matchmaking or max(5.0, 2.5 * self.request, share)
-
-    @property
-    def group_search(self) -> float:
-        """The time after which a search for a group is over. It is the same for all peers, because the peer that began
-        first leads (note 82)."""
-        return 2 * (self.fixed_matchmaking or MAX_MATCHMAKING)
-
-    @property
-    def averaging(self) -> float:
-        """The time after which a round is given up, matchmaking included."""
-        return self.fixed_averaging or max(30.0, 3 * self.round_seconds) + self.matchmaking
-
-    @property
-    def next_chunk(self) -> float:
-        """The time without a chunk of data after which a peer is excluded, although it answers pings."""
-        return self.fixed_chunk or max(10.0, 4 * self.response, self.round_seconds / 2)
-
-    @property
-    def silence_in_round(self) -> float:
-        """The time to wait for an answer during a round: an uplink that drops to a tenth has seconds of data queued."""
-        return max(self.response, self.round_seconds / 8)
-
-    @property
-    def partition_grace(self) -> float:
-        """The time for which most of a swarm may be missing until the others continue without them."""
-        return min(GRACE_SHARE * self.epoch_seconds, MAX_GRACE)
+        self.matchmaking = self.fixed_matchmaking or max(5.0, 2.5 * self.request, share)
+        #: the end of a search for a group: the same for all peers, because the one that began first leads (note 82)
+        self.group_search = 2 * (self.fixed_matchmaking or MAX_MATCHMAKING)
+        #: the end of a round, matchmaking included
+        self.averaging = self.fixed_averaging or max(30.0, 3 * self.round_seconds) + self.matchmaking
+        #: the wait for a chunk of data until a peer is excluded, although it answers pings
+        self.next_chunk = self.fixed_chunk or max(10.0, 4 * self.response, self.round_seconds / 2)
+        #: the wait for an answer during a round: an uplink that drops to a tenth has seconds of data queued
+        self.silence_in_round = max(self.response, self.round_seconds / 8)
+        #: the time for which most of a swarm may be missing until the others continue without them
+        self.partition_grace = min(GRACE_SHARE * self.epoch_seconds, MAX_GRACE)
 
     def describe(self) -> str:
         """Return the timeouts of a round as text, with the settings that fix them."""
@@ -149,10 +127,8 @@ class Uplink:
     # --- rate
 
     def set_bandwidth(self, mbits: float, is_fixed: bool) -> None:
-        """Set the bandwidth of the uplink in Mbit/s.
-
-        :param is_fixed: whether the user has set it, so that nothing is ever sent faster; a measured one may be too low
-        """
+        """Set the bandwidth of the uplink. If the user has fixed it, nothing is ever sent faster; a measured one may be
+        too low."""
         self._rate.value = PAYLOAD_SHARE * mbits * 1e6 / 8
         self._limit.value = self._rate.value if is_fixed else math.inf
 
@@ -171,10 +147,8 @@ class Uplink:
         return 10 * size / self._rate.value if self._rate.value else 0.0
 
     def reserve(self, size: int, is_round: bool) -> float:
-        """Reserve the uplink's next free time for this many bytes.
-
-        :returns: the seconds until then; if negative, it is not their turn: call again after that many seconds
-        """
+        """Reserve the uplink's next free time for this many bytes, and return the seconds until then. If these are
+        negative, it is not their turn: call again after that many seconds."""
         with self.lock:
             now, rate = time.monotonic(), self._rate.value
             if self._is_paused.value:
@@ -198,10 +172,7 @@ class Uplink:
             return max(0.0, start - now - BURST)
 
     async def send(self, messages, is_round: bool):
-        """Pass messages on at the uplink's pace: those of rounds before those of the background.
-
-        :param is_round: whether other peers wait for these messages
-        """
+        """Pass messages on at the uplink's pace: those of rounds, for which other peers wait, before the background."""
         async for message in messages:
             while (seconds := self.reserve(message.ByteSize(), is_round)) < 0:
                 await asyncio.sleep(-seconds)
@@ -230,10 +201,8 @@ class Uplink:
             self._times[f"fixed_{name}"].value = value or 0.0
 
     def expect_round(self, seconds: float, own_seconds: float = 0.0) -> None:
-        """Record how long a round should take, or took. The longest one counts, and decays.
-
-        :param own_seconds: the time for this peer's own bytes; claims of others beyond MAX_CLAIMED_ROUND count up to it
-        """
+        """Record how long a round should take, or took. The longest one counts, and decays. Claims of other peers above
+        MAX_CLAIMED_ROUND count up to the time for this peer's own bytes."""
         seconds = min(seconds, max(MAX_CLAIMED_ROUND, own_seconds))
         self._times["round_seconds"].value = max(seconds, 0.9 * self._times["round_seconds"].value)
 
@@ -319,11 +288,8 @@ class Uplink:
         self._rate.value = min(max(rate, MIN_RATE), self._limit.value)
 
     async def drain(self, node: DHTNode, sent: int, since: float) -> None:
-        """Send nothing until pings are answered again, and continue at the rate at which the queue has drained: the
-        uplink is much slower than the rate was.
-
-        :param sent: the bytes handed over until `since`, when there was no queue yet
-        """
+        """Send nothing until pings are answered again, and continue at the rate at which the queue has drained since
+        these bytes were sent, at a time without a queue: the uplink is much slower than the rate was."""
         self._is_paused.value, held, received = True, time.monotonic(), self._received.value
         answers = 0
         try:

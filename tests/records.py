@@ -65,8 +65,9 @@ def run_dhts(*validators_of_each: list):
 
 def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **periods) -> PeerTracker:
     """Of a peer with a key of its own, in this process."""
+    RSAPrivateKey._process_wide_key = None
     averaging = AveragingArguments(target_batch_size=target_batch_size, **periods)
-    return PeerTracker(dht, prefix, averaging, PeerTrust(dht.uplink), private_key=RSAPrivateKey())
+    return PeerTracker(dht, prefix, averaging, PeerTrust(dht.uplink))
 
 
 async def send_bytes(_dht, node, to, arguments: tuple[str, bytes, bytes | int, float]) -> list[bool]:

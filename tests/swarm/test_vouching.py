@@ -213,15 +213,15 @@ def test_who_came_early_hears_later_who_has_worked():
         tracker = make_tracker(early, prefix, 10**6)
         try:
             tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"a", b"b"]))
-            assert not tracker.trust.known
+            assert not tracker.trust.attested
             tracker.refresh_trusted_peers()
-            wait_until(lambda: tracker.trust.known == {b"a", b"b"}, 20, "the workers")
+            wait_until(lambda: tracker.trust.attested == {b"a", b"b"}, 20, "the workers")
             tell(monitor, early, RunAttestation(prefix="other", workers=[b"c"]))
             tracker.refresh_trusted_peers()
             wait_until(tracker._attestations.done, 20, "an answer about another run")
             tell(monitor, early, RunAttestation(prefix=prefix, workers=[b"d"]))
-            assert tracker.trust.known == {b"a", b"b"}
+            assert tracker.trust.attested == {b"a", b"b"}
             tracker.refresh_trusted_peers()
-            wait_until(lambda: tracker.trust.known == {b"d"}, 20, "the newest")
+            wait_until(lambda: tracker.trust.attested == {b"d"}, 20, "the newest")
         finally:
             tracker.shutdown()
