@@ -172,10 +172,8 @@ class CollaborativeOptimizer:
         return self.state_averager.dump_state() | {"total_samples": self.stats.total_samples} | own
 
     def load_training_state(self, state: dict) -> None:
-        """Load what `training_state` returned, also that of another process or device.
-
-        :raises ValueError: the tensors have other shapes than this optimizer's; nothing has changed then
-        """
+        """Load a state that `training_state` returned, here or in another process. Raise a ValueError, and change
+        nothing, if its tensors have other shapes than this optimizer's."""
         self.state_averager.restore_state(state)
         self.stats.total_samples = state["total_samples"]
         self._begin_epoch()

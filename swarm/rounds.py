@@ -101,11 +101,8 @@ class Rounds:
         return self.averaging.overlap and (self.averaging.local_steps == 1 or self.grad_averager.is_local)
 
     def is_synchronous(self) -> bool:
-        """Return whether all peers go from epoch to epoch together.
-
-        They do not if the swarm averages in several groups, of which one may be faster, or if rounds run in the
-        background: there, peers an epoch apart are usual.
-        """
+        """Return whether all peers step together. They do not if the swarm averages in several groups, of which one may
+        be faster, or if rounds run in the background: there, peers an epoch apart are usual."""
         trainers = len(self.tracker.peers_at_epoch) + (0 if self.is_auxiliary else 1)
         return trainers <= self.averaging.target_group_size and not self.overlap
 
@@ -146,10 +143,8 @@ class Rounds:
     # --- a round of gradients
 
     def average(self) -> Callable[[], None] | None:
-        """Average the pending gradients: now, or if rounds overlap with computation, in the returned function.
-
-        :raises AveragingError: the round has failed, and nothing has changed
-        """
+        """Average the pending gradients: now, or if rounds overlap with computation, in the returned function. Raise an
+        AveragingError if the round fails; then its gradients go into the next one."""
         if self.overlap:
             self.finish_background(self.uplink.timeouts.averaging)
         else:
@@ -172,10 +167,7 @@ class Rounds:
         return finish if self.overlap and not self.is_auxiliary else finish()
 
     def _finish(self, control: StepControl, epoch: int) -> None:
-        """Wait for the averaged gradients of this epoch, which are the optimizer's then.
-
-        :raises AveragingError: the round has failed, and its gradients go into the next one
-        """
+        """Wait for the averaged gradients of this epoch, which are the optimizer's then, see `average`."""
         wait = RoundWait(self, control, epoch)
         try:
             group = wait.run()
@@ -258,16 +250,12 @@ class Rounds:
         while not all(future.done() for future in futures) and time.monotonic() < deadline:
             if self.stop_timeout.is_over():
                 break
-            time.sleep(0.02)
+            concurrent.futures.wait(futures, POLL_INTERVAL)
 
 
 class RoundWait:
-    """The wait for the round of one epoch.
-
-    hivemind waits until its timeout for dead peers whose records are still there (note 22), and for a round that was
-    over before this peer came. This looks at the swarm while no group has formed, and gives up as soon as no group can
-    form. All of its timers end with it.
-    """
+    """The wait for the round of one epoch. While no group has formed, it looks at the swarm, and gives up as soon as no
+    group can form; hivemind waits until its timeout for dead peers (note 22). All of its timers end with it."""
 
     def __init__(self, rounds: Rounds, control: StepControl, epoch: int):
         self.rounds, self.control, self.epoch = rounds, control, epoch
@@ -284,10 +272,7 @@ class RoundWait:
             self.straggler_timeout = timeouts.matchmaking if is_synchronous else timeouts.round_seconds / 2
 
     def run(self) -> dict:
-        """Return the result of the round.
-
-        :raises AllreduceException: the round has failed, or cannot succeed; or whatever else hivemind raises
-        """
+        """Return the result of the round, or raise an AllreduceException or another error if it fails."""
         while not self.control.done():
             now, stage = time.monotonic(), self.control.stage
             if self.rounds.stop_timeout.is_over():
@@ -303,24 +288,18 @@ class RoundWait:
                 self.look_at_swarm()
             # also for the averaging of parameters, which may still look for a group since the last epoch (note 72)
             self.rounds.expect_group(awaits_all=self.waited_since is None)
-            try:
-                self.control.result(POLL_INTERVAL)
-            except concurrent.futures.TimeoutError:
-                pass  # the round is not over; or it has ended with such an error, which is raised below
-            finally:
-                # a round in the background costs the loop nothing
-                seconds = 0.0 if self.rounds.overlap else time.monotonic() - now
-                if stage == AveragingStage.RUNNING_ALLREDUCE:
-                    self.rounds.stats.averaging_seconds += seconds
-                else:
-                    self.rounds.stats.matchmaking_seconds += seconds
+            concurrent.futures.wait([self.control], POLL_INTERVAL)
+            # a round in the background costs the loop nothing
+            seconds = 0.0 if self.rounds.overlap else time.monotonic() - now
+            if stage == AveragingStage.RUNNING_ALLREDUCE:
+                self.rounds.stats.averaging_seconds += seconds
+            else:
+                self.rounds.stats.matchmaking_seconds += seconds
         return self.control.result()
 
     def look_at_swarm(self) -> None:
-        """While no group has formed, find out which peers are there, and whether the others still wait for this one.
-
-        :raises AllreduceException: the others have stepped, or too few of them are there
-        """
+        """While no group has formed, find out which peers are there. Raise an AllreduceException if the others have
+        stepped, or if too few of them are there."""
         now = time.monotonic()
         if now > self.started + self.rounds.uplink.timeouts.matchmaking and self.waited_since is None:
             self.waited_since = self.started_in_dht
