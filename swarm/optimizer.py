@@ -44,7 +44,7 @@ MAX_STALENESS = 10  # epochs for which gradients are worth keeping; a laptop tha
 
 
 class CollaborativeOptimizer:
-    """Steps with the average of all peers' gradients when the swarm has gathered a batch.
+    """An optimizer that steps with the average of all peers' gradients once the swarm has gathered a batch.
 
     Each `step` adds gradients to the pending ones. When the swarm has enough of them, a round averages them in a group
     of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch. After a failed
@@ -317,11 +317,9 @@ class CollaborativeOptimizer:
         """SYNCING, if the round has failed because this peer has another state than the others; otherwise ACCUMULATING,
         until the next try."""
         if not STOP_REQUESTED.is_set():
-            if isinstance(cause, StateDivergedError):
-                self.load_state_from_peers(*cause.args)
-                return
-            if self.epoch.has_missed_step(self._look_at_swarm()):
-                self.load_state_from_peers()
+            state_of_others = cause.args if isinstance(cause, StateDivergedError) else ()
+            if state_of_others or self.epoch.has_missed_step(self._look_at_swarm()):
+                self.load_state_from_peers(*state_of_others)
                 return
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
                 self.tracker.stop_waiting_for_stragglers(self.local_epoch)
