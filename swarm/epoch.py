@@ -79,10 +79,10 @@ class SyncBackoff:
         self.not_before = now + pause
 
     def record_stale_download(self, swarm_epoch: int, seconds: float, is_too_slow: bool, now: float) -> float:
-        """Record a state that was behind the swarm when it arrived, after these seconds.
+        """Record a state that was behind the swarm when it arrived, and return the seconds until the next download.
 
+        :param seconds: the duration of the download
         :param is_too_slow: whether even a single step takes longer to arrive than an epoch lasts
-        :returns: the pause in seconds; 0 if the next download may be in time
         """
         self.stale_downloads += 1
         # a download that begins with an epoch ends before the next one, if that is possible at all
