@@ -1,4 +1,4 @@
-"""Shutdown of a swarm role together with its helper processes, and filters for what they log meanwhile."""
+"""Shutdown of a swarm role together with its helper processes, and filters for their logs."""
 
 import contextlib
 import ctypes
