@@ -376,10 +376,10 @@ class PeerTracker:
         expected_seconds = self.target_batch_size / known_speed if known_speed else 0.0
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
 
-        count, times = len(present) + 1, self.averaging
-        max_count = max(count + times.expected_drift_peers, count * (1 + times.expected_drift_rate))
-        period = min(max(seconds_left * count / max_count, times.min_refresh_period), times.max_refresh_period)
-        self._next_read = time.monotonic() + (period if entry else times.default_refresh_period)
+        count, options = len(present) + 1, self.averaging
+        max_count = max(count + options.expected_drift_peers, count * (1 + options.expected_drift_rate))
+        period = min(max(seconds_left * count / max_count, options.min_refresh_period), options.max_refresh_period)
+        self._next_read = time.monotonic() + (period if entry else options.default_refresh_period)
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 
     def shutdown(self, timeout: float | None = None) -> None:
