@@ -79,10 +79,10 @@ class SyncBackoff:
         self.not_before = now + pause
 
     def record_stale_download(self, swarm_epoch: int, seconds: float, is_too_slow: bool, now: float) -> float:
-        """Record a state that was behind the swarm when it arrived, after these seconds.
+        """Record a state that was behind the swarm when it arrived, and return the seconds until the next download.
 
+        :param seconds: the duration of the download
         :param is_too_slow: whether even a single step takes longer to arrive than an epoch lasts
-        :returns: the pause in seconds; 0 if the next download may be in time
         """
         self.stale_downloads += 1
         # a download that begins with an epoch ends before the next one, if that is possible at all
@@ -118,7 +118,7 @@ class Epoch:
         return look.is_synchronous and look.swarm_epoch > self.number
 
     def must_sync(self, look: SwarmLook, backoff: SyncBackoff, now: float) -> bool:
-        """Whether this peer has to load the swarm's state before it goes on. Once in an epoch any difference counts;
+        """Whether this peer has to load the swarm's state before it continues. Once in an epoch any difference counts;
         after that, one epoch does not, because the other peers may just be the first."""
         if not backoff.allows(look.swarm_epoch, self.is_one_step_behind(look), now):
             return False
@@ -137,5 +137,5 @@ class Epoch:
         return look.has_batch or look.has_group
 
     def can_average(self, look: SwarmLook) -> bool:
-        """Whether a round can begin now that the epoch is over; otherwise this peer goes on accumulating."""
+        """Whether a round can begin now that the epoch is over; otherwise this peer keeps accumulating."""
         return look.read_at >= self.retry_at and not look.lacks_quorum

@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 class ResilientControlClient(p2pclient.ControlClient):
-    """A connection to the daemon that survives the cancellation of a request as its answer arrives (note 80)."""
+    """A connection to the daemon that survives the cancellation of a request whose answer just arrives (note 80)."""
 
     async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
         while not reader.at_eof():

@@ -1,4 +1,4 @@
-"""Shutdown of a swarm role together with its helper processes, and filters for what they log meanwhile."""
+"""Shutdown of a swarm role together with its helper processes, and filters for their logs."""
 
 import contextlib
 import ctypes
@@ -73,11 +73,8 @@ def exit_if_process_dies(process: multiprocessing.Process, name: str) -> None:
 
 @contextlib.contextmanager
 def clean_end() -> Iterator[None]:
-    """Run a role's main() and then exit, together with the helpers, also after an exception in any thread.
-
-    The exit code is 0 after success, 1 after an exception, and 2 after a user error. Until `handle_stop_signals` is
-    called, Ctrl-C and SIGTERM stop the role at once.
-    """
+    """Run a role's main() and then exit, together with the helpers, also after an exception in any thread: with code 0
+    after success, 1 after an exception, and 2 after a user error."""
 
     def exit_after_thread_failed(failure: threading.ExceptHookArgs) -> None:
         if not STOPPING.value:
@@ -99,11 +96,8 @@ def clean_end() -> Iterator[None]:
 
 
 def handle_stop_signals(unsaved: str | None = None) -> threading.Event:
-    """Make SIGINT and SIGTERM set an event that the caller's loop checks; a second signal stops at once.
-
-    :param unsaved: what an immediate stop loses, for the log; with it, an early second Ctrl-C only asks to confirm
-    :returns: STOP_REQUESTED
-    """
+    """Make SIGINT and SIGTERM set STOP_REQUESTED, and return that event. A second signal stops at once; if work is
+    unsaved, which the log names, an early second Ctrl-C only asks to confirm."""
     start = None
 
     def request_stop(number: int) -> None:

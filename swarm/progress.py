@@ -1,8 +1,7 @@
 """The progress of the swarm: which peers are there, how far they are, and when their epoch will be over.
 
-Peers publish their progress in hivemind's records, so that plain hivemind peers read them as well. hivemind's tracker
-reads them too, but counts a dead peer until its last record expires (note 22), reports each step (note 12), and holds a
-lock while it asks the DHT (note 71).
+Peers publish hivemind's records, so that plain hivemind peers read them as well. hivemind's own tracker counts a dead
+peer until its last record expires (note 22), reports each step (note 12), and locks while it asks the DHT (note 71).
 """
 
 import concurrent.futures
@@ -49,13 +48,12 @@ class SwarmView:
     read_at: float  # when the DHT was asked for the records; monotonic clock
 
 
-class PeerTracker(threading.Thread):
-    """Publishes this peer's progress, and reads that of the others; in a thread of its own until `shutdown`."""
+class PeerTracker:
+    """Publishes this peer's progress, and reads that of the others; in two threads of its own until `shutdown`."""
 
     def __init__(
         self, dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, trust: PeerTrust, client_mode: bool = False
     ):
-        super().__init__(name=f"progress of {prefix}", daemon=True)
         self.dht, self.prefix, self.averaging, self.trust, self.client_mode = dht, prefix, averaging, trust, client_mode
         self.key = f"{prefix}_progress"
         self.target_batch_size = averaging.target_batch_size - averaging.batch_size_lead
@@ -77,12 +75,15 @@ class PeerTracker(threading.Thread):
         # when this epoch began, and the seconds that the last one took
         self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
         # held by a thread that changes the view, and by the loop as long as no other thread may change it
-        self._lock, self._wake, self._is_ending = threading.RLock(), threading.Event(), threading.Event()
+        self._lock = threading.RLock()
+        self._is_ending, self._report_wake, self._read_wake = (threading.Event() for _ in range(3))
         self._reported_at = self._next_report = self._next_read = -math.inf
         # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
         self._active_epoch = -math.inf
         self.apply_records(self.dht.get(self.key, latest=True), time.monotonic())
-        self.start()
+        self._publisher = threading.Thread(target=self._publish, name="publish progress", daemon=True)
+        self._publisher.start()
+        threading.Thread(target=self._read, name="read progress", daemon=True).start()
 
     # --- this peer
 
@@ -116,7 +117,7 @@ class PeerTracker(threading.Thread):
             self._epoch_began, self._epoch_seconds = now, now - self._epoch_began
             due_at = now
         self._next_report = min(self._next_report, due_at)
-        self._wake.set()
+        self._report_wake.set()
 
     def update_epoch(self, epoch: int) -> None:
         """Go to another epoch, without samples yet. The caller has paused updates."""
@@ -136,6 +137,17 @@ class PeerTracker(threading.Thread):
             with self._lock:
                 self.view = replace(self.view, ends_at=math.inf)
             self.schedule_refresh(0.0)
+
+    def _publish(self) -> None:
+        """Publish this peer's progress until the end."""
+        while not self._is_ending.is_set():
+            if (now := time.monotonic()) >= self._next_report:
+                # in this order: a report that comes in between is published once more
+                self._reported_at, self._next_report = now, now + self.averaging.metadata_expiration / 2
+                if self._active_epoch >= self.view.epoch - 1:
+                    self._store(self.local_progress.dict())
+            self._report_wake.wait(max(0.0, self._next_report - time.monotonic()))
+            self._report_wake.clear()
 
     def announce(self) -> None:
         """Publish this peer's record, although it has computed nothing or waits for others (note 49)."""
@@ -285,17 +297,14 @@ class PeerTracker(threading.Thread):
 
     @contextlib.contextmanager
     def pause_updates(self) -> Iterator[None]:
-        """Keep the thread from changing the view, and do not count the time for this peer's speed."""
-        try:
-            with self._lock, self.performance_ema.pause():
-                yield
-        finally:
-            self._wake.set()
+        """Keep other threads from changing the view, and do not count the time for this peer's speed."""
+        with self._lock, self.performance_ema.pause():
+            yield
 
     def schedule_refresh(self, seconds: float) -> None:
         """Look at the swarm again after this time."""
         self._next_read = time.monotonic() + seconds
-        self._wake.set()
+        self._read_wake.set()
 
     def refresh_now(self) -> None:
         """Look at the swarm at once, unless the DHT does not answer in time."""
@@ -306,42 +315,26 @@ class PeerTracker(threading.Thread):
         """Ask the DHT for the records; `apply_records` takes the answer."""
         return self.dht.get(self.key, latest=True, return_future=True)
 
-    def run(self) -> None:
-        """Publish and read until the end, without holding the lock while the DHT is asked (note 71)."""
-        answer, requested_at, answered_at = None, 0.0, math.inf
+    def _read(self) -> None:
+        """Read the records until the end, without holding the lock while the DHT is asked (note 71)."""
         while not self._is_ending.is_set():
-            now = time.monotonic()
-            if now >= self._next_report:
-                # in this order: a report that comes in between is published once more
-                self._reported_at, self._next_report = now, now + self.averaging.metadata_expiration / 2
-                if self._active_epoch >= self.view.epoch - 1:
-                    self._store(self.local_progress.dict())
-            if answer is None and now >= self._next_read:
-                answer, requested_at, answered_at, self._next_read = self.request_records(), now, math.inf, math.inf
-                answer.add_done_callback(lambda _: self._wake.set())
-            if answer is not None and answer.done():
-                answered_at = min(answered_at, time.monotonic())
-                if self._lock.acquire(blocking=False):
-                    try:
-                        self._read(answer, requested_at, answered_at)
-                    finally:
-                        self._lock.release()
-                    answer = None
-            seconds = min(self._next_report, self._next_read if answer is None else math.inf) - time.monotonic()
-            self._wake.wait(max(0.0, seconds))
-            self._wake.clear()
-
-    def _read(self, answer: MPFuture, requested_at: float, answered_at: float) -> None:
-        """Take the DHT's answer, unless a round has passed since, in which the loop has looked itself."""
-        scheduled = self._next_read
-        if answer.cancelled() or answer.exception():
-            self._next_read = min(scheduled, time.monotonic() + self.averaging.default_refresh_period)
-        elif time.monotonic() > answered_at + self.averaging.min_refresh_period:
-            self._next_read = time.monotonic()
-        else:
-            self.apply_records(answer.result(), requested_at)
-            self._next_read = min(scheduled, self._next_read)
-            self.is_fresh = True
+            if (now := time.monotonic()) >= self._next_read:
+                self._next_read = math.inf
+                try:
+                    entry, answered_at = self.request_records().result(), time.monotonic()
+                except Exception as e:
+                    logger.debug(f"no progress records: {e!r}")
+                    self._next_read = min(self._next_read, time.monotonic() + self.averaging.default_refresh_period)
+                    continue
+                with self._lock:
+                    scheduled = self._next_read
+                    if time.monotonic() > answered_at + self.averaging.min_refresh_period:
+                        self._next_read = time.monotonic()  # a round has passed, in which the loop has looked itself
+                    else:
+                        self.apply_records(entry, now)
+                        self._next_read, self.is_fresh = min(scheduled, self._next_read), True
+            self._read_wake.wait(max(0.0, self._next_read - time.monotonic()))
+            self._read_wake.clear()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
         """Update the other peers' records by what the DHT has answered."""
@@ -383,15 +376,15 @@ class PeerTracker(threading.Thread):
         expected_seconds = self.target_batch_size / known_speed if known_speed else 0.0
         self.dht.uplink.record_epoch_time(max(self._epoch_seconds, expected_seconds))
 
-        count, times = len(present) + 1, self.averaging
-        max_count = max(count + times.expected_drift_peers, count * (1 + times.expected_drift_rate))
-        period = min(max(seconds_left * count / max_count, times.min_refresh_period), times.max_refresh_period)
-        self._next_read = time.monotonic() + (period if entry else times.default_refresh_period)
+        count, options = len(present) + 1, self.averaging
+        max_count = max(count + options.expected_drift_peers, count * (1 + options.expected_drift_rate))
+        period = min(max(seconds_left * count / max_count, options.min_refresh_period), options.max_refresh_period)
+        self._next_read = time.monotonic() + (period if entry else options.default_refresh_period)
         self.view = SwarmView(epoch, samples, len(self.peers_at_epoch) + 1, now + seconds_left, read_at)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Withdraw this peer's record, and end."""
-        self._is_ending.set()
-        self._wake.set()
-        self.join(timeout)
+        for event in (self._is_ending, self._report_wake, self._read_wake):
+            event.set()
+        self._publisher.join(timeout)
         self._store(None)

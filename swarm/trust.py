@@ -24,10 +24,9 @@ BAN_SECONDS = 60.0  # the first ban; each further one takes four times as long
 MAX_LEAD = 2  # epochs by which an untrusted peer may be ahead of all that are known to have worked
 MAX_MISSED_ROUNDS = 3  # in a row that a peer misses although it reports; then no round waits for it for BAN_SECONDS
 MAX_BROKEN_ROUNDS = 3  # in a row that a peer has broken; then others do without it for a while
-# A peer's trust is a moving average of how much of this peer's gradient is in what that one has averaged: 1 is all, 0
-# nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because the
-# share of a few samples among many is mostly noise. A single round proves nothing: at the start of a plateau, an honest
-# gradient of 64 samples can point away from all others.
+# A peer's score is a moving average of how much of this peer's gradient is in the averages that it sends: 1 is all, 0
+# nothing, -1 the contrary. The newest value has more weight if this peer's share of the average is larger, because that
+# of a few samples is mostly noise. A single round proves nothing: an honest gradient can point away from all others.
 TRUST_EMA_ALPHA, BAN_THRESHOLD, SUSPICION_THRESHOLD = 0.5, 0.25, 0.4
 REVERSED_PART, REVERSED_AVERAGE = -0.5, -0.3  # of one peer's part, and of the whole average, which is not used then
 

@@ -27,8 +27,8 @@ logger = logging.getLogger("swarm")
 
 # Of 1,500 bytes on the wire 52 are headers, and each two packets from the other side are acknowledged with 52 bytes.
 PAYLOAD_SHARE = 0.93
-# After a pause TCP begins with 15 kB and doubles that with each answer. Data handed over faster would wait in a queue
-# for seconds, because the uplink has little to spare: begin at a quarter of the rate, and double it in RAMP seconds.
+# After a pause TCP begins with 15 kB and doubles that with each answer. Faster data would wait in a queue for seconds:
+# begin at a quarter of the rate, and double it in RAMP seconds.
 TCP_PAUSE, RAMP = 0.5, 0.15
 BURST = 0.002  # seconds ahead of its time that a message may go, because sleeping is not more precise
 ROUND_SHARE = 5  # the cost of a background byte, in bytes of a round, while a round is in progress
@@ -51,12 +51,10 @@ MIN_RTT = 0.1  # seconds; shorter ones count as this
 RTT_TIMEOUT_FACTOR = 6  # times the longest recent RTT, until an answer is no longer expected
 MIN_RESPONSE_TIMEOUT, MAX_RESPONSE_TIMEOUT = 1.5, 15.0  # seconds
 MAX_REQUEST_TIMEOUT = 10.0  # seconds; while a peer waits for an answer, others wait for its own
-# A share of the epoch, and seconds: some peers are still busy with a step when the epoch ends. If it was long, going on
-# without them costs more than waiting.
+# A share of the epoch, and seconds: after a long epoch, a round without busy peers costs more than waiting for them.
 MATCHMAKING_SHARE, MAX_MATCHMAKING = 0.08, 15.0
 MAX_CLAIMED_ROUND = 200.0  # seconds of a round that timeouts follow on the word of other peers
-# A share of the epoch, and seconds: a peer that is cut off with a smaller half, usually for seconds, would step to a
-# state of its own.
+# A share of the epoch, and seconds: a peer that is cut off, usually for seconds, would step to a state of its own.
 GRACE_SHARE, MAX_GRACE = 0.25, 60.0
 
 
@@ -265,12 +263,8 @@ class Uplink:
                 )
 
     def adjust(self, wait: float, last_wait: float, share: float) -> None:
-        """Raise or lower the rate after a look.
-
-        :param wait: the queueing delay: the seconds that a ping took beyond the shortest one
-        :param last_wait: the queueing delay at the last look
-        :param share: the share of the rate that was used
-        """
+        """Raise or lower the rate after a look, by the share of the rate that was used, and by the queueing delays at
+        this look and at the last one: the seconds that a ping took beyond the shortest one."""
         if not (rate := self._rate.value):
             return
         self._rates.append(rate)
