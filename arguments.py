@@ -112,7 +112,6 @@ class SwarmArguments:
         check_needs(self, "authority_key", "experiment_prefix", " NAME")
         if self.authorize and not self.invite and not self.authority_key:
             raise UserError("--authorize needs --invite FILE, or on the monitor --authority_key FILE: add it")
-        self.authorize = bool(self.invite or self.authority_key)
         check_username("username", self.username)
 
 
@@ -777,6 +776,9 @@ def parse_arguments(*groups: type, description: str | None = None, before: Seque
     swarm, monitor, averaging = map(found.get, (SwarmArguments, MonitorArguments, AveragingArguments))
     if monitor and monitor.watch and not swarm.initial_peers:
         raise UserError("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
+    trainer, data = found.get(TrainerArguments), found.get(DataArguments)
+    if trainer and trainer.num_train_epochs and data.streaming:
+        raise UserError("--num_train_epochs: --streaming has no passes over the data: pass --max_steps instead")
     if swarm and not swarm.experiment_prefix and not swarm.initial_peers:
         begin_new_run(found)
     if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:

@@ -50,11 +50,9 @@ def revoke(args: InviteArguments) -> None:
         raise UserError(f"--revoke {args.revoke}: run {prefix!r} has no such member, or not any more; --list shows all")
     print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
     if args.initial_peers:
-        from swarm.adoption import discover_settings
-        from swarm.identity import make_identity
+        from machine.settings import begin
 
-        swarm = SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key)
-        discover_settings(swarm, make_identity(swarm))  # shows them the new list
+        begin((SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key),))  # shows them the list
 
 
 def show_members(args: InviteArguments) -> None:

@@ -28,8 +28,8 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.compression import CompressionBase
 from hivemind.utils import get_dht_time
 
-from arguments import AveragingArguments
 from swarm.averager import PeersBehindError, PeersUnreachableError, StateDivergedError
+from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochState, StragglerPatience, SwarmLook
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
@@ -99,7 +99,7 @@ class CollaborativeOptimizer:
         self,
         dht: hivemind.DHT,
         prefix: str,
-        averaging: AveragingArguments,
+        averaging: AveragingConfig,
         *,
         params: list[dict],
         optimizer: Callable[[list[dict]], torch.optim.Optimizer],
@@ -131,7 +131,7 @@ class CollaborativeOptimizer:
         #: the last rounds of gradients, which are searched for in advance, and of parameters
         self.gradient_round: StepControl | None = None
         self.state_round: StepControl | None = None
-        self.trust = PeerTrust(self.uplink, attested=dht.vouched.workers if dht.vouched else ())
+        self.trust = PeerTrust(self.uplink, attested=dht.attestation.workers if dht.attestation else ())
         self.tracker = PeerTracker(
             dht,
             prefix,

@@ -14,9 +14,9 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
-from support.console import UserError
 from support.files import temporary_folder
 from swarm.addresses import diagnose_unreachable, get_peer_id
+from swarm.errors import SwarmError
 from swarm.membership import Membership
 from swarm.patches import install
 from swarm.vouching import ANSWER_TIMEOUT, RunAttestation, request_statements, select_attesters
@@ -84,7 +84,7 @@ async def probe(p2p: P2P, maddr: str) -> str | None:
     try:
         await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_TIMEOUT)
         await request_statements(p2p, [peer])
-    except UserError as e:
+    except SwarmError as e:
         return str(e)
     except (ControlFailure, TimeoutError) as e:
         if peer_id := find_real_id(e):
@@ -105,7 +105,7 @@ async def explain_unreachable(maddrs: list[str], membership: Membership | None) 
 
 
 def find_problem(maddrs: list[str], membership: Membership | None) -> str | None:
-    """Return one line about the unreachable peers of --initial_peers, or None if all are reachable."""
+    """Return one line about the unreachable peers of `initial_peers`, or None if all are reachable."""
     found = asyncio.run(explain_unreachable(maddrs, membership))
     reasons = [f"{maddr}: {reason}" for maddr, reason in found.items() if reason]
-    return f"cannot reach --initial_peers {'; '.join(reasons)}" if reasons else None
+    return f"cannot reach `initial_peers` {'; '.join(reasons)}" if reasons else None

@@ -1,4 +1,4 @@
-"""Attestations: the peers in --initial_peers tell a new peer about their run. They are its root of trust.
+"""Attestations: the peers in `initial_peers` tell a new peer about their run. They are its root of trust.
 
 Their ids are part of the addresses that the new peer was started with, and the transport proves these ids. Records
 that untrusted peers stored about a run count only if none of these peers answers.
@@ -17,14 +17,14 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
-from support.console import UserError
 from swarm.addresses import get_peer_id
+from swarm.errors import SwarmError
 from swarm.membership import explain_denial
 from utils import MAX_WORKERS, Flags, RunContract
 
 VOUCH = "vouch"  # the name of the request
 ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
-MAX_ATTESTERS = 8  # peers of --initial_peers that are asked
+MAX_ATTESTERS = 8  # peers of `initial_peers` that are asked
 
 
 class RunAttestation(BaseModel):
@@ -64,7 +64,7 @@ async def request_attestations(_: hivemind.DHT, node: DHTNode, peers: list[PeerI
 async def request_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """Return the attestations of the peers that answer.
 
-    :raises UserError: if there are none, and a peer denied access because this one is not a member of its run
+    :raises SwarmError: if there are none, and a peer denied access because this one is not a member of its run
     """
 
     async def request_attestation(peer: PeerID) -> RunAttestation:
@@ -76,21 +76,21 @@ async def request_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunA
     valid = {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, RunAttestation)}
     for peer, answer in zip(peers, answers, strict=True):
         if not valid and (reason := explain_denial(answer)):
-            raise UserError(f"peer {peer} in --initial_peers does not let this one in: {reason}")
+            raise SwarmError(f"peer {peer} in `initial_peers` does not let this one in: {reason}")
     return valid
 
 
 def ask_initial_peers(
     dht: hivemind.DHT, prefix: str, initial_peers: Iterable[str], is_new_run: bool
 ) -> RunAttestation | None:
-    """Return the merged attestations of the peers in --initial_peers, see `merge_attestations`."""
+    """Return the merged attestations of the peers in `initial_peers`, see `merge_attestations`."""
     peers = select_attesters(initial_peers)
     answers = dht.run_coroutine(partial(request_attestations, peers=peers)) if peers else {}
     return merge_attestations(answers, prefix, is_new_run)
 
 
 def select_attesters(initial_peers: Iterable[str]) -> list[PeerID]:
-    """Return the first peers in --initial_peers, without duplicates."""
+    """Return the first peers in `initial_peers`, without duplicates."""
     return list(dict.fromkeys(map(get_peer_id, initial_peers)))[:MAX_ATTESTERS]
 
 
@@ -100,12 +100,12 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
     :param prefix: the run's name, or an empty string for the run that the peers serve
     :param is_new_run: whether it is fine if the peers serve only other runs
     :returns: the merged attestation, or None if no peer answered or serves this run
-    :raises UserError: if the peers disagree, or serve only other runs and `is_new_run` is False
+    :raises SwarmError: if the peers disagree, or serve only other runs and `is_new_run` is False
     """
     names = sorted({answer.prefix for answer in answers.values()})
     if not prefix and len(names) > 1:
-        raise UserError(
-            f"--initial_peers serve several runs: choose one by --experiment_prefix ({', '.join(map(repr, names))})"
+        raise SwarmError(
+            f"`initial_peers` serve several runs: choose one by `experiment_prefix` ({', '.join(map(repr, names))})"
         )
     prefix = prefix or "".join(names)
     matching = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
@@ -113,9 +113,9 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
         if is_new_run:
             return None
         peer, other = next(iter(answers.items()))
-        raise UserError(
-            f"peer {peer} in --initial_peers serves run {other.prefix!r}, not {prefix!r}: correct --experiment_prefix, "
-            "or pass --new_run to start another run among its peers"
+        raise SwarmError(
+            f"peer {peer} in `initial_peers` serves run {other.prefix!r}, not {prefix!r}: correct `experiment_prefix`, "
+            "or pass `new_run` to start another run among its peers"
         )
     contracts = {peer: answer.contract for peer, answer in matching.items() if answer.contract}
     flags = {peer: answer.flags for peer, answer in matching.items() if answer.flags}
@@ -127,8 +127,8 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
         texts = {text for words in flags.values() for text in re.split(" (?=--)", words)}
         agree = len({re.match(r"--(?:no_)?(\w+)", text)[1] for text in texts}) == len(texts)
     if not agree:
-        raise UserError(
-            f"the peers in --initial_peers disagree on the settings of run {prefix!r}: pass only those that you trust "
+        raise SwarmError(
+            f"the peers in `initial_peers` disagree on the settings of run {prefix!r}: pass only those that you trust "
             f"({', '.join(map(str, contracts or flags))})"
         )
     workers = list(dict.fromkeys(worker for answer in matching.values() for worker in answer.workers))

@@ -13,10 +13,10 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 from processes import LOOPBACK
 
-from arguments import SwarmArguments
+from swarm.config import SwarmConfig
 from swarm.dht import DHT
 from swarm.identity import make_identity
-from swarm.joining import check_addresses, start_dht
+from swarm.joining import start_dht
 from swarm.membership import explain_denial
 from swarm.passes import Authority, Invitation
 from utils import RecordValidator, find_peer_id, make_validators
@@ -31,14 +31,13 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def run_peer(prefix: str, *others: DHT, **swarm):
-    """A node as make_dht starts it, in a process of its own; what this one knows of members is not its any more."""
+    """A node as Swarm.join starts it, in a process of its own; what this one knows of members is not its any more."""
     leave()
     try:
-        args = SwarmArguments(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm)
-        membership = make_identity(args)
-        args = check_addresses(args)
-        validators, _ = make_validators(args.experiment_prefix)
-        dht = start_dht(args, validators, membership, client_mode=args.client_mode)
+        config = SwarmConfig(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm)
+        membership = make_identity(config)
+        validators, _ = make_validators(config.experiment_prefix)
+        dht = start_dht(config, validators, membership, client_mode=config.client_mode)
     finally:
         leave()
     try:

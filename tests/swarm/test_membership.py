@@ -20,8 +20,9 @@ from processes import make_prefix, wait_until
 
 import invite
 from arguments import InviteArguments, SwarmArguments, parse_arguments
+from machine.settings import discover_settings
 from support.console import UserError
-from swarm.adoption import discover_settings
+from swarm.config import SwarmConfig, make_config
 from swarm.dht import DHT
 from swarm.identity import make_identity
 from swarm.membership import SHOW, explain_denial
@@ -77,7 +78,7 @@ def join(*dhts: DHT, prefix: str = "", **swarm) -> list[str]:
     leave()
     try:
         args = SwarmArguments(prefix, addresses(*dhts), **swarm)
-        return discover_settings(args, make_identity(args))
+        return discover_settings(args, make_identity(make_config(SwarmConfig, args)))
     finally:
         leave()
 
