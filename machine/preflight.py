@@ -203,7 +203,7 @@ def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Che
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
     if is_short:
         finding += f": others wait for a peer that is late for up to {matchmaking_time:.3g} s (--matchmaking_time)"
-    cure = "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take longer than that"
+    cure = "raise --target_batch_size (on all peers) or lower --matchmaking_time: an epoch should take longer than that"
     return judge("epoch time", finding, cure, is_warning=is_short)
 
 
@@ -228,7 +228,7 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
         f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {format_number(averaging.bandwidth)} "
         f"Mbit/s (--bandwidth); {timeouts.describe()}"
     )
-    cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
+    cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, on all peers"
     is_late = seconds > timeouts.averaging - timeouts.matchmaking
     return judge("bandwidth", finding, cure, is_fatal=seconds > timeouts.averaging, is_warning=is_late)
 
