@@ -61,16 +61,16 @@ from machine.settings import begin, make_swarm_config, require_attested
 from machine.training import make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
 from swarm.addresses import get_peer_id, is_public, is_relayed, list_shareable_maddrs
+from swarm.attestation import ask_initial_peers
 from swarm.config import SwarmConfig, make_config
 from swarm.dht import raise_file_limit
 from swarm.identity import KEY_FILE, keep_identity
 from swarm.joining import Swarm, start_dht
 from swarm.membership import Membership
-from swarm.outside import explain_unreachable
+from swarm.probe import explain_unreachable
 from swarm.processes import clean_end, quiet_hivemind_logs
 from swarm.reachability import count_reachable_averagers, find_reachability, measure_bandwidth
 from swarm.uplink import RoundTimeouts
-from swarm.vouching import ask_initial_peers
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
 from utils import RunContract, fetch_progress, make_validators

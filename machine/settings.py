@@ -1,7 +1,7 @@
 """Settings that a new peer inherits from the peers in --initial_peers: the run name, and flags that all peers share.
 A command line that sets one of these flags to another value is rejected.
 
-The initial peers are the root of trust (see swarm/vouching.py). Their flags are parsed and checked like typed ones.
+The initial peers are the root of trust (see swarm/attestation.py). Their flags are parsed and checked like typed ones.
 None of these flags can name a file or folder, except for the model shapes in this repository.
 """
 
@@ -24,12 +24,12 @@ from machine.ranks import DeviceGroup
 from support.console import UserError
 from support.flags import format_flag
 from swarm.addresses import check_multiaddrs, get_host_port
+from swarm.attestation import RunAttestation, merge_attestations
 from swarm.config import SwarmConfig, make_config
 from swarm.identity import make_identity
 from swarm.joining import Swarm
 from swarm.membership import Membership
-from swarm.outside import ask_from_outside, find_problem
-from swarm.vouching import RunAttestation, merge_attestations
+from swarm.probe import fetch_attestations, find_problem
 
 logger = logging.getLogger("joining")
 
@@ -68,7 +68,7 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
     prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
     check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
-    attestation = merge_attestations(asyncio.run(ask_from_outside(maddrs, membership)), prefix, swarm.new_run)
+    attestation = merge_attestations(asyncio.run(fetch_attestations(maddrs, membership)), prefix, swarm.new_run)
     if not attestation:
         if prefix:
             return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
@@ -83,9 +83,9 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
     return [f"--experiment_prefix={attestation.prefix}", *settings]
 
 
-def list_settings(statement: RunAttestation) -> list[str]:
+def list_settings(attestation: RunAttestation) -> list[str]:
     """Return the flags in an attestation that bind a new peer, as --NAME=VALUE."""
-    flags = statement.contract.flags if statement.contract else statement.flags
+    flags = attestation.contract.flags if attestation.contract else attestation.flags
     return [*filter(is_for_all, (flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag))]
 
 

@@ -15,13 +15,13 @@ from hivemind.p2p import P2P, PeerID
 from support.files import temporary_folder
 from support.signals import block_signals
 from swarm.addresses import get_peer_id
+from swarm.attestation import RunAttestation
 from swarm.errors import SwarmError
 from swarm.membership import Membership, maintain_membership
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
 from swarm.storage import DHTNode, make_node_classes
 from swarm.uplink import Uplink
-from swarm.vouching import RunAttestation
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of a lost peer, which may have moved or been disconnected
 TOUCHES = 60  # pings until a lost peer is given up

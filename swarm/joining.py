@@ -17,12 +17,13 @@ from hivemind.p2p import P2PDaemonError
 from hivemind.utils import MPFuture, get_dht_time
 
 from swarm.addresses import diagnose_unreachable, get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
+from swarm.attestation import RunAttestation, ask_initial_peers, publish_attestation, register_attestation_handler
 from swarm.config import SwarmConfig
 from swarm.contract import ContractMismatch, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.errors import SwarmError
 from swarm.membership import CredentialValidator, Membership
-from swarm.outside import find_problem
+from swarm.probe import find_problem
 from swarm.processes import exit_if_process_dies, quiet_hivemind_logs, shut_down
 from swarm.reachability import (
     count_reachable_averagers,
@@ -33,7 +34,6 @@ from swarm.reachability import (
     measure_bandwidth,
     register_dial_back_handler,
 )
-from swarm.vouching import RunAttestation, ask_initial_peers, publish_attestation, register_attestation_handler
 from utils import MAX_WORKERS, LocalMetrics, RunContract, make_validators
 
 logger = logging.getLogger("joining")

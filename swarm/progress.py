@@ -22,9 +22,9 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 
+from swarm.attestation import RunAttestation, request_in_dht, select_attesters
 from swarm.dht import ping_peers
 from swarm.trust import PeerTrust
-from swarm.vouching import RunAttestation, request_attestations, select_attesters
 from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
@@ -272,7 +272,7 @@ class PeerTracker(threading.Thread):
         round, and meets no more of them.
         """
         if peers := select_attesters(map(str, self.dht.initial_peers or ())):
-            request = partial(request_attestations, peers=peers)
+            request = partial(request_in_dht, peers=peers)
             self._attestations = self.dht.run_coroutine(request, return_future=True)
             self._attestations.add_done_callback(
                 lambda done: done.cancelled() or done.exception() or self._apply_attestations(done.result())

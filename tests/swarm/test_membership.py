@@ -22,13 +22,13 @@ import invite
 from arguments import InviteArguments, SwarmArguments, parse_arguments
 from machine.settings import discover_settings
 from support.console import UserError
+from swarm.attestation import RPC_ATTEST
 from swarm.config import SwarmConfig, make_config
 from swarm.dht import DHT
 from swarm.identity import make_identity
 from swarm.membership import SHOW, explain_denial
 from swarm.passes import Authority, Pass, load_invitation, parse_credential
 from swarm.reachability import DIAL_BACK, MEASURE
-from swarm.vouching import VOUCH
 from utils import RecordValidator
 
 
@@ -103,7 +103,7 @@ def test_members_meet_and_strangers_get_nothing(tmp_path):
             wait_until(lambda: monitor.run_coroutine(list_met) == {one.peer_id, client.peer_id}, 30, "members")
 
             stranger.run_coroutine(partial(connect, **at_monitor, maddrs=addresses(monitor)))
-            names = (VOUCH, DIAL_BACK, MEASURE, *(f"DHTProtocol.rpc_{what}" for what in ("ping", "store", "find")))
+            names = (RPC_ATTEST, DIAL_BACK, MEASURE, *(f"DHTProtocol.rpc_{what}" for what in ("ping", "store", "find")))
             for name in names:
                 said = stranger.run_coroutine(partial(call, **at_monitor, name=name))
                 assert "its run is closed" in said and "--invite FILE" in said, (name, said)

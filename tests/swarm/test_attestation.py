@@ -16,19 +16,19 @@ import run_trainer
 from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
 from machine.settings import apply_settings, discover_settings, require_attested
 from support.console import UserError
+from swarm.attestation import (
+    RunAttestation,
+    ask_initial_peers,
+    publish_attestation,
+    register_attestation_handler,
+    request_in_dht,
+    set_attestation,
+)
 from swarm.config import SwarmConfig
 from swarm.contract import ContractMismatch
 from swarm.dht import DHT
 from swarm.joining import Swarm
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
-from swarm.vouching import (
-    RunAttestation,
-    ask_initial_peers,
-    publish_attestation,
-    register_attestation_handler,
-    request_attestations,
-    set_statement,
-)
 from utils import RunContract, make_validators
 
 
@@ -56,12 +56,12 @@ def make_contract(**terms: str) -> RunContract:
 
 def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
     publish_attestation(dht, statement)
-    ask = partial(request_attestations, peers=[dht.peer_id])
+    ask = partial(request_in_dht, peers=[dht.peer_id])
     wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
 
 
 async def set_nonsense(dht, node, values: dict) -> None:
-    await set_statement(dht, node, RunAttestation.construct(**values))
+    await set_attestation(dht, node, RunAttestation.construct(**values))
 
 
 def test_a_newcomer_hears_what_its_initial_peers_vouch_for():

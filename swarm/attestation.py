@@ -22,13 +22,13 @@ from swarm.errors import SwarmError
 from swarm.membership import explain_denial
 from utils import MAX_WORKERS, Flags, RunContract
 
-VOUCH = "vouch"  # the name of the request
+RPC_ATTEST = "vouch"  # the name of the request
 ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
 MAX_ATTESTERS = 8  # peers of `initial_peers` that are asked
 
 
 class RunAttestation(BaseModel):
-    """A peer's statement about its run."""
+    """A peer's attestation of its run."""
 
     prefix: constr(strict=True, max_length=256)
     contract: RunContract | None = None  # the contract of most contributors; None if no peer has contributed yet
@@ -38,37 +38,37 @@ class RunAttestation(BaseModel):
 
 async def register_attestation_handler(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None:
     """Start to serve the newest attestation of `publish_attestation` to new peers. Runs in the DHT process."""
-    await set_statement(dht, node, RunAttestation(prefix=prefix))
+    await set_attestation(dht, node, RunAttestation(prefix=prefix))
 
     async def serve_attestation(_: BytesValue, context: P2PContext) -> BytesValue:
-        return BytesValue(value=MSGPackSerializer.dumps(node.statement.dict()))
+        return BytesValue(value=MSGPackSerializer.dumps(node.attestation.dict()))
 
-    await node.p2p.add_protobuf_handler(VOUCH, serve_attestation, BytesValue)
+    await node.p2p.add_protobuf_handler(RPC_ATTEST, serve_attestation, BytesValue)
 
 
-async def set_statement(_: hivemind.DHT, node: DHTNode, statement: RunAttestation) -> None:
+async def set_attestation(_: hivemind.DHT, node: DHTNode, attestation: RunAttestation) -> None:
     """Replace the attestation that this peer serves. Runs in the DHT process."""
-    node.statement = statement
+    node.attestation = attestation
 
 
-def publish_attestation(dht: hivemind.DHT, statement: RunAttestation) -> None:
+def publish_attestation(dht: hivemind.DHT, attestation: RunAttestation) -> None:
     """Serve this attestation to new peers from now on; return without waiting for the DHT process."""
-    dht.run_coroutine(partial(set_statement, statement=statement), return_future=True)
+    dht.run_coroutine(partial(set_attestation, attestation=attestation), return_future=True)
 
 
-async def request_attestations(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
+async def request_in_dht(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """Return the attestations of the peers that answer. Runs in the DHT process."""
-    return await request_statements(node.p2p, peers)
+    return await request_attestations(node.p2p, peers)
 
 
-async def request_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
+async def request_attestations(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """Return the attestations of the peers that answer.
 
     :raises SwarmError: if there are none, and a peer denied access because this one is not a member of its run
     """
 
     async def request_attestation(peer: PeerID) -> RunAttestation:
-        answer = await p2p.call_protobuf_handler(peer, VOUCH, BytesValue(), BytesValue)
+        answer = await p2p.call_protobuf_handler(peer, RPC_ATTEST, BytesValue(), BytesValue)
         return RunAttestation.parse_obj(MSGPackSerializer.loads(answer.value))
 
     calls = (asyncio.wait_for(request_attestation(peer), ANSWER_TIMEOUT) for peer in peers)
@@ -85,7 +85,7 @@ def ask_initial_peers(
 ) -> RunAttestation | None:
     """Return the merged attestations of the peers in `initial_peers`, see `merge_attestations`."""
     peers = select_attesters(initial_peers)
-    answers = dht.run_coroutine(partial(request_attestations, peers=peers)) if peers else {}
+    answers = dht.run_coroutine(partial(request_in_dht, peers=peers)) if peers else {}
     return merge_attestations(answers, prefix, is_new_run)
 
 
