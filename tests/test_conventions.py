@@ -93,7 +93,7 @@ def test_swarm_keeps_no_object_of_its_own_in_a_module():
 
 
 def test_swarm_knows_no_flag():
-    """It imports support/ and utils alone; its texts name settings in backquotes. Commands in docstrings are no flags."""
+    """It imports support/ and utils alone; its texts name settings in backquotes. Docstrings may show commands."""
     for path in list_swarm():
         rooms = {name.split(".")[0] for name in find_imports(path)}
         assert rooms <= {"support", "utils", "swarm"}, f"{path.name} imports {rooms}"
