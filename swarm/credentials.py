@@ -49,12 +49,14 @@ class MembershipCredential:
         return self.expires - get_dht_time() < self.lifetime / 2
 
 
-def read_signed(kind: bytes, data: bytes, authority: bytes) -> list:
+def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> list:
     """Return the content of signed data, or raise a ValueError before decoding it if the signature is invalid.
 
     :param kind: the type of the content, which is part of the signed bytes
     :param authority: the authority's public key
     """
+    if len(data) > max_bytes:
+        raise ValueError("it is too long")
     signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
     try:
         Ed25519PublicKey.from_public_bytes(authority).verify(signature, kind + body)
@@ -66,9 +68,7 @@ def read_signed(kind: bytes, data: bytes, authority: bytes) -> list:
 @functools.lru_cache(maxsize=4096)
 def parse_credential(data: bytes, authority: bytes) -> MembershipCredential:
     """Verify a credential's signature and decode it, or raise a ValueError."""
-    if len(data) > MAX_CREDENTIAL_BYTES:
-        raise ValueError("the credential is too long")
-    return MembershipCredential(*read_signed(b"pass", data, authority))
+    return MembershipCredential(*read_signed(b"pass", data, authority, MAX_CREDENTIAL_BYTES))
 
 
 @functools.lru_cache(maxsize=16)
@@ -76,9 +76,7 @@ def read_revocations(data: bytes, authority: bytes, prefix: str) -> tuple[float,
     """Return when a revocation list was signed, and the ids of the revoked peers; an invalid one is a ValueError."""
     if not data:
         return 0.0, frozenset()
-    if len(data) > MAX_LIST_BYTES:
-        raise ValueError("the revocation list is too long")
-    run, signed_at, *peer_ids = read_signed(b"revocations", data, authority)
+    run, signed_at, *peer_ids = read_signed(b"revocations", data, authority, MAX_LIST_BYTES)
     if run != prefix:
         raise ValueError("the revocation list is for another run")
     return signed_at, frozenset(peer_ids)

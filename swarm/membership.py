@@ -72,22 +72,18 @@ class SharedMemoryDict:
 
     def __init__(self, size: int, value: dict):
         self.lock, self.memory = multiprocessing.Lock(), multiprocessing.RawArray(ctypes.c_char, size)
-        self.length, self.version = multiprocessing.RawValue(ctypes.c_int), multiprocessing.RawValue(ctypes.c_longlong)
-        self.cached_version, self.cached = 0, value
+        self.length = multiprocessing.RawValue(ctypes.c_int)
         self._write(value)
 
     def _write(self, value: dict) -> None:
         data = MSGPackSerializer.dumps(value)
         self.memory[: len(data)], self.length.value = data, len(data)
-        self.version.value += 1
 
     def read(self) -> dict:
-        """Return the current dictionary, which the caller must not modify."""
-        if self.cached_version != self.version.value:
-            with self.lock:
-                self.cached = MSGPackSerializer.loads(self.memory[: self.length.value])
-                self.cached_version = self.version.value
-        return self.cached
+        """Return a copy of the dictionary."""
+        with self.lock:
+            data = self.memory[: self.length.value]
+        return MSGPackSerializer.loads(data)
 
     @contextlib.contextmanager
     def change(self):
@@ -108,11 +104,10 @@ class Membership:
         own = parse_credential(credential, public_key)
         self.prefix, self.username, self.own_id = own.prefix, own.username, own.peer_id
         self.public_key, self.issuer, self.invite = public_key, issuer, invite
-        #: this peer's credential, its revocation list, and the expiration times of authenticated peers by id
-        state = {"credential": credential, "revocations": b"", "peers": {}}
-        self.state = SharedMemoryDict(64 * MAX_MEMBERS + MAX_MESSAGE_BYTES, state)
-        #: the number of rejected calls and the last reason by peer id
-        self.rejected = SharedMemoryDict(2**16, {})
+        #: "peers" maps authenticated peers to the expiration times of their credentials, "rejected" other peers to the
+        #: number of their calls and the last reason
+        state = {"credential": credential, "revocations": b"", "peers": {}, "rejected": {}}
+        self.state = SharedMemoryDict(64 * (MAX_MEMBERS + MAX_COUNTED_PEERS) + MAX_MESSAGE_BYTES, state)
         self.sync_with_issuer()
 
     @classmethod
@@ -145,19 +140,19 @@ class Membership:
         if not data:
             raise AccessDeniedError("no pass")
         try:
-            credential = parse_credential(data, self.public_key)
+            member = parse_credential(data, self.public_key)
         except ValueError:
             raise AccessDeniedError("forged") from None
         conditions = {
-            "another run": credential.prefix != self.prefix,
-            "another peer": credential.peer_id != peer_id,
-            "expired": credential.expires <= get_dht_time(),
+            "another run": member.prefix != self.prefix,
+            "another peer": member.peer_id != peer_id,
+            "expired": member.expires <= get_dht_time(),
             "revoked": peer_id in self.revoked,
         }
         for reason, is_met in conditions.items():
             if is_met:
                 raise AccessDeniedError(reason)
-        return credential
+        return member
 
     def is_authenticated(self, peer: PeerID) -> bool:
         """Return whether this peer has shown a credential that is still valid."""
@@ -176,22 +171,26 @@ class Membership:
         except AccessDeniedError as e:
             raise SwarmError(REASONS[e.args[0]]) from None
 
-    def add_member(self, credential: MembershipCredential) -> None:
-        """Record the peer with this credential as authenticated."""
-        with self.state.change() as state:
-            state["peers"][credential.peer_id] = credential.expires
-            if len(state["peers"]) > MAX_MEMBERS:
-                del state["peers"][min(state["peers"], key=state["peers"].get)]
-        with self.rejected.change() as rejected:  # it may have been rejected because this peer had restarted
-            rejected.pop(credential.peer_id, None)
-
     def count_rejected_call(self, peer: PeerID, reason: str) -> None:
         """Count a rejected call for the next warning; peers beyond MAX_COUNTED_PEERS share one entry."""
-        with self.rejected.change() as rejected:
-            key = peer.to_bytes() if peer.to_bytes() in rejected or len(rejected) < MAX_COUNTED_PEERS else b""
+        with self.state.change() as state:
+            rejected, key = state["rejected"], peer.to_bytes()
+            if key not in rejected and len(rejected) >= MAX_COUNTED_PEERS:
+                key = b""
             rejected[key] = [rejected.get(key, [0])[0] + 1, reason]
 
     # --- the exchange of credentials
+
+    def admit(self, peer: PeerID, credential: bytes, revocations: bytes) -> MembershipCredential:
+        """Record a peer as authenticated if its credential is valid, otherwise raise an AccessDeniedError."""
+        self.apply_revocations(revocations)
+        member = self.verify_credential(credential, peer.to_bytes())
+        with self.state.change() as state:
+            state["rejected"].pop(member.peer_id, None)  # it may have been rejected because this peer had restarted
+            state["peers"][member.peer_id] = member.expires
+            if len(state["peers"]) > MAX_MEMBERS:
+                del state["peers"][min(state["peers"], key=state["peers"].get)]
+        return member
 
     async def serve_exchange(self, data: bytes, peer: PeerID) -> bytes:
         """Serve RPC_SHOW_CREDENTIAL: verify a peer's credential, and return this peer's own and its revocation list.
@@ -200,13 +199,11 @@ class Membership:
         """
         try:
             credential, revocations = parse_message(data, 2)
-            self.apply_revocations(revocations)
-            member = self.verify_credential(credential, peer.to_bytes())
+            member = self.admit(peer, credential, revocations)
         except AccessDeniedError as e:
             self.count_rejected_call(peer, reason := e.args[0])
             proof = self.state.read()["revocations"] if reason == "revoked" else b""
             return MSGPackSerializer.dumps([reason.encode(), b"", proof, b""])
-        self.add_member(member)
         renewed, state = b"", self.state.read()
         if self.issuer and member.is_due:
             with self.issuer.open_run(self.prefix) as run:
@@ -220,11 +217,11 @@ class Membership:
         try:
             call = client.control.call_unary_handler(peer, RPC_SHOW_CREDENTIAL, message)
             answer = await asyncio.wait_for(call, RPC_TIMEOUT)
-            reason, theirs, revocations, renewed = parse_message(answer, 4)
-            self.apply_revocations(revocations)
+            reason, credential, revocations, renewed = parse_message(answer, 4)
             if reason:
+                self.apply_revocations(revocations)
                 raise AccessDeniedError(reason.decode(errors="replace"))
-            self.add_member(self.verify_credential(theirs, peer.to_bytes()))
+            self.admit(peer, credential, revocations)
             if renewed:
                 self.apply_renewed(renewed)
         except AccessDeniedError as e:
@@ -300,11 +297,11 @@ async def maintain_membership(dht: hivemind.DHT, node: DHTNode) -> None:
             peers = random.sample(peers, min(1, len(peers)))  # it may have missed an update
         exchanges = (membership.exchange_credentials(node.p2p._client, peer) for peer in peers)
         await asyncio.gather(*exchanges, return_exceptions=True)
-        if now >= next_warning and membership.rejected.read():
+        if now >= next_warning and (rejected := membership.state.read()["rejected"]):
             next_warning = now + WARNING_INTERVAL
-            with membership.rejected.change() as rejected:
-                logger.warning(describe_rejected_calls(rejected))
-                rejected.clear()
+            logger.warning(describe_rejected_calls(rejected))
+            with membership.state.change() as state:
+                state["rejected"] = {}
         await asyncio.sleep(SYNC_INTERVAL)
 
 
@@ -403,16 +400,13 @@ class CredentialValidator(RecordValidatorBase):
         """Return whether the credential is the owner's, for this run, and was valid when the record was stored."""
         try:
             value = self.strip_value(record)
-            credential = parse_credential(record.value[len(value) : -2], self.membership.public_key)
+            member = parse_credential(record.value[len(value) : -2], self.membership.public_key)
             owner = find_subkey_owner(MSGPackSerializer.loads(record.subkey))
             content = MSGPackSerializer.loads(self.signature.strip_value(DHTRecord(b"", b"", value, 0.0)))
-            username = (
-                content.get("username", credential.username) if isinstance(content, dict) else credential.username
-            )
-            expected = self.membership.prefix, owner, username
-            is_own = (credential.prefix, credential.peer_id, credential.username) == expected
+            username = content.get("username", member.username) if isinstance(content, dict) else member.username
+            is_own = (member.prefix, member.peer_id, member.username) == (self.membership.prefix, owner, username)
             # A peer must be authenticated to store a record, so its credential was valid then.
-            return is_own and record.expiration_time <= credential.expires + MAX_RECORD_LIFETIME
+            return is_own and record.expiration_time <= member.expires + MAX_RECORD_LIFETIME
         except Exception as e:  # on untrusted bytes, the decoder and its extension types can raise any exception
             logger.debug(f"refused a record without a valid credential: {e!r}")
             return False
