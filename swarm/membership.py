@@ -286,7 +286,7 @@ async def maintain_membership(dht: hivemind.DHT, node: DHTNode) -> None:
         own = parse_credential(state["credential"], membership.public_key)
         with contextlib.suppress(OSError, P2PDaemonError):  # the daemon may be busy
             connected = await node.p2p.list_peers()
-        peers = [info.peer_id for info in connected if membership.is_authenticated(info.peer_id)]
+        peers = [info.peer_id for info in connected if info.peer_id.to_bytes() in state["peers"]]
         is_renewing = own.is_due and now >= next_renewal
         if is_renewing:
             next_renewal = now + max(SYNC_INTERVAL, own.lifetime / 50)
