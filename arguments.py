@@ -72,10 +72,10 @@ class SwarmArguments:
     )
     authorize: bool = flag(False, "A closed run, for members alone. Needs --invite; on its monitor, --authority_key.")
     invite: str | None = flag(
-        None, "Invitation to a closed run, a file of invite.py's: this peer's identity and its pass, renewed in there."
+        None, "Invitation to a closed run, a file from invite.py: the peer's identity and credential, renewed there."
     )
     authority_key: str | None = flag(
-        None, "A closed run's monitor: file of the key that signs passes, made if missing."
+        None, "A closed run's monitor: key file that signs credentials, created if missing."
     )
     username: str | None = flag(None, "Name on dashboards; in a closed run that of --invite. Default: a number.")
     client_mode: bool = flag(False, "Accept no connection (one trainer must); automatic where others cannot reach it.")
@@ -707,12 +707,12 @@ class TokenizeArguments:
 class InviteArguments:
     """Invitations to closed runs. Read by invite.py."""
 
-    authority_key: str = flag("authority.pem", "File of the key that signs passes, as the run's monitor has made it.")
+    authority_key: str = flag("authority.pem", "Key file that signs credentials, as the run's monitor created it.")
     experiment_prefix: str = flag("", "The run. Default: the only one that the key has served.", aliases=["--run_id"])
     username: str | None = flag(None, "Invite a member of this name.")
-    expires: str = flag("30d", "With --username: time for which the pass counts, and is renewed: 30d, 12h, 45m, 90s.")
+    expires: str = flag("30d", "With --username: validity of the credential, and of its renewals: 30d, 12h, 45m, 90s.")
     out: str | None = flag(None, "With --username: file for the invitation; default: NAME.invite.")
-    revoke: str | None = flag(None, "End all passes of the member of this name.")
+    revoke: str | None = flag(None, "Revoke all invitations of the member with this name.")
     initial_peers: list[str] = flag([], "With --revoke: peers of the run to tell, where its monitor is not here.")
     list: bool = flag(False, "List all invitations.")
 

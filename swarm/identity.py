@@ -8,9 +8,9 @@ from hivemind.proto.crypto_pb2 import PrivateKey
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.config import SwarmConfig
+from swarm.credentials import Authority, load_invitation, read_key
 from swarm.errors import SwarmError
 from swarm.membership import Membership, install_client
-from swarm.passes import Authority, load_invitation, read_key
 from utils import RecordValidator
 
 logger = logging.getLogger("joining")

@@ -141,7 +141,7 @@ class Observer:
     def step(self) -> SwarmMetrics | None:
         """Go on with what is due, without waiting; the metrics of the newest epoch, once.
 
-        :raises UserError: trainers have come that use different settings; or this peer's pass has ended
+        :raises UserError: trainers have come that use different settings; or this peer's credential has expired
         """
         if self.watching.done():
             self.watching.result()
