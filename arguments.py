@@ -1,9 +1,9 @@
 """Every flag of every role, as dataclasses for HfArgumentParser, grouped by who reads them.
 
 Names and defaults are those of hivemind's ALBERT example, or of RuLeanALBERT for what only it has; the defaults are the
-real experiment, small runs come from flags. "ALL PEERS" in a help text means that every trainer of a run must use the
-same value: these values make up the run's contract, which is published on the DHT and compared when a peer joins.
-"ALL TRAINERS": they should, but nothing compares it.
+real experiment, small runs come from flags. `shared=True` means that every trainer of a run must use the same value:
+these values make up the run's contract, which is published on the DHT and compared when a peer joins. "ALL TRAINERS" in
+a help text: they should, but nothing compares it.
 An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data, and flags
 that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad_acc_steps count batches.
 """
@@ -41,9 +41,9 @@ class SwarmArguments:
 
     experiment_prefix: str = flag(
         "",
-        "Unique name of the run, without a dot. Default: that of --initial_peers, or for a new run a generated one. "
-        "ALL PEERS.",
+        "Unique name of the run, without a dot. Default: that of --initial_peers, or for a new run a generated one.",
         aliases=["--run_id"],
+        shared=True,
     )
     initial_peers: list[str] = flag(
         [],
@@ -72,10 +72,10 @@ class SwarmArguments:
     )
     authorize: bool = flag(False, "A closed run, for members alone. Needs --invite; on its monitor, --authority_key.")
     invite: str | None = flag(
-        None, "Invitation to a closed run, a file of invite.py's: this peer's identity and its pass, renewed in there."
+        None, "Invitation to a closed run, a file from invite.py: the peer's identity and credential, renewed there."
     )
     authority_key: str | None = flag(
-        None, "A closed run's monitor: file of the key that signs passes, made if missing."
+        None, "A closed run's monitor: key file that signs credentials, created if missing."
     )
     username: str | None = flag(None, "Name on dashboards; in a closed run that of --invite. Default: a number.")
     client_mode: bool = flag(False, "Accept no connection (one trainer must); automatic where others cannot reach it.")
@@ -112,7 +112,6 @@ class SwarmArguments:
         check_needs(self, "authority_key", "experiment_prefix", " NAME")
         if self.authorize and not self.invite and not self.authority_key:
             raise UserError("--authorize needs --invite FILE, or on the monitor --authority_key FILE: add it")
-        self.authorize = bool(self.invite or self.authority_key)
         check_username("username", self.username)
 
 
@@ -123,17 +122,19 @@ class ModelArguments:
     config_path: str | None = flag(
         None,
         "Shape of a model to train from scratch: a JSON file (see configs/), or a folder or name on the Hugging "
-        f"Face Hub; the vocabulary is the tokenizer's. Default: {DEFAULT_CONFIG_PATH}. ALL PEERS.",
+        f"Face Hub; the vocabulary is the tokenizer's. Default: {DEFAULT_CONFIG_PATH}.",
         aliases=["--model_config_path", "--config_name"],
+        shared=True,
     )
     model_name_or_path: str | None = flag(
-        None, "A pretrained model to train on instead: folder or Hub name; missing heads start at random. ALL PEERS."
+        None, "A pretrained model to train on instead: folder or Hub name; missing heads start at random.", shared=True
     )
     objective: OBJECTIVES | None = flag(
         None,
         "What the model learns to predict: mlm: masked words; mlm_sop: masked words and the order of sentences; clm: "
         "the next word. Default: what suits the model's type: mlm_sop for ALBERT and LeanALBERT, mlm for BERT, "
-        "RoBERTa and similar models, clm for GPT-2, Llama and similar models. ALL PEERS.",
+        "RoBERTa and similar models, clm for GPT-2, Llama and similar models.",
+        shared=True,
     )
     attn_implementation: str | None = flag(
         None, "eager, sdpa, flash_attention_2 or any other that transformers knows. Default: the fastest of the model."
@@ -142,10 +143,11 @@ class ModelArguments:
         None,
         "Folder of the tokenizer that made the dataset, or its name on the Hugging Face Hub. Default: that of "
         f"--model_name_or_path, if one is given, else {DEFAULT_TOKENIZER_PATH}; a trainer whose --dataset_path is an "
-        "archive uses the tokenizer in it. ALL PEERS.",
+        "archive uses the tokenizer in it.",
         aliases=["--tokenizer", "--tokenizer_name"],
+        shared=True,
     )
-    seed: int = flag(42, "Seed of the initial weights. ALL PEERS. (The data order comes from the peer id.)")
+    seed: int = flag(42, "Seed of the initial weights. (The data order comes from the peer id.)", shared=True)
 
     def __post_init__(self):
         check_exclusive(self, "model_name_or_path", "config_path")
@@ -162,23 +164,30 @@ class OptimizerArguments:
     optim: Literal["lamb", "lamb_8bit", "adamw"] = flag(
         "lamb",
         "LAMB (arxiv.org/abs/1904.00962) suits large batches, AdamW small ones. lamb_8bit keeps its moments in 2 "
-        "bytes per parameter instead of 8, to save memory and bandwidth; its step takes twice as long. ALL PEERS.",
+        "bytes per parameter instead of 8, to save memory and bandwidth; its step takes twice as long.",
+        shared=True,
     )
     min_8bit_size: int = flag(
-        2**16, "lamb_8bit only: tensors with fewer elements keep 32-bit moments. Lower it for small models. ALL PEERS."
+        2**16,
+        "lamb_8bit only: tensors with fewer elements keep 32-bit moments. Lower it for small models.",
+        shared=True,
     )
-    learning_rate: float = flag(0.00176, "Peak learning rate. ALL PEERS.")
-    warmup_steps: int = flag(5000, "Epochs of linear warm-up to the peak; 1/25 of total_steps for LAMB. ALL PEERS.")
-    total_steps: int = flag(125_000, "Epoch at which the linear decay reaches min_learning_rate. ALL PEERS.")
+    learning_rate: float = flag(0.00176, "Peak learning rate.", shared=True)
+    warmup_steps: int = flag(5000, "Epochs of linear warm-up to the peak; 1/25 of total_steps for LAMB.", shared=True)
+    total_steps: int = flag(125_000, "Epoch at which the linear decay reaches min_learning_rate.", shared=True)
     min_learning_rate: float = flag(
-        0.0, "Learning rate at which the decay ends and stays: raise it for runs that go beyond total_steps. ALL PEERS."
+        0.0,
+        "Learning rate at which the decay ends and stays: raise it for runs that go beyond total_steps.",
+        shared=True,
     )
-    adam_beta1: float = flag(0.9, "Decay of the first moment, per epoch. ALL PEERS.")
-    adam_beta2: float = flag(0.999, "Decay of the second moment, per epoch. ALL PEERS.")
-    adam_epsilon: float = flag(1e-6, "Added to the root of the second moment. ALL PEERS.")
-    weight_decay: float = flag(0.01, "Decay of all weights except norms and biases, per epoch. ALL PEERS.")
-    max_grad_norm: float = flag(1.0, "The averaged gradient is clipped to this norm before each step. ALL PEERS.")
-    clamp_value: float = flag(10000.0, "Both LAMBs only: upper bound of the weight norm in the trust ratio. ALL PEERS.")
+    adam_beta1: float = flag(0.9, "Decay of the first moment, per epoch.", shared=True)
+    adam_beta2: float = flag(0.999, "Decay of the second moment, per epoch.", shared=True)
+    adam_epsilon: float = flag(1e-6, "Added to the root of the second moment.", shared=True)
+    weight_decay: float = flag(0.01, "Decay of all weights except norms and biases, per epoch.", shared=True)
+    max_grad_norm: float = flag(1.0, "The averaged gradient is clipped to this norm before each step.", shared=True)
+    clamp_value: float = flag(
+        10000.0, "Both LAMBs only: upper bound of the weight norm in the trust ratio.", shared=True
+    )
 
     def __post_init__(self):
         check_range(self, "total_steps", "min_8bit_size", at_least=1)
@@ -194,7 +203,7 @@ class OptimizerArguments:
 class AveragingArguments:
     """How the swarm forms a batch and averages. Read by trainers, and by a monitor that stores checkpoints."""
 
-    target_batch_size: int = flag(4096, "Samples that the whole swarm gathers before each optimizer step. ALL PEERS.")
+    target_batch_size: int = flag(4096, "Samples that the whole swarm gathers before each optimizer step.", shared=True)
     batch_size_lead: int = flag(
         0, "Look for a group this many samples before target_batch_size is reached; raise it when rounds start late."
     )
@@ -217,25 +226,33 @@ class AveragingArguments:
     next_chunk_timeout: float | None = flag(
         None, "Seconds without data until a peer is excluded from a round. Default: half a round's time, at least 10 s."
     )
-    target_group_size: int = flag(256, "Peers in an averaging group, at most; a full group starts at once. ALL PEERS.")
+    target_group_size: int = flag(
+        256, "Peers in an averaging group, at most; a full group starts at once.", shared=True
+    )
     bandwidth: float | None = flag(
         None,
         "This peer's upload bandwidth in Mbit/s, which limits what it sends and its share of the averaging: give less "
         "than your line has to keep some for yourself. Default: measured, then adjusted continuously.",
     )
     min_vector_size: int = flag(
-        0, "Elements that one peer averages at least: raise it in large groups, against many small messages. ALL PEERS."
+        0,
+        "Elements that one peer averages at least: raise it in large groups, against many small messages.",
+        shared=True,
     )
     compression: Literal["none", "float16", "8bit", "sparse"] = flag(
         "float16",
-        "Compression of gradients; 8bit: half of float16. sparse: with --local_steps the largest in 2 bits. ALL PEERS.",
+        "Compression of gradients; 8bit: half of float16. sparse: with --local_steps the largest in 2 bits.",
         aliases=["--grad_compression"],
+        shared=True,
     )
-    state_compression: Literal["none", "float16"] = flag("none", "Compression of parameters when averaged. ALL PEERS.")
+    state_compression: Literal["none", "float16"] = flag(
+        "none", "Compression of parameters when averaged.", shared=True
+    )
     load_state_compression: Literal["none", "float16", "8bit"] = flag(
         "8bit",
         "Compression of the state for a peer that joins or has missed a round. float16: of parameters; 8bit: of "
-        "moments too, which changed no loss by more than 0.01 percent; none: 3 times the bytes. ALL PEERS.",
+        "moments too, which changed no loss by more than 0.01 percent; none: 3 times the bytes.",
+        shared=True,
     )
     robust_averaging: Literal["clip", "none"] = flag(
         "clip",
@@ -243,17 +260,18 @@ class AveragingArguments:
         "away from all others; of parameters, the median counts.",
     )
     average_state_every: int = flag(
-        10, "Average parameters every N epochs, in the background: failed rounds have parted some. ALL PEERS."
+        10, "Average parameters every N epochs, in the background: failed rounds have parted some.", shared=True
     )
-    local_steps: int = flag(1, "An epoch is N batches, in which peers step by themselves. ALL PEERS.")
-    local_steps_from: int | None = flag(None, "First epoch of local steps; default: warmup_steps or 200. ALL PEERS.")
-    outer_lr: float = flag(0.7, "With --local_steps: rate of the step by how far the peers have come. ALL PEERS.")
-    outer_momentum: float = flag(0.6, "With --local_steps: Nesterov momentum of that step. ALL PEERS.")
-    density: float = flag(0.03, "With --compression sparse: share of the entries that is sent. ALL PEERS.")
+    local_steps: int = flag(1, "An epoch is N batches, in which peers step by themselves.", shared=True)
+    local_steps_from: int | None = flag(None, "First epoch of local steps; default: warmup_steps or 200.", shared=True)
+    outer_lr: float = flag(0.7, "With --local_steps: rate of the step by how far the peers have come.", shared=True)
+    outer_momentum: float = flag(0.6, "With --local_steps: Nesterov momentum of that step.", shared=True)
+    density: float = flag(0.03, "With --compression sparse: share of the entries that is sent.", shared=True)
     overlap: bool = flag(
         False,
-        "Average in the background, for long rounds: without --local_steps, small models stop learning. ALL PEERS.",
+        "Average in the background, for long rounds: without --local_steps, small models stop learning.",
         aliases=["--delay_grad_averaging", "--delay_optimizer_step"],
+        shared=True,
     )
     min_refresh_period: float = flag(0.5, "Minimum seconds between two checks of the swarm's progress.")
     max_refresh_period: float = flag(5, "Maximum seconds between two checks of the swarm's progress.")
@@ -689,12 +707,12 @@ class TokenizeArguments:
 class InviteArguments:
     """Invitations to closed runs. Read by invite.py."""
 
-    authority_key: str = flag("authority.pem", "File of the key that signs passes, as the run's monitor has made it.")
+    authority_key: str = flag("authority.pem", "Key file that signs credentials, as the run's monitor created it.")
     experiment_prefix: str = flag("", "The run. Default: the only one that the key has served.", aliases=["--run_id"])
     username: str | None = flag(None, "Invite a member of this name.")
-    expires: str = flag("30d", "With --username: time for which the pass counts, and is renewed: 30d, 12h, 45m, 90s.")
+    expires: str = flag("30d", "With --username: validity of the credential, and of its renewals: 30d, 12h, 45m, 90s.")
     out: str | None = flag(None, "With --username: file for the invitation; default: NAME.invite.")
-    revoke: str | None = flag(None, "End all passes of the member of this name.")
+    revoke: str | None = flag(None, "Revoke all invitations of the member with this name.")
     initial_peers: list[str] = flag([], "With --revoke: peers of the run to tell, where its monitor is not here.")
     list: bool = flag(False, "List all invitations.")
 
@@ -777,6 +795,9 @@ def parse_arguments(*groups: type, description: str | None = None, before: Seque
     swarm, monitor, averaging = map(found.get, (SwarmArguments, MonitorArguments, AveragingArguments))
     if monitor and monitor.watch and not swarm.initial_peers:
         raise UserError("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
+    trainer, data = found.get(TrainerArguments), found.get(DataArguments)
+    if trainer and trainer.num_train_epochs and data.streaming:
+        raise UserError("--num_train_epochs: --streaming has no passes over the data: pass --max_steps instead")
     if swarm and not swarm.experiment_prefix and not swarm.initial_peers:
         begin_new_run(found)
     if averaging and averaging.local_steps > 1 and averaging.local_steps_from is None:

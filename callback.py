@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from hivemind import DHT
 from hivemind.utils import get_dht_time
 from pydantic.v1 import ValidationError
 from tqdm import tqdm
@@ -34,25 +33,22 @@ from machine.checkpoint import (
     write_readme,
 )
 from machine.devices import all_finite, is_out_of_memory
+from machine.page_client import format_join
 from machine.preflight import check_epoch_time, check_step_time, warn_of
 from machine.training import evaluate
 from support.console import UserError, fit_terminal, format_count, format_duration, format_number
 from support.files import append_line, read_json_lines, write_file
-from swarm.addresses import list_shareable_maddrs
-from swarm.contract import parse_schedule, publish_contract, recheck_contract
-from swarm.joining import warn_of_local_addresses
+from swarm.contract import parse_schedule
+from swarm.joining import Swarm
 from swarm.local_steps import at_anchor
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.processes import STOP_REQUESTED
 from swarm.states import list_params
-from swarm.status import format_join
-from swarm.vouching import RunAttestation, publish_attestation
 from utils import (
     MAX_WORKERS,
     ContributorRegistry,
     Evaluation,
     LocalMetrics,
-    RunContract,
     aggregate_metrics,
     compute_seconds,
     describe_evaluation,
@@ -77,8 +73,7 @@ class CollaborativeCallback:
     """A trainer's hooks around its steps, and the state that they keep, such as sums since the last epoch.
 
     :param groups: the arguments of the whole command line, as in TRAINER_ARGS, which checkpoints record
-    :param public_key: this peer's public key, the subkey of its records
-    :param contract: the contract that this peer published when it joined
+    :param swarm: the run, with the contract that this peer has published
     :param dataset, corpus: the results of experiment.data.load_data
     :param autocast: the precision for evaluations
     :param num_devices: the number of this machine's devices that share each step
@@ -87,11 +82,9 @@ class CollaborativeCallback:
 
     def __init__(
         self,
-        dht: DHT,
+        swarm: Swarm,
         optimizer: CollaborativeOptimizer,
         groups: tuple,
-        public_key: bytes,
-        contract: RunContract,
         *,
         model: torch.nn.Module,
         tokenizer,
@@ -102,9 +95,9 @@ class CollaborativeCallback:
         num_devices: int = 1,
         page: StatusServer | None = None,
     ):
-        self.dht, self.optimizer, self.public_key, self.contract = dht, optimizer, public_key, contract
-        self.swarm, _, optimizer_args, _, self.data_args, self.args = groups
-        self.prefix = self.swarm.experiment_prefix
+        self.swarm, self.dht, self.optimizer = swarm, swarm.dht, optimizer
+        _, _, optimizer_args, averaging_args, self.data_args, self.args = groups
+        self.contract_lifetime = averaging_args.metadata_expiration
         self.arguments = {name: value for group in groups for name, value in asdict(group).items()}
         self.model, self.tokenizer, self.dataset, self.corpus = model, tokenizer, dataset, corpus
         self.autocast, self.scaler, self.page = autocast, scaler, page
@@ -175,20 +168,22 @@ class CollaborativeCallback:
         """
         self.resume(saved_state)
         self.publish_attestation()
-        self.dashboard = start_trainer_dashboard(self.args, self.prefix, self.arguments, saved_state is not None)
+        self.dashboard = start_trainer_dashboard(self.args, self.swarm.prefix, self.arguments, saved_state is not None)
         logger.info(
-            f"run {self.prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
+            f"run {self.swarm.prefix} until epoch {self.final_epoch}, {self.model.num_parameters():,} parameters, "
             f"peer {self.dht.peer_id}{' in client mode' if self.dht.client_mode else ''}"
         )
         if not self.dht.client_mode:
-            maddr = list_shareable_maddrs(self.dht.get_visible_maddrs())[0]
+            maddr = self.swarm.list_maddrs()[0]
             logger.info(f"others may join through --initial_peers {maddr}")
-            if not self.swarm.initial_peers:
-                command = format_join(self.prefix, [maddr], self.contract.flags, self.dht.membership is not None)
+            if not self.swarm.config.initial_peers:
+                command = format_join(
+                    self.swarm.prefix, [maddr], self.swarm.contract.flags, self.dht.membership is not None
+                )
                 if self.data_args.train_file == SAMPLE_TEXT:
                     command += f" --train_file {SAMPLE_TEXT}"
                 logger.info(f"for example: {command}")
-        warn_of_local_addresses(self.dht, self.swarm)
+        self.swarm.warn_of_local_addresses()
         if self.page:
             self.page.serve(self.dht, self.read_progress, self.curve)
         if self.args.do_eval and self.measure():
@@ -232,9 +227,8 @@ class CollaborativeCallback:
         if self.dht.membership:
             self.dht.membership.check_own_credential()
         if now >= self.next_contract_time:
-            expiration = self.optimizer.averaging.metadata_expiration
-            self.next_contract_time = now + expiration / 3
-            publish_contract(self.dht, self.prefix, self.public_key, self.contract, expiration)
+            self.next_contract_time = now + self.contract_lifetime / 3
+            self.swarm.renew_contract(self.contract_lifetime)
         if not self.has_contributed and self.optimizer.grad_averager.samples:
             self.has_contributed = True
             seconds = time.time() - psutil.Process().create_time()
@@ -294,11 +288,11 @@ class CollaborativeCallback:
             epoch_check = check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], matchmaking_time)
             warn_of([check_step_time(step_seconds, self.batch_size), epoch_check])
         membership = self.dht.membership
-        if username := membership.username if membership else self.swarm.username:
+        if username := membership.username if membership else self.swarm.config.username:
             metrics["username"] = username
         if self.args.max_steps is not None:
             metrics["final_epoch"] = self.args.max_steps
-        recheck_contract(self.dht, self.prefix, self.contract)
+        self.swarm.recheck_contract()
         self.publish_attestation()
         self.metrics = metrics
         self.publish()
@@ -344,13 +338,10 @@ class CollaborativeCallback:
         """Serve the run's contract, flags and contributors to new peers that have this peer's address."""
         has_contributed = self.counters["epochs"] > 0
         group = [self.dht.peer_id.to_bytes(), *self.optimizer.stats.last_group]
-        workers = group[:MAX_WORKERS] if has_contributed else []
         # As long as no peer has contributed, this trainer's settings may be the wrong ones.
-        is_sure = has_contributed or not self.dht.vouched or self.dht.vouched.contract
-        contract = self.contract if is_sure else None
-        publish_attestation(
-            self.dht, RunAttestation(prefix=self.prefix, contract=contract, flags=self.contract.flags, workers=workers)
-        )
+        is_sure = has_contributed or not self.dht.attestation or self.dht.attestation.contract
+        contract = self.swarm.contract
+        self.swarm.attest(contract if is_sure else None, contract.flags, group if has_contributed else ())
 
     def publish(self) -> None:
         """Store this peer's signed metrics of the last epoch and its newest evaluation; do not wait for the DHT."""
@@ -358,18 +349,12 @@ class CollaborativeCallback:
         if self.optimizer.stats.group_size > 1:
             more["partners"] = [make_worker_key(peer_id) for peer_id in self.optimizer.stats.last_group][:MAX_WORKERS]
         try:
-            record = LocalMetrics.parse_obj(self.metrics | more).dict()
+            metrics = LocalMetrics.parse_obj(self.metrics | more)
         except ValidationError as e:
             # For example, the loss has diverged. Other peers would reject the record.
             logger.warning(f"the metrics of epoch {self.metrics['epoch']} are not published: {list_errors(e)}")
             return
-        self.dht.store(
-            f"{self.prefix}_metrics",
-            subkey=self.public_key,
-            value=record,
-            expiration_time=get_dht_time() + self.args.statistics_expiration,
-            return_future=True,
-        )
+        self.swarm.publish_metrics(metrics, self.args.statistics_expiration)
 
     def has_crossed_interval(self, steps: int) -> bool:
         """Return whether a multiple of `steps` epochs was reached; a loaded state may have skipped the exact epoch."""
@@ -422,7 +407,7 @@ class CollaborativeCallback:
     def measure_progress(self) -> dict:
         """Return the run's progress and the time until this trainer stops, which its data may do before the run."""
         # The tracker's target_batch_size is smaller by --batch_size_lead, so read the contract's.
-        schedule, recent = parse_schedule(self.contract), list(self.recent_seconds)
+        schedule, recent = parse_schedule(self.swarm.contract), list(self.recent_seconds)
         progress = measure_progress(self.optimizer.local_epoch, self.final_epoch, schedule, recent)
         computed = self.counters["computed_samples"]
         if computed > self.samples_before and self.sample_limit < math.inf:
@@ -466,12 +451,12 @@ class CollaborativeCallback:
         """Return the content of the status page, which calls this from its own thread."""
         peers = len(self.optimizer.tracker.present) + 1
         progress = {"epoch": self.optimizer.local_epoch, "loss": self.measure_loss(), "peers": peers}
-        progress["flags"] = self.contract.flags
+        progress["flags"] = self.swarm.contract.flags
         is_over = self.curve and self.optimizer.local_epoch >= self.final_epoch
         progress["ended"] = self.curve[-1]["time"] if is_over else None
         if time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + METRICS_INTERVAL
-            records = fetch_records(self.dht, self.prefix, METRICS_TIMEOUT, self.workers)
+            records = fetch_records(self.dht, self.swarm.prefix, METRICS_TIMEOUT, self.workers)
             self.contributions.update(records, {}, time.time())
             self.swarm_metrics = aggregate_metrics([(label, metrics) for label, (metrics, _) in records.items()])
         progress |= {**describe_swarm(self.swarm_metrics, self.curve), **self.contributions.describe()}
@@ -525,7 +510,7 @@ class CollaborativeCallback:
     def save(self) -> None:
         """Write a checkpoint; if the disk is full, training continues without it."""
         state = self.collect_state()
-        extra = {"experiment_prefix": self.prefix, "loss": self.epoch_loss, "time": time.time()}
+        extra = {"experiment_prefix": self.swarm.prefix, "loss": self.epoch_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, self.args.save_total_limit):
             self.saved_epoch = state["local_epoch"]
 
@@ -547,8 +532,7 @@ class CollaborativeCallback:
         self.bar.close()
         if self.optimizer.local_epoch > self.saved_epoch and self.parameters_are_finite():
             self.save()
-        expiration = self.optimizer.averaging.metadata_expiration
-        publish_contract(self.dht, self.prefix, self.public_key, None, expiration)
+        self.swarm.withdraw_contract(self.contract_lifetime)
         self.dashboard.finish()
 
     def save_results(self, with_evaluation: bool) -> bool:

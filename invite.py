@@ -1,18 +1,20 @@
 #!/usr/bin/env python
-"""Invitations to a closed run: who may take part in it, for how long, and who may not any more.
+"""Manage the members of a closed run: invite them, revoke invitations, list all.
 
     python run_training_monitor.py --experiment_prefix my_albert --authorize --authority_key authority.pem ...
     python invite.py --authority_key authority.pem --username ada --expires 30d --out ada.invite
 
-writes one file, for one peer, to be sent to Ada by a way that nobody else reads: `run_trainer.py --invite ada.invite`.
-Her pass is renewed for as long as the monitor with the authority's key is there, until
+The second command writes one file, for one peer. Send it to Ada over a private channel: she starts
+`run_trainer.py --invite ada.invite`. The monitor that holds the authority's key renews her credential until you run
 
     python invite.py --authority_key authority.pem --revoke ada
 
-which reaches the run within a minute: by that monitor, if it runs on this machine, and by --initial_peers. --list shows
-all invitations. The key is who decides: keep it, and the list of members beside it, on one machine, and back both up.
+A revocation reaches the run within a minute: through that monitor, if it runs on this machine, or through the peers in
+--initial_peers. --list shows all invitations. The key decides who is a member: keep it, and the member list next to it,
+on one machine, and back both up.
 """
 
+import re
 import time
 from pathlib import Path
 
@@ -25,53 +27,57 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.passes import Authority, Invitation, parse_duration
+from swarm.credentials import Authority, Invitation
 from utils import RecordValidator, find_peer_id
+
+UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}  # seconds
+MAX_LIFETIME = 3660 * 86400.0  # seconds
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration such as 30d, 12h, 45m or 90s, or raise a UserError."""
+    match = re.fullmatch(r"(\d{1,9})([dhms])", text, re.ASCII)
+    seconds = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if not 0.0 < seconds <= MAX_LIFETIME:
+        raise UserError(f"--expires {text} is not a time such as 30d, 12h, 45m or 90s, at most ten years")
+    return seconds
 
 
 def invite(args: InviteArguments) -> None:
-    lifetime, path = parse_duration("--expires", args.expires), Path(args.out or f"{args.username}.invite")
+    lifetime, path = parse_duration(args.expires), Path(args.out or f"{args.username}.invite")
     if path.exists():
-        raise UserError(f"--out {path} exists: name a new file, as an invitation is for one peer")
+        raise UserError(f"--out {path} exists: name a new file, because an invitation is for one peer")
     prefix, authority = find_run(args), Authority(args.authority_key)
     key = RSAPrivateKey()
-    data = authority.issue(prefix, find_peer_id(RecordValidator(key).local_public_key), args.username, lifetime)
-    with authority.open_members() as runs:
-        authority.record_issued(runs, prefix, data)
-        Invitation(key, data, authority.public_key).save("--out", path)
-    print(f"{path}: {args.username} may join run {prefix!r} by run_trainer.py --invite {path}; send it to nobody else")
+    peer_id = find_peer_id(RecordValidator(key).local_public_key)
+    with authority.open_run(prefix) as run:
+        credential = authority.issue(prefix, peer_id, args.username, lifetime, run)
+        Invitation(key, credential, authority.public_key).save("out", path)
+    print(f"{path}: {args.username} may join run {prefix!r} by run_trainer.py --invite {path}; send it to no one else")
 
 
 def revoke(args: InviteArguments) -> None:
-    prefix, authority = find_run(args), Authority(args.authority_key)
-    with authority.open_members() as runs:
-        count = authority.revoke(runs, prefix, args.revoke)
-    if not count:
-        raise UserError(f"--revoke {args.revoke}: run {prefix!r} has no such member, or not any more; --list shows all")
+    prefix = find_run(args)
+    count = Authority(args.authority_key).revoke(prefix, args.revoke)
     print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
     if args.initial_peers:
-        from swarm.adoption import discover_settings
-        from swarm.identity import make_identity
+        from machine.settings import begin
 
-        swarm = SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key)
-        discover_settings(swarm, make_identity(swarm))  # shows them the new list
+        # sends them the new revocation list
+        begin((SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key),))
 
 
 def show_members(args: InviteArguments) -> None:
     for prefix, run in Authority(args.authority_key).read_members().items():
         for peer_id, member in run["members"].items() if args.experiment_prefix in ("", prefix) else ():
             expires = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(member["expires"]))
-            state = "expired " if member["expires"] <= time.time() else "expires "
-            state = "revoked" if member["revoked"] else state + expires
+            state = f"expired {expires}" if member["expires"] <= time.time() else f"expires {expires}"
+            state = "revoked" if member["revoked"] else state
             print(f"{prefix}  {member['username']}  {peer_id}  {state}")
 
 
-def main(args: InviteArguments) -> None:
-    (show_members if args.list else revoke if args.revoke else invite)(args)
-
-
 def find_run(args: InviteArguments) -> str:
-    """:raises UserError: the key serves several runs, or none yet, and none of them is given"""
+    """Return the run of --experiment_prefix, or the only one that the key has served, or raise a UserError."""
     if args.experiment_prefix:
         return args.experiment_prefix
     runs = sorted(Authority(args.authority_key).read_members()) if Path(args.authority_key).exists() else []
@@ -79,6 +85,10 @@ def find_run(args: InviteArguments) -> str:
         which = f"has served {' and '.join(runs)}" if runs else "has served no run yet: start its monitor first"
         raise UserError(f"--authority_key {args.authority_key} {which}, or give --experiment_prefix")
     return runs[0]
+
+
+def main(args: InviteArguments) -> None:
+    (show_members if args.list else revoke if args.revoke else invite)(args)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from swarm.addresses import list_shareable_maddrs
-from swarm.adoption import apply_settings, discover_settings
-from swarm.identity import make_identity
+from machine.settings import begin
 from swarm.processes import clean_end
 from viewing.observer import Observer
 
@@ -41,12 +39,10 @@ def main(*groups) -> None:
     setup_logging("aux")
     if args.logging_dir:
         log_to_folder("aux peer", args.logging_dir)
-    membership = make_identity(groups[0])
-    groups = apply_settings(groups, discover_settings(groups[0], membership))
+    membership, groups = begin(groups)
     observer = Observer(membership, *groups)
     stop = observer.begin()
-    maddrs = list_shareable_maddrs(observer.dht.get_visible_maddrs())
-    logger.info(f"others may join through --initial_peers {' '.join(maddrs)}")
+    logger.info(f"others may join through --initial_peers {' '.join(observer.swarm.list_maddrs())}")
     optimizer = observer.optimizer
     while not stop.is_set():
         metrics = observer.step()

@@ -33,12 +33,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from swarm.addresses import list_shareable_maddrs
-from swarm.adoption import apply_settings, discover_settings
-from swarm.dht import DHT
-from swarm.identity import make_identity
+from machine.page_client import format_join
+from machine.settings import begin
+from swarm.joining import Swarm
 from swarm.processes import clean_end
-from swarm.status import format_join
 from viewing.curves import plot_run
 from viewing.history import load_history
 from viewing.observer import Observer
@@ -47,13 +45,13 @@ from viewing.watch import watch_swarm
 logger = logging.getLogger("monitor")
 
 
-def print_how_to_join(dht: DHT, prefix: str, flags: str) -> None:
+def print_how_to_join(swarm: Swarm, flags: str) -> None:
     """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them.
 
     :param flags: that all peers of the run must share
     """
-    maddrs = list_shareable_maddrs(dht.get_visible_maddrs())
-    peers, command = " ".join(maddrs), format_join(prefix, maddrs, flags, dht.membership is not None)
+    maddrs = swarm.list_maddrs()
+    peers, command = " ".join(maddrs), format_join(swarm.prefix, maddrs, flags, swarm.dht.membership is not None)
     print(
         f"\nTo join this run, give other peers this:\n--initial_peers {peers}\n\nFor example:\n{command}\n", flush=True
     )
@@ -82,22 +80,22 @@ def main(*groups) -> None:
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
-    # a watcher is another peer than the monitor, whose file it may have been given
-    membership = make_identity(dataclasses.replace(swarm, identity_path=None) if args.watch else swarm)
-    groups = swarm, args, *_ = apply_settings(groups, discover_settings(swarm, membership))
+    if args.watch:  # it is another peer than the monitor, whose file it may have been given
+        groups = dataclasses.replace(swarm, identity_path=None), *groups[1:]
+    membership, groups = begin(groups)
     if args.watch:
-        watch_swarm(swarm, membership, args.refresh_period)
+        watch_swarm(groups[0], membership, args.refresh_period)
         return
     observer = Observer(membership, *groups)
     if not observer.dht.client_mode:
-        print_how_to_join(observer.dht, swarm.experiment_prefix, observer.flags)
+        print_how_to_join(observer.swarm, observer.flags)
     stop = observer.begin()
     logger.info(f"Waiting for trainers, checking every {args.refresh_period:g} s")
     flags = observer.flags
     while not stop.wait(min(1.0, args.refresh_period)):
         observer.step()
         if observer.flags != flags and not observer.dht.client_mode:
-            print_how_to_join(observer.dht, swarm.experiment_prefix, flags := observer.flags)
+            print_how_to_join(observer.swarm, flags := observer.flags)
     observer.finish()
 
 

@@ -57,7 +57,7 @@ from arguments import DataArguments, ModelArguments
 from experiment.data import load_data, make_eval_batches
 from experiment.model import make_model
 from machine.training import evaluate
-from swarm.passes import Authority, Invitation
+from swarm.credentials import Authority, Invitation
 from utils import RecordValidator, find_peer_id
 
 HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each
@@ -117,7 +117,7 @@ class Swarm:
         authority = Authority(self.folder / "forger.pem") if name == "attacker" else self.authority
         peer_id = find_peer_id(RecordValidator(key).local_public_key)
         data = authority.issue(self.prefix, peer_id, name, 86400.0)
-        Invitation(key, data, authority.public_key).save("--out", path)
+        Invitation(key, data, authority.public_key).save("out", path)
         return path
 
     def start_trainer(self, name: str, *more: object) -> Script:

@@ -123,15 +123,16 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     """Average random gradients until stopped; print a JSON line after each round, also a failed one."""
     import torch
 
-    from arguments import AveragingArguments, SwarmArguments
+    from arguments import AveragingArguments
     from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
     from support.console import setup_logging
-    from swarm.joining import make_dht
+    from swarm.config import SwarmConfig
+    from swarm.joining import Swarm
     from swarm.optimizer import CollaborativeOptimizer
     from swarm.processes import handle_stop_signals, shut_down
 
     setup_logging("peer")
-    dht, *_ = make_dht(SwarmArguments(experiment_prefix, initial_peers, host_maddrs=[f"/ip4/{ip}/tcp/0"]))
+    dht = Swarm.join(SwarmConfig(experiment_prefix, initial_peers, host_maddrs=[f"/ip4/{ip}/tcp/0"])).dht
     print(json.dumps({"maddr": str(dht.get_visible_maddrs()[0])}), flush=True)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
     dht.uplink.set_bandwidth(row.up, is_fixed=True)

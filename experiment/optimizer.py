@@ -1,7 +1,7 @@
 """Edit me: parameter groups, optimizer, schedule. `make_optimizer` is the one function that builds them for all roles.
 
 Peers exchange optimizer states by position (hivemind/optim/state_averager.py), so one differing name or group sends
-tensors to the wrong place: never build a peer's optimizer by other means. `describe_contract` puts into words what all
+tensors to the wrong place: never build a peer's optimizer by other means. `make_contract` puts into words what all
 peers must agree on; it is published and compared when a peer joins.
 
     python -c "from experiment.optimizer import *; from experiment.model import *; \\
@@ -12,16 +12,19 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from hivemind import DHT
+from hivemind.utils import get_dht_time
 from torch import nn
 
-from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from arguments import AveragingArguments, OptimizerArguments
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
+from swarm.config import AveragingConfig, make_config
 from swarm.contract import describe_averaging
+from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.sparse import TopKCompression, compress_sparse_step
 from swarm.states import initialize_optimizer_state_, list_params
+from utils import RunContract
 
 
 def make_param_groups(model: nn.Module) -> list[dict]:
@@ -97,12 +100,10 @@ def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -
 
 def make_optimizer(
     model: nn.Module,
-    dht: DHT,
-    swarm: SwarmArguments,
+    swarm: Swarm,
     args: OptimizerArguments,
     averaging: AveragingArguments,
     *,
-    client_mode: bool = False,
     auxiliary: bool = False,
 ) -> CollaborativeOptimizer:
     """The collaborative optimizer: gathers gradients, averages them with the swarm, clips, steps.
@@ -110,15 +111,14 @@ def make_optimizer(
     Starts helper processes: build it before any CUDA context and before DataLoader workers, on the CPU model, with its
     weights loaded; then move the model and call `optimizer.accumulate_on(device)`.
 
-    :param client_mode: accept no incoming connection
     :param auxiliary: a role that computes no gradients (the monitor)
     """
     is_sparse, load_state = averaging.compression == "sparse", LOAD_STATE_COMPRESSIONS[averaging.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
     return kind(
-        dht,
-        swarm.experiment_prefix,
-        averaging,
+        swarm.dht,
+        swarm.prefix,
+        make_config(AveragingConfig, averaging),
         params=make_param_groups(model),
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
@@ -126,19 +126,26 @@ def make_optimizer(
         local_steps=TopKCompression(averaging.density, bits=2) if is_sparse else None,
         state_averaging=COMPRESSIONS[averaging.state_compression],
         load_state=compress_sparse_step(load_state) if is_sparse else load_state,
-        client_mode=client_mode,
+        client_mode=not auxiliary and swarm.dht.client_mode,
     )
 
 
-def describe_contract(
-    model: nn.Module, tokenizer_fingerprint: str, args: OptimizerArguments, averaging: AveragingArguments
-) -> dict[str, str]:
-    """What all peers of a run must agree on, in words short enough for one line of an error message."""
+def make_contract(
+    model: nn.Module,
+    tokenizer_fingerprint: str,
+    args: OptimizerArguments,
+    averaging: AveragingArguments,
+    flags: str = "",
+) -> RunContract:
+    """What all peers of a run must agree on, in words short enough for one line of an error message.
+
+    :param flags: the flags that all peers share, see `describe_shared`
+    """
     decayed, undecayed = make_param_groups(model)
     names = decayed["names"] + undecayed["names"]
     frozen = sum(not param.requires_grad for param in model.parameters())
     shapes = [tuple(param.shape) for group in (decayed, undecayed) for param in group["params"]]
-    return {
+    terms = {
         "model": describe_architecture(model),
         # what is not trained no peer sends: all have it from their start
         "initial weights": model.initial_weights + (f", {frozen} frozen, of seed {model.seed}" if frozen else ""),
@@ -147,7 +154,8 @@ def describe_contract(
         "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",
         "tokenizer": tokenizer_fingerprint[:12],
         "optimizer": choose_optimizer(args)[1],
-        "schedule": f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}, "
-        f"total {args.total_steps}",
-        **describe_averaging(averaging),
+        "schedule": f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}",
+        "total_steps": str(args.total_steps),
+        **describe_averaging(make_config(AveragingConfig, averaging)),
     }
+    return RunContract(joined=get_dht_time(), contract=terms, flags=flags)

@@ -10,12 +10,15 @@ import contextlib
 import dataclasses
 import importlib.util
 import logging
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
+import hivemind
 import psutil
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from arguments import DataArguments, TrainerArguments
@@ -61,6 +64,15 @@ def choose_devices(args: TrainerArguments) -> list[torch.device]:
     if args.fp16 and devices[0].type != "cuda":
         raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
     return devices
+
+
+def log_versions(device: torch.device, count: int) -> None:
+    """Log the versions of the libraries, and the devices of this peer."""
+    more = f" and {count - 1} more" if count > 1 else ""
+    logger.info(
+        f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"python {platform.python_version()}, {device}{more}"
+    )
 
 
 def place_model(

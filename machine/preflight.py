@@ -47,7 +47,8 @@ from hivemind.utils import get_dht_time
 
 from experiment.data import load_data, make_train_batches
 from experiment.model import find_objective
-from experiment.optimizer import describe_contract
+from experiment.optimizer import make_contract
+from machine.checkpoint import choose_state, claim_folders
 from machine.devices import (
     choose_devices,
     make_trial_batch,
@@ -56,23 +57,23 @@ from machine.devices import (
     time_pass,
     tune_to_device,
 )
+from machine.settings import begin, make_swarm_config, require_attested
 from machine.training import make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
 from swarm.addresses import get_peer_id, is_public, is_relayed, list_shareable_maddrs
-from swarm.adoption import apply_settings, discover_settings, require_vouched
-from swarm.contract import compare_with_run
+from swarm.attestation import ask_initial_peers
+from swarm.config import SwarmConfig, make_config
 from swarm.dht import raise_file_limit
-from swarm.identity import make_identity
-from swarm.joining import check_addresses, start_dht
+from swarm.identity import KEY_FILE, keep_identity
+from swarm.joining import Swarm, start_dht
 from swarm.membership import Membership
-from swarm.outside import explain_unreachable
+from swarm.probe import explain_unreachable
 from swarm.processes import clean_end, quiet_hivemind_logs
 from swarm.reachability import count_reachable_averagers, find_reachability, measure_bandwidth
 from swarm.uplink import RoundTimeouts
-from swarm.vouching import ask_initial_peers
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
-from utils import fetch_progress, make_validators
+from utils import RunContract, fetch_progress, make_validators
 
 logger = logging.getLogger("preflight")
 
@@ -202,7 +203,7 @@ def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Che
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
     if is_short:
         finding += f": others wait for a peer that is late for up to {matchmaking_time:.3g} s (--matchmaking_time)"
-    cure = "raise --target_batch_size (ALL PEERS) or lower --matchmaking_time: an epoch should take longer than that"
+    cure = "raise --target_batch_size (on all peers) or lower --matchmaking_time: an epoch should take longer than that"
     return judge("epoch time", finding, cure, is_warning=is_short)
 
 
@@ -227,7 +228,7 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
         f"a round moves {format_bytes(size)} each way, about {seconds:.1f} s at {format_number(averaging.bandwidth)} "
         f"Mbit/s (--bandwidth); {timeouts.describe()}"
     )
-    cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, ALL PEERS"
+    cure = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, on all peers"
     is_late = seconds > timeouts.averaging - timeouts.matchmaking
     return judge("bandwidth", finding, cure, is_fatal=seconds > timeouts.averaging, is_warning=is_late)
 
@@ -270,7 +271,7 @@ class Table:
             self.add(Check(what, "fatal", str(e)))
 
 
-def run_preflight(membership: Membership | None, *groups) -> int:
+def run_preflight(membership: Membership | None, groups: tuple) -> int:
     """Print all checks in the order in which they make sense; a later one is left out when an earlier one forbids it.
 
     :param membership: of a closed run
@@ -304,7 +305,7 @@ def run_preflight(membership: Membership | None, *groups) -> int:
         table.add(*check_machine(model.num_parameters(), args))
         if dataset:
             check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
-            contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
+            contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
     reports, averaging = check_swarm(table, membership, groups, contract)
     if contract and devices:
         with table.attempt("step time"):
@@ -342,7 +343,7 @@ def check_stream(train, tokenizer, data_args: DataArguments) -> Check:
 
 
 def check_swarm(
-    table: Table, membership: Membership | None, groups: tuple, contract: dict[str, str] | None
+    table: Table, membership: Membership | None, groups: tuple, contract: RunContract | None
 ) -> tuple[list[LocalTrainingProgress], AveragingArguments]:
     """Checks of the way to the swarm and of the swarm.
 
@@ -352,36 +353,39 @@ def check_swarm(
     swarm, _, _, averaging, *_ = groups
     reports, prefix = [], swarm.experiment_prefix
     with table.attempt("joining", clock="this machine's clock"):
-        swarm = check_addresses(swarm)
-        reasons = {} if swarm.use_ipfs else asyncio.run(explain_unreachable(swarm.initial_peers, membership))
+        config = make_swarm_config(swarm)
+        reasons = {} if config.use_ipfs else asyncio.run(explain_unreachable(config.initial_peers, membership))
         is_alone = bool(reasons) and all(reasons.values())  # one that answers is enough
         for maddr, reason in reasons.items():
             finding = f"{maddr}: {reason or 'answers, and has the expected id'}"
             table.add(judge("peer", finding, "", is_fatal=is_alone, is_warning=bool(reason)))
-        if not swarm.initial_peers:
+        if not config.initial_peers:
             table.add(Check("peer", "ok", "no --initial_peers: a swarm of its own"))
         if is_alone:
             return reports, averaging
         quiet_hivemind_logs()
-        dht = start_dht(swarm, make_validators(prefix)[0], membership, client_mode=swarm.client_mode)
-        averaging = measure_bandwidth(dht, averaging)
-        if swarm.initial_peers:
-            table.add(check_clock(dht.run_coroutine(partial(measure_clock, swarm.initial_peers))))
-            if swarm.client_mode:
+        validators, public_key = make_validators(prefix)
+        dht = start_dht(config, validators, membership, client_mode=config.client_mode)
+        averaging = dataclasses.replace(averaging, bandwidth=measure_bandwidth(dht, averaging.bandwidth))
+        if config.initial_peers:
+            table.add(check_clock(dht.run_coroutine(partial(measure_clock, config.initial_peers))))
+            if config.client_mode:
                 table.add(Check("connection", "ok", "client mode: others need not reach this peer"))
             else:
                 averagers = dht.run_coroutine(partial(count_reachable_averagers, prefix))
-                table.add(check_connection(*find_reachability(dht, swarm.initial_peers), averagers))
+                table.add(check_connection(*find_reachability(dht, config.initial_peers), averagers))
         maddrs = [
             maddr for maddr in list_shareable_maddrs(dht.get_visible_maddrs(latest=True)) if not is_relayed(maddr)
         ]
-        table.add(check_announced(maddrs, swarm.initial_peers, swarm.client_mode))
+        table.add(check_announced(maddrs, config.initial_peers, config.client_mode))
         reports = list(fetch_progress(dht, prefix).values())
         if contract:
             with table.attempt("settings"):
-                dht.vouched = ask_initial_peers(dht, prefix, swarm.initial_peers, swarm.new_run)
-                require_vouched(dht.vouched, groups)
-                finding = "those of the run" if compare_with_run(dht, prefix, contract) else "no trainer yet"
+                dht.attestation = ask_initial_peers(dht, prefix, config.initial_peers, config.new_run)
+                place = Swarm(config, dht, public_key)
+                require_attested(place, groups)
+                is_known = place.compare_contract(contract)
+                finding = "those of the run" if is_known else "no trainer yet"
                 table.add(Check("settings", "ok", finding))
         dht.shutdown()
     return reports, averaging
@@ -410,6 +414,20 @@ def warn_of(checks: list[Check]) -> None:
             logger.warning(f"{check.what}: {check.finding}; {check.cure}")
 
 
+def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
+    """Check what a trainer needs before it joins, lock its folders, and keep its identity there.
+
+    :param groups: instances of GROUPS
+    :returns: the state to resume from, if any
+    """
+    swarm, *_, data_args, args = groups
+    check_data_arguments(data_args, tokenizer, corpus, find_longest_sequence(model))
+    warn_of(check_machine(model.num_parameters(), args))
+    claim_folders(args)
+    keep_identity(make_config(SwarmConfig, swarm), Path(args.output_dir) / KEY_FILE)
+    return choose_state(args, model, swarm.experiment_prefix)
+
+
 def tune(model: torch.nn.Module, loaded: tuple, devices: list[torch.device], groups: tuple) -> tuple:
     """Bring the model to the first device, as training does.
 
@@ -431,8 +449,7 @@ def main(*groups) -> None:
     :param groups: instances of GROUPS
     """
     setup_logging("preflight")
-    membership = make_identity(groups[0])
-    groups = apply_settings(groups, discover_settings(groups[0], membership))
+    _, groups = begin(groups)
     _, model_args, *_, data_args, args = groups
     args = dataclasses.replace(args, per_device_train_batch_size="auto")
     tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)

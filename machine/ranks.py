@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -47,6 +48,20 @@ STORE_VARIABLE = "TRAINER_RANKS_FILE"
 
 class RankLost(Exception):
     """Another rank has ended, or cannot be reached."""
+
+
+@dataclass
+class Failure:
+    """The error that has ended the training of rank 0, if any."""
+
+    error: Exception | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code of the process."""
+        if self.error is None:
+            return 0
+        return 2 if isinstance(self.error, UserError) else 1
 
 
 def start_ranks(args: TrainerArguments) -> "DeviceGroup":
@@ -118,6 +133,16 @@ class DeviceGroup(contextlib.AbstractContextManager):
         self.parent = os.getppid()
         self.group: dist.ProcessGroup | None = None
         self.sent_versions: list[int] = []
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone speaks to the swarm and to the user."""
+        return self.number == 0
+
+    @property
+    def suffix(self) -> str:
+        """The end of this rank's name; empty for rank 0."""
+        return "" if self.is_main else f" rank {self.number}"
 
     def __exit__(self, _, error: BaseException | None, __) -> bool:
         self.remove_files()
@@ -229,7 +254,10 @@ class DeviceGroup(contextlib.AbstractContextManager):
             raise UserError(f"{what} changed while the ranks of this machine were starting: start them again")
 
     def all_continue(self, goes_on: bool) -> bool:
-        """Return whether all ranks continue."""
+        """Return whether all ranks continue.
+
+        :raises RankLost: another rank was stopped alone
+        """
         if self.count == 1:
             return goes_on
         if self.device.type == "cuda":
@@ -238,7 +266,10 @@ class DeviceGroup(contextlib.AbstractContextManager):
         with self.explain():
             stopping = torch.tensor([float(not goes_on)])
             dist.all_reduce(stopping)
-            return not stopping.item()
+        # a signal to all ranks, such as Ctrl-C, may reach this one last
+        if stopping.item() and goes_on and self.is_main and not STOP_REQUESTED.wait(1.0):
+            raise RankLost("another rank of this machine was stopped")
+        return not stopping.item()
 
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -272,10 +303,20 @@ class DeviceGroup(contextlib.AbstractContextManager):
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
         return int(epoch)
 
-    def kill_others(self) -> None:
-        """They wait for rank 0 in the middle of a step, deaf to anything else, with nothing to lose."""
-        for child in self.children:
-            child.kill()
+    @contextlib.contextmanager
+    def catch_failure(self) -> Iterator["Failure"]:
+        """End the other ranks if training fails on rank 0, which then saves its state; other ranks raise the error."""
+        failure = Failure()
+        try:
+            yield failure
+        except (RankLost, UserError) as e:
+            if not self.is_main:
+                raise
+            for child in self.children:  # they wait for rank 0 in the middle of a step, with nothing to lose
+                child.kill()
+            if not STOP_REQUESTED.is_set():
+                failure.error = e
+                logger.error(f"{e}; saving the state: the same command continues from there")
 
     def end(self) -> None:
         """The others have left their loops, and end by themselves; rank 0 waits for that, for some seconds."""

@@ -5,6 +5,7 @@ import difflib
 import gc
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,14 +15,19 @@ from support.signals import LAST_ACT, begin_end, obey_signals, terminate_process
 
 
 class UserError(Exception):
-    """What the user can fix, in one line that names the cure. `edge` prints it."""
+    """An error that the user can fix, in one line that says how. `edge` prints it."""
 
     def __init__(self, text: str):
-        super().__init__(make_printable(text))
+        super().__init__(make_printable(name_flags(text)))
+
+
+def name_flags(text: str) -> str:
+    """Return a text with flags for the settings in it: swarm/ knows no command line and writes them in backquotes."""
+    return re.sub(r"`(\w+)`", r"--\1", text)
 
 
 def make_printable(text: str) -> str:
-    """In one line, without what a terminal would obey: there may be other people's words in it."""
+    """Return a text as one line without control characters, because peers may have written parts of it."""
     return "".join(character if character.isprintable() else " " for character in text)
 
 
@@ -136,7 +142,7 @@ class RoleFormatter(logging.Formatter):
         level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
         level = level.replace("warn:", "warning:")  # hivemind renames the level for the whole process
         library = "" if is_ours(record) else f"[{record.name.split('.')[0]}] "
-        text = make_printable(record.getMessage())
+        text = make_printable(name_flags(record.getMessage()))
         line = f"{self.formatTime(record, self.datefmt)} {self.role_name} {level}{library}{text}"
         if record.levelno in self.colors:
             line = f"{self.colors[record.levelno]}{line}\033[0m"

@@ -5,7 +5,7 @@ import operator
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,18 +18,25 @@ USERNAME = r"[\w.-]{1,32}"
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def flag(default: Any, help: str, aliases: Sequence[str] = ()) -> Any:
+class SharedHelp(str):
+    """The help of a flag that must match on all peers. HfArgumentParser allows no other mark in a field's metadata."""
+
+
+def flag(default: Any, help: str, aliases: Sequence[str] = (), shared: bool = False) -> Any:
     """A dataclass's field for HfArgumentParser.
 
     transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C should be quiet.
 
     :param default: MISSING where the flag must be given
     :param aliases: other names of the flag, which its help then names
+    :param shared: whether all peers of a run must use the same value
     """
+    if shared:
+        help += " Must match on all peers."
     if aliases:
         help += f" Also known as {', '.join(aliases)}."
     default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**default, metadata={"help": help, "aliases": [*aliases]})
+    return field(**default, metadata={"help": SharedHelp(help) if shared else help, "aliases": [*aliases]})
 
 
 def check_range(args: Any, *names: str, **bounds: float) -> None:
@@ -106,9 +113,14 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
     return " ".join(words)
 
 
+def is_shared(item: Field) -> bool:
+    """Return whether a flag must match on all peers."""
+    return isinstance(item.metadata["help"], SharedHelp)
+
+
 def list_shared(groups: Iterable[type]) -> set[str]:
     """Names of the flags that all peers of a run must share."""
-    return {item.name for group in groups for item in fields(group) if "ALL PEERS" in item.metadata["help"]}
+    return {item.name for group in groups for item in fields(group) if is_shared(item)}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

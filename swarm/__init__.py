@@ -1,4 +1,7 @@
-"""Everything that hivemind 1.1.12 lacks or gets wrong; nothing here knows a model.
+"""Collaborative training over hivemind 1.1.12: all that it lacks or gets wrong; nothing here knows a model or a flag.
+
+Scripts use `Swarm` (joining.py), `SwarmConfig` and `AveragingConfig` (config.py), `make_identity` (identity.py),
+`CollaborativeOptimizer` and `AveragingHelper` (optimizer.py), and `SwarmError` (errors.py); see docs/design.md.
 
 Each repair names what it repairs, as "(note NN)" where docs/hivemind.md has more;
 tests/swarm/test_hivemind_gaps.py tells when hivemind repairs it itself.

@@ -12,19 +12,18 @@ import contextlib
 import ipaddress
 import os
 import socket
-from typing import NoReturn
 
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from support.console import UserError
+from swarm.errors import SwarmError
 
 # Both sides of a libp2p connection send this first.
 GREETING = b"\x13/multistream/1.0.0\n"
 
 
 def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
-    """Raise a UserError with an example if an address is malformed, or lacks its peer id although it needs one."""
+    """Raise a SwarmError with an example if an address is malformed, or lacks its peer id although it needs one."""
     example = "/ip4/203.0.113.1/tcp/31337" + ("/p2p/QmPeerId" if needs_peer_id else "")
     for maddr in maddrs:
         try:
@@ -32,7 +31,7 @@ def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) 
             if needs_peer_id:
                 get_peer_id(maddr)
         except Exception as e:  # hivemind's multiaddr parser raises many types for a malformed address
-            raise UserError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
+            raise SwarmError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
 
 
 def get_peer_id(maddr: str) -> PeerID:
@@ -76,14 +75,6 @@ def list_shareable_maddrs(maddrs: list) -> list[str]:
     """Return the addresses to share with other peers, public ones first; loopback ones only if there are no others."""
     texts = sorted({str(maddr) for maddr in maddrs}, key=lambda maddr: (is_relayed(maddr), not is_public(maddr), maddr))
     return [maddr for maddr in texts if not is_local(maddr)] or texts
-
-
-def exit_if_unreachable() -> NoReturn:
-    """Stop a role that is useless as a client, because other peers must reach it. Shut down its DHT first."""
-    raise UserError(
-        "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the router "
-        "(--announce_maddrs), or run it on another machine"
-    )
 
 
 async def diagnose_unreachable(maddr: str, timeout: float = 5.0) -> str | None:

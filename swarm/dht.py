@@ -12,25 +12,25 @@ import numpy
 import torch
 from hivemind.p2p import P2P, PeerID
 
-from support.console import UserError
 from support.files import temporary_folder
 from support.signals import block_signals
 from swarm.addresses import get_peer_id
+from swarm.attestation import RunAttestation
+from swarm.errors import SwarmError
 from swarm.membership import Membership, maintain_membership
 from swarm.patches import install, install_in_dht_process
 from swarm.processes import STOPPING
 from swarm.storage import DHTNode, make_node_classes
 from swarm.uplink import Uplink
-from swarm.vouching import RunAttestation
 
 TOUCH_PERIOD = 10.0  # seconds between two pings of a lost peer, which may have moved or been disconnected
 TOUCHES = 60  # pings until a lost peer is given up
 
 
 def check_versions(numpy_version: str = numpy.__version__) -> None:
-    """Raise a UserError on numpy >= 2.4: hivemind's 8-bit codecs fail silently there, and rounds average nothing."""
+    """Raise a SwarmError on numpy >= 2.4: hivemind's 8-bit codecs fail silently there, and rounds average nothing."""
     if tuple(int(part) for part in numpy_version.split(".")[:2]) >= (2, 4):
-        raise UserError(f"numpy {numpy_version} silently breaks hivemind's compression: pip install 'numpy<2.4'")
+        raise SwarmError(f"numpy {numpy_version} silently breaks hivemind's compression: pip install 'numpy<2.4'")
 
 
 async def reconnect_lost_peers(dht: hivemind.DHT, node: DHTNode) -> None:
@@ -75,8 +75,8 @@ class DHT(hivemind.DHT):
     """A DHT that reconnects to lost peers, and exits without a traceback if a process that waits for its answer has
     ended: a helper process, as in each clean stop, or the killed main process."""
 
-    #: the attestation of the run by the peers in --initial_peers; None if no peer has sent one
-    vouched: RunAttestation | None = None
+    #: the attestation of the run by the peers in `initial_peers`; None if no peer has sent one
+    attestation: RunAttestation | None = None
 
     def __init__(
         self,

@@ -7,55 +7,54 @@ from pathlib import Path
 from hivemind.proto.crypto_pb2 import PrivateKey
 from hivemind.utils.crypto import RSAPrivateKey
 
-from arguments import SwarmArguments
-from support.console import UserError
+from swarm.config import SwarmConfig
+from swarm.credentials import Authority, load_invitation, read_key
+from swarm.errors import SwarmError
 from swarm.membership import Membership, install_client
-from swarm.passes import Authority, load_invitation, read_key
 from utils import RecordValidator
 
 logger = logging.getLogger("joining")
 
-KEY_FILE = "signing_key"  # in the folder of a trainer without --identity_path
+KEY_FILE = "signing_key"  # in the folder of a trainer without `identity_path`
 
 
-def make_identity(swarm: SwarmArguments, kept_at: Path | None = None) -> Membership | None:
+def make_identity(config: SwarmConfig, kept_at: Path | None = None) -> Membership | None:
     """Set this process's key and, for a closed run, load its credential.
 
     Call this once, before any network access and before helpers are forked.
 
-    The key is read from --invite, or else from --identity_path, or else from `kept_at`. If the file is missing, the key
-    is new. hivemind then writes it to --identity_path, or `keep_identity` writes it to `kept_at`.
+    The key is read from `invite`, or else from `identity_path`, or else from `kept_at`. If the file is missing, the key
+    is new. hivemind then writes it to `identity_path`, or `keep_identity` writes it to `kept_at`.
 
     :param kept_at: the file in which `keep_identity` saves the key. The public key names a peer in metrics: with a new
         key, a restarted trainer would be another peer, and the samples in its checkpoint would count twice in
         total_samples.
     :returns: the membership of a closed run, or None if the run is open
-    :raises UserError: if --invite, --authority_key or --identity_path is not usable
+    :raises SwarmError: if `invite`, `authority_key` or `identity_path` is not usable
     """
-    if swarm.invite:
-        invitation = load_invitation(swarm.invite)
+    if config.invite:
+        invitation = load_invitation(config.invite)
         key = invitation.key
-    elif swarm.identity_path and os.path.exists(swarm.identity_path):
-        key = load_identity(swarm.identity_path)
+    elif config.identity_path and os.path.exists(config.identity_path):
+        key = load_identity(config.identity_path)
     else:
         key = load_kept_identity(kept_at)
     RSAPrivateKey._process_wide_key = key  # hivemind signs its progress with it and offers no API to set it
-    if not swarm.authorize:
-        return None
-    if swarm.invite:
-        prefix, username = swarm.experiment_prefix, swarm.username
-        membership = Membership.from_invitation(swarm.invite, invitation, prefix, username)
+    prefix, username = config.experiment_prefix, config.username
+    if config.invite:
+        membership = Membership.from_invitation(config.invite, invitation, prefix, username)
+    elif config.authority_key:
+        membership = Membership.from_authority(Authority(config.authority_key), prefix, username)
     else:
-        issuer = Authority(swarm.authority_key)
-        membership = Membership.from_authority(issuer, swarm.experiment_prefix, swarm.username)
+        return None
     install_client(membership)
     return membership
 
 
 def load_identity(path: str) -> RSAPrivateKey:
-    """Return the key in the file of --identity_path.
+    """Return the key in the file of `identity_path`.
 
-    :raises UserError: if the file does not hold a usable key
+    :raises SwarmError: if the file does not hold a usable key
     """
     try:
         key = read_key(PrivateKey.FromString(Path(path).read_bytes()).data)
@@ -63,8 +62,8 @@ def load_identity(path: str) -> RSAPrivateKey:
         return key
     except Exception as e:  # the key decoder raises many types for a damaged key
         reason = getattr(e, "strerror", None) or f"{type(e).__name__}: {e}"
-        raise UserError(
-            f"--identity_path {path} is not a key file ({reason}): pass one that a peer created, or a new path"
+        raise SwarmError(
+            f"`identity_path` {path} is not a key file ({reason}): pass one that a peer created, or a new path"
         ) from e
 
 
@@ -79,9 +78,9 @@ def load_kept_identity(path: Path | None) -> RSAPrivateKey:
     return RSAPrivateKey()
 
 
-def keep_identity(swarm: SwarmArguments, path: Path) -> None:
-    """Save the key in this file for the next start, unless --invite or --identity_path already stores it."""
-    if swarm.invite or swarm.identity_path:
+def keep_identity(config: SwarmConfig, path: Path) -> None:
+    """Save the key in this file for the next start, unless `invite` or `identity_path` already stores it."""
+    if config.invite or config.identity_path:
         return
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

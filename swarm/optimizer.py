@@ -23,8 +23,8 @@ import torch
 from hivemind.compression import CompressionBase
 from hivemind.utils import get_dht_time
 
-from arguments import AveragingArguments
 from swarm.averager import PeersBehindError, StateDivergedError
+from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochState, SwarmLook
 from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
@@ -61,7 +61,7 @@ class CollaborativeOptimizer:
         self,
         dht: hivemind.DHT,
         prefix: str,
-        averaging: AveragingArguments,
+        averaging: AveragingConfig,
         *,
         params: list[dict],
         optimizer: Callable[[list[dict]], torch.optim.Optimizer],
@@ -82,7 +82,7 @@ class CollaborativeOptimizer:
         self.uplink, self.averaging = dht.uplink, averaging
         times = averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout
         self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
-        trust = PeerTrust(self.uplink, attested=dht.vouched.workers if dht.vouched else ())
+        trust = PeerTrust(self.uplink, attested=dht.attestation.workers if dht.attestation else ())
         self.tracker = PeerTracker(dht, prefix, averaging, trust, client_mode=client_mode)
         options = dict(
             dht=dht,

@@ -21,11 +21,11 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress, TrainingProgr
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, PerformanceEMA, ValueWithExpiration, get_dht_time
 
-from arguments import AveragingArguments
+from swarm.attestation import request_in_dht, select_attesters
+from swarm.config import AveragingConfig
 from swarm.dht import ping_peers
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.trust import PeerTrust
-from swarm.vouching import request_attestations, select_attesters
 from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
@@ -52,7 +52,7 @@ class PeerTracker:
     """Publishes this peer's progress, and reads that of the others; in two threads of its own until `shutdown`."""
 
     def __init__(
-        self, dht: hivemind.DHT, prefix: str, averaging: AveragingArguments, trust: PeerTrust, client_mode: bool = False
+        self, dht: hivemind.DHT, prefix: str, averaging: AveragingConfig, trust: PeerTrust, client_mode: bool = False
     ):
         self.dht, self.prefix, self.averaging, self.trust, self.client_mode = dht, prefix, averaging, trust, client_mode
         self.key = f"{prefix}_progress"
@@ -245,7 +245,7 @@ class PeerTracker:
                 self.trust.attested = {worker for it in attestations for worker in it.workers} or self.trust.attested
 
         if peers := select_attesters(map(str, self.dht.initial_peers or ())):
-            request = partial(request_attestations, peers=peers)
+            request = partial(request_in_dht, peers=peers)
             self._attestations = self.dht.run_coroutine(request, return_future=True)
             self._attestations.add_done_callback(apply)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import ipaddress
 import json
 import logging
@@ -20,7 +19,6 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
-from arguments import AveragingArguments
 from support.console import format_number
 from swarm.addresses import diagnose_unreachable, get_host_port, get_ip, get_peer_id, is_relayed
 
@@ -102,27 +100,32 @@ async def register_dial_back_handler(_: hivemind.DHT, node: DHTNode) -> None:
     await node.p2p.add_protobuf_handler(MEASURE, echo_bytes, BytesValue)
 
 
-def measure_bandwidth(dht: hivemind.DHT, averaging: AveragingArguments) -> AveragingArguments:
-    """Pace this peer's uplink by --bandwidth, or else by the bandwidth measured against an initial peer.
+def measure_bandwidth(dht: hivemind.DHT, mbits: float | None) -> float:
+    """Pace this peer's uplink by the given bandwidth, or else by the bandwidth measured against an initial peer.
 
-    :returns: the same arguments with this bandwidth
+    :param mbits: the user's bandwidth in Mbit/s, or None to measure it
+    :returns: the bandwidth that the uplink starts with, in Mbit/s
     """
-    if averaging.bandwidth is not None:
-        dht.uplink.set_bandwidth(averaging.bandwidth, is_fixed=True)
-        return averaging
+    is_fixed = mbits is not None
+    if not is_fixed:
+        mbits = estimate_bandwidth(dht)
+    dht.uplink.set_bandwidth(mbits, is_fixed=is_fixed)
+    return mbits
+
+
+def estimate_bandwidth(dht: hivemind.DHT) -> float:
+    """Return the bandwidth measured against an initial peer in Mbit/s, or DEFAULT_BANDWIDTH if that fails."""
     peers = {get_peer_id(str(maddr)) for maddr in dht.initial_peers or ()}
     measured = dht.run_coroutine(partial(measure_rates, peers)) if peers else None
     if measured is None:
-        reason = "none of --initial_peers answers bandwidth tests" if peers else "no peer to measure it against"
-        logger.info(f"bandwidth: {reason}, starting with {DEFAULT_BANDWIDTH:g} Mbit/s (--bandwidth)")
-        bandwidth = DEFAULT_BANDWIDTH
-    else:
-        up, down = measured
-        bandwidth = float(f"{min(up, 1e5):.2g}")
-        rates = [format_number(rate) for rate in (up, down, bandwidth)]
-        logger.info(f"bandwidth: measured {rates[0]} Mbit/s up, {rates[1]} down, sending {rates[2]} (--bandwidth)")
-    dht.uplink.set_bandwidth(bandwidth, is_fixed=False)
-    return dataclasses.replace(averaging, bandwidth=bandwidth)
+        reason = "none of `initial_peers` answers bandwidth tests" if peers else "no peer to measure it against"
+        logger.info(f"bandwidth: {reason}, starting with {DEFAULT_BANDWIDTH:g} Mbit/s (`bandwidth`)")
+        return DEFAULT_BANDWIDTH
+    up, down = measured
+    mbits = float(f"{min(up, 1e5):.2g}")
+    rates = [format_number(rate) for rate in (up, down, mbits)]
+    logger.info(f"bandwidth: measured {rates[0]} Mbit/s up, {rates[1]} down, sending {rates[2]} (`bandwidth`)")
+    return mbits
 
 
 async def measure_rates(peers: set[PeerID], _: hivemind.DHT, node: DHTNode) -> list[float] | None:

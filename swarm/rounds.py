@@ -14,8 +14,8 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture, get_dht_time
 
-from arguments import AveragingArguments
 from swarm.averager import PeersUnreachableError
+from swarm.config import AveragingConfig
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.processes import STOP_REQUESTED
@@ -82,7 +82,7 @@ class StopTimeout:
 class Rounds:
     """The last round of gradients, whose group is searched for in advance, and the last round of parameters."""
 
-    averaging: AveragingArguments
+    averaging: AveragingConfig
     tracker: PeerTracker
     state_averager: StateAverager
     grad_averager: GradientAverager

@@ -15,7 +15,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import TimedStorage, ValueWithExpiration, get_dht_time
 
-from swarm.membership import SHOW, Membership
+from swarm.membership import RPC_SHOW_CREDENTIAL, Membership
 from swarm.uplink import Uplink
 from utils import MAX_RECORD_LIFETIME, find_subkey_owner
 
@@ -40,7 +40,7 @@ class DHTProtocol(hivemind.dht.protocol.DHTProtocol):  # the class name is part 
     async def create(cls, p2p: P2P, *args, **options) -> "DHTProtocol":
         """Create the protocol; in a closed run, serve the exchange of credentials first."""
         if cls.membership:  # before this peer calls others, because they may call back at once
-            await p2p._client.add_unary_handler(SHOW, cls.membership.answer)
+            await p2p._client.control.add_unary_handler(RPC_SHOW_CREDENTIAL, cls.membership.serve_exchange)
         return await super().create(p2p, *args, **options)
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:

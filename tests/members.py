@@ -1,4 +1,4 @@
-"""Closed runs: invitations, and peers that have one."""
+"""Invitations to closed runs, and peers that use them."""
 
 import base64
 import contextlib
@@ -13,32 +13,31 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 from processes import LOOPBACK
 
-from arguments import SwarmArguments
+from swarm.config import SwarmConfig
+from swarm.credentials import Authority, Invitation
 from swarm.dht import DHT
 from swarm.identity import make_identity
-from swarm.joining import check_addresses, start_dht
+from swarm.joining import start_dht
 from swarm.membership import explain_denial
-from swarm.passes import Authority, Invitation
 from utils import RecordValidator, find_peer_id, make_validators
 
 PLAIN_CLIENT = p2pclient.Client
 
 
 def leave() -> None:
-    """Make this process one that has entered no run."""
+    """Forget the run that this process has joined."""
     RSAPrivateKey._process_wide_key, p2pclient.Client = None, PLAIN_CLIENT
 
 
 @contextlib.contextmanager
 def run_peer(prefix: str, *others: DHT, **swarm):
-    """A node as make_dht starts it, in a process of its own; what this one knows of members is not its any more."""
+    """Yield a DHT node as Swarm.join starts it, in a process of its own. This process keeps no key or membership."""
     leave()
     try:
-        args = SwarmArguments(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm)
-        membership = make_identity(args)
-        args = check_addresses(args)
-        validators, _ = make_validators(args.experiment_prefix)
-        dht = start_dht(args, validators, membership, client_mode=args.client_mode)
+        config = SwarmConfig(prefix, addresses(*others), host_maddrs=[LOOPBACK[1]], **swarm)
+        membership = make_identity(config)
+        validators, _ = make_validators(config.experiment_prefix)
+        dht = start_dht(config, validators, membership, client_mode=config.client_mode)
     finally:
         leave()
     try:
@@ -52,7 +51,7 @@ def addresses(*dhts: DHT) -> list[str]:
 
 
 async def open_stream(_, node, peer: PeerID, name: str) -> str:
-    """Runs in a DHT's process: what becomes of a call that answers by a stream."""
+    """Return the result of a call with a stream as its answer. Runs in a DHT's process."""
     try:
         async for _ in await node.p2p.iterate_protobuf_handler(peer, name, BytesValue(), BytesValue):
             return "an answer"
@@ -65,21 +64,21 @@ async def connect(_, node, peer: PeerID, maddrs: list[str]) -> None:
 
 
 def make_invitation(folder: Path, run: str, name: str, lifetime: float = 3600.0, **changes) -> str:
-    """The file of an invitation by the authority in this folder; `changes` are of what the pass says."""
+    """Write an invitation by the authority in this folder; `changes` are of the content of its credential."""
     authority, path = Authority(folder / "authority.pem"), folder / f"{name}.invite"
     key = RSAPrivateKey()
     peer_id = find_peer_id(RecordValidator(key).local_public_key)
-    said = dict(prefix=run, peer_id=peer_id, username=name, expires=get_dht_time() + lifetime, lifetime=lifetime)
-    data = authority.sign(b"pass", (said | changes).values())
-    with authority.open_members() as runs:
-        authority.record_issued(runs, run, data)
-    Invitation(key, data, authority.public_key).save("--out", path)
+    content = dict(prefix=run, peer_id=peer_id, username=name, expires=get_dht_time() + lifetime, lifetime=lifetime)
+    credential = authority.sign(b"pass", (content | changes).values())
+    with authority.open_run(run) as entry:
+        authority.issue(run, peer_id, name, lifetime, entry)
+    Invitation(key, credential, authority.public_key).save("out", path)
     return str(path)
 
 
 def secret_parts(invitation: str) -> list[str]:
-    """Pieces of the key and of the pass in the text of an invitation, as any copy of them would hold: in base64 at each
-    of its three offsets, hexadecimal, or as text that was made of the bytes."""
+    """Return pieces of the key and the credential in an invitation that each copy of them would contain: in base64 at
+    each of its three offsets, in hexadecimal, or as decoded text."""
     parts = json.loads(invitation)
     found = []
     for data in (base64.b64decode(parts["key"])[100:], base64.b64decode(parts["pass"])):

@@ -14,6 +14,8 @@ from support.console import UserError
 
 GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)]
 FIELDS = [(group, field) for group in GROUPS for field in dataclasses.fields(group)]
+# RuLeanALBERT's --authorize: a run is closed by --invite or --authority_key, one of which it needs
+ONLY_CHECKED = {"authorize"}
 READERS = [path.read_text() for module, path in MODULES.items() if module != "arguments"]
 
 
@@ -21,7 +23,8 @@ READERS = [path.read_text() for module, path in MODULES.items() if module != "ar
 def test_flag_has_help_and_is_read(group, field):
     assert len(field.metadata.get("help", "")) > 20
     # read outside the checks of its own dataclass, as an attribute or by its name
-    assert any(re.search(rf"""[."]{field.name}\b""", text) for text in READERS), f"nothing reads --{field.name}"
+    is_read = any(re.search(rf"""[."]{field.name}\b""", text) for text in READERS)
+    assert is_read or field.name in ONLY_CHECKED, f"nothing reads --{field.name}"
 
 
 def test_flags_of_one_script_do_not_collide():

@@ -1,4 +1,4 @@
-"""A closed run from its first invitation to its last revocation, by the scripts that users run."""
+"""Closed runs from the first invitation to the last revocation, with the scripts that users run."""
 
 import json
 import re
@@ -10,12 +10,12 @@ from members import connect, make_invitation, open_stream, run_peer, secret_part
 from processes import LOOPBACK, make_prefix, run_python, wait_until
 from swarms import SHARED, TRAINER, flags, history, start_monitor, start_trainer
 
-from swarm.passes import Authority
+from swarm.credentials import Authority
 
 
 @pytest.mark.slow
 def test_clients_and_an_auxiliary_peer_of_a_closed_run(start, tmp_path, tiny_data):
-    """Two clients average through an auxiliary peer; one of them is sent away, and the other one goes on."""
+    """Two clients average through an auxiliary peer; one of them is revoked, and the other one continues."""
     prefix, key = make_prefix(), tmp_path / "authority.pem"
     closed = ("--authorize", "--authority_key", key, "--report_to", "none")
     monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", *closed)
@@ -43,25 +43,25 @@ def test_clients_and_an_auxiliary_peer_of_a_closed_run(start, tmp_path, tiny_dat
         return sum(all(h[e]["averaged_with"] == 2 for h in both) for e in both[0].keys() & both[1].keys())
 
     wait_until(lambda: count_joint() >= 5, 400, "5 joint epochs")
-    # its name comes from its invitation, to the monitor's table too
+    # its name comes from its invitation, in the monitor's table too
     assert {history(tmp_path, name)[max(history(tmp_path, name))]["username"] for name in clients} == {"ada", "bob"}
 
-    stranger = run_python(
-        *("run_trainer.py", *LOOPBACK, "--initial_peers", peers, "--output_dir", tmp_path / "stranger"),
+    intruder = run_python(
+        *("run_trainer.py", *LOOPBACK, "--initial_peers", peers, "--output_dir", tmp_path / "intruder"),
         *flags({name: str(path) for name, path in tiny_data.items()}),
         timeout=300,
     )
-    assert stranger.returncode == 2 and "Traceback" not in stranger.stderr
+    assert intruder.returncode == 2 and "Traceback" not in intruder.stderr
     assert (
         "its run is closed: ask its organizer for an invitation, and add --invite FILE"
-        in stranger.stderr.splitlines()[-1]
+        in intruder.stderr.splitlines()[-1]
     )
 
     done = run_python("invite.py", "--authority_key", key, "--revoke", "bob", expect=0, timeout=300)
     assert done.stdout == "bob: 1 invitation revoked\n"
     assert clients["bob"].wait(180) == 2
-    assert "the pass in --invite has been revoked" in clients["bob"].text
-    assert (tmp_path / "bob" / "summary.json").exists()  # it has ended in order
+    assert "the credential in --invite has been revoked" in clients["bob"].text
+    assert (tmp_path / "bob" / "summary.json").exists()  # it stopped cleanly
     last = max(history(tmp_path, "ada"))
     wait_until(lambda: max(history(tmp_path, "ada")) >= last + 3, 240, "ada's epochs without bob")
     for script in (clients["ada"], aux, monitor):
@@ -72,7 +72,7 @@ def test_clients_and_an_auxiliary_peer_of_a_closed_run(start, tmp_path, tiny_dat
     assert re.search(r"Peer ada [0-9a-f]{8} contributed [\d,]+ samples", monitor.text)
     assert len(re.findall(r"refused \d+ calls? of peer", monitor.text)) == 1
 
-    # no key and no pass is in what any of them has printed or written, but for the invitations
+    # no output or file of any of them contains a key or a credential, except for the invitations
     secrets = [part for path in tmp_path.glob("*.invite") for part in secret_parts(path.read_text())]
     secrets += key.read_text().splitlines()[1:2]
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path not in (key, *tmp_path.glob("*.invite"))]
@@ -83,8 +83,8 @@ def test_clients_and_an_auxiliary_peer_of_a_closed_run(start, tmp_path, tiny_dat
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_authority_know_nothing_of_each_other(start, tmp_path, tiny_data):
-    """And an invitation to one is none to the other."""
+def test_two_runs_of_one_authority_stay_separate(start, tmp_path, tiny_data):
+    """An invitation to one run is not valid for the other."""
     key, prefixes = tmp_path / "authority.pem", (make_prefix(), make_prefix())
     closed = ("--authorize", "--authority_key", key, "--report_to", "none")
     monitors = [start_monitor(start, p, tmp_path / p, *closed, name=p) for p in prefixes]
@@ -94,18 +94,18 @@ def test_two_runs_of_one_authority_know_nothing_of_each_other(start, tmp_path, t
         invited = {"--invite": make_invitation(tmp_path, prefix, f"peer{number}"), "--target_batch_size": 64}
         trainers.append(start_trainer(start, tmp_path, f"peer{number}", prefix, peers, tiny_data, invited))
     wait_until(lambda: all(len(history(tmp_path, f"peer{n}")) >= 3 for n in (0, 1)), 400, "epochs of both")
-    with run_peer("stranger") as stranger:
+    with run_peer("intruder") as intruder:
         maddr = trainers[0].wait_for(r"others may join through --initial_peers (/ip4\S+)").group(1)
         peer = PeerID.from_base58(maddr.rpartition("/")[2])
-        stranger.run_coroutine(partial(connect, peer=peer, maddrs=[maddr]))
+        intruder.run_coroutine(partial(connect, peer=peer, maddrs=[maddr]))
         gradients, states = (f"{prefixes[0]}_{what}_averager::" for what in ("grad", "state"))
         for name in (
             *(f"{gradients}GradientAverager.rpc_{what}" for what in ("join_group", "aggregate_part", "download_state")),
             *(f"{states}StateAverager.rpc_{what}" for what in ("join_group", "aggregate_part", "download_state")),
         ):
-            assert "its run is closed" in stranger.run_coroutine(partial(open_stream, peer=peer, name=name)), name
+            assert "its run is closed" in intruder.run_coroutine(partial(open_stream, peer=peer, name=name)), name
         trainers[0].wait_for(
-            rf"refused \d+ calls? of peer {stranger.peer_id}, which may not take part in this run", 120
+            rf"refused \d+ calls? of peer {intruder.peer_id}, which may not take part in this run", 120
         )
     wrong = run_python(
         *("run_trainer.py", *LOOPBACK, "--initial_peers", monitors[1][1], "--output_dir", tmp_path / "lost"),
@@ -113,7 +113,7 @@ def test_two_runs_of_one_authority_know_nothing_of_each_other(start, tmp_path, t
         timeout=300,
     )
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
-    assert "the pass in --invite is for another run" in wrong.stderr.splitlines()[-1]
+    assert "the credential in --invite is for another run" in wrong.stderr.splitlines()[-1]
     monitors[1][0].wait_for(r"refused 1 call of peer \w+,.*: another run", 60)
     for script in (*trainers, *(monitor for monitor, _ in monitors)):
         script.interrupt()

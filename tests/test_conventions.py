@@ -6,6 +6,7 @@
 import ast
 import graphlib
 import os
+import re
 
 from conventions import FILES, FLOORS, MODULES, ORDER
 from processes import ROOT
@@ -89,6 +90,15 @@ def test_swarm_keeps_no_object_of_its_own_in_a_module():
             values = [node.value] if isinstance(node, ast.Assign | ast.AnnAssign) and node.value else []
             calls = [part for value in values for part in ast.walk(value) if isinstance(part, ast.Call)]
             assert not {ast.unparse(call.func) for call in calls} & classes, f"{path.name}:{node.lineno}"
+
+
+def test_swarm_knows_no_flag():
+    """It imports support/ and utils alone; its texts name settings in backquotes. Docstrings may show commands."""
+    for path in list_swarm():
+        rooms = {name.split(".")[0] for name in find_imports(path)}
+        assert rooms <= {"support", "utils", "swarm"}, f"{path.name} imports {rooms}"
+        text = re.sub(r"^    python .*(\n        .*)*", "", path.read_text(), flags=re.MULTILINE)
+        assert not re.search(r"--[a-z_]{3,}|sys\.argv|argparse", text), path.name
 
 
 def test_swarm_documents_what_others_call():

@@ -18,6 +18,7 @@ from pathlib import Path
 from arguments import SHARED_ARGS, ArchiveArguments, OptimizerArguments, SwarmArguments, parse_arguments
 from support.console import UserError, edge, setup_logging
 from support.files import lock_folder
+from support.flags import is_shared
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge(interrupted="the same command goes on"):
@@ -54,7 +55,7 @@ PUBLIC_ARGUMENTS = {
     field.name
     for group in (SwarmArguments, *SHARED_ARGS)
     for field in dataclasses.fields(group)
-    if "ALL PEERS" in field.metadata["help"] and not field.name.endswith("_path")
+    if is_shared(field) and not field.name.endswith("_path")
 }
 
 

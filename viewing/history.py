@@ -16,7 +16,7 @@ MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
 MAX_POINTS_SENT = 500  # at once, to a page that draws it
 # Strangers can sign records with fresh keys, and each key is a peer to thank: the table keeps those who gave most.
 MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
-MAX_PEERS_SENT = 50  # whatever they are called, a status with them stays below MAX_PAGE_BYTES of swarm/status.py
+MAX_PEERS_SENT = 50  # whatever they are called, a status with them stays below MAX_PAGE_BYTES of machine/page_client.py
 
 
 class History(list):

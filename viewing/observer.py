@@ -7,17 +7,15 @@ import time
 from collections import deque
 
 from arguments import AuxPeerArguments
+from machine.settings import make_swarm_config
 from support.console import UserError
 from support.flags import describe_shared, find_typed
-from swarm.addresses import exit_if_unreachable
-from swarm.contract import compare_with_run, require_same
-from swarm.joining import make_dht, warn_of_local_addresses
+from swarm.contract import require_same
+from swarm.joining import Swarm
 from swarm.membership import Membership
-from swarm.processes import STOP_REQUESTED, handle_stop_signals, shut_down
-from swarm.reachability import measure_bandwidth
-from swarm.vouching import RunAttestation, publish_attestation
-from utils import MAX_WORKERS, SwarmMetrics
-from viewing.page import StatusServer
+from swarm.processes import STOP_REQUESTED, handle_stop_signals
+from utils import RunContract, SwarmMetrics
+from viewing.page import open_page
 from viewing.report import RunReport
 
 # seconds between two looks at the metrics while somebody reads the page, and for how long a visit counts as reading
@@ -32,32 +30,40 @@ class Observer:
     """
 
     def __init__(self, membership: Membership | None, *groups):
-        self.groups = swarm, args, archive_args, *_ = groups
+        self.groups = swarm_args, args, archive_args, *_ = groups
         is_aux = isinstance(args, AuxPeerArguments)
-        if swarm.client_mode:
+        if swarm_args.client_mode:
             who = "an auxiliary peer" if is_aux else "a monitor"
             raise UserError(f"--client_mode is for trainers: others must be able to reach {who}")
         if archive_args.repo_url:
             from viewing.hub import require_token  # and torch, as in prepare_model
 
             require_token()
-        self.prefix, self.period = swarm.experiment_prefix, min(args.refresh_period, threading.TIMEOUT_MAX)
+        self.prefix, self.period = swarm_args.experiment_prefix, min(args.refresh_period, threading.TIMEOUT_MAX)
         self.assists = is_aux and args.assist_in_averaging
         self.needs_model = self.assists or archive_args.store_checkpoints
-        self.report = RunReport(args, swarm)
-        self.page = StatusServer(swarm.status_port, self.prefix) if swarm.status_port is not None else None
-        self.dht, _ = make_dht(swarm, membership)
+        self.report = RunReport(args, swarm_args)
+        self.page = open_page(swarm_args)
+        self.swarm = Swarm.join(make_swarm_config(swarm_args), membership)
+        self.dht = self.swarm.dht
         #: by which the first trainers must begin; its default binds too where it was typed
         self.own_flags = describe_shared(groups, find_typed(map(type, groups)))
-        if self.dht.vouched:
-            self.report.workers.ids |= set(self.dht.vouched.workers)
-        publish_attestation(self.dht, self.dht.vouched or RunAttestation(prefix=self.prefix, flags=self.own_flags))
+        if known := self.dht.attestation:
+            self.report.workers.ids |= set(known.workers)
+            self.swarm.attest(known.contract, known.flags, known.workers)
+        else:
+            self.swarm.attest(None, self.own_flags)
         # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
         if self.dht.client_mode and (is_aux or self.needs_model):
-            shut_down(self.dht)
-            exit_if_unreachable()
-        warn_of_local_addresses(self.dht, swarm)
-        self.optimizer = self.archive = self.contract = None
+            self.swarm.leave()
+            raise UserError(
+                "others cannot reach this peer: open the port of --host_maddrs in the firewall or forward it in the "
+                "router (--announce_maddrs), or run it on another machine"
+            )
+        self.swarm.warn_of_local_addresses()
+        self.optimizer = self.archive = None
+        #: to be compared with that of the first trainers, which may come after this peer
+        self.contract: RunContract | None = None
         #: the newest metrics, until `step` returns them
         self.news: deque[SwarmMetrics] = deque(maxlen=1)
         #: when the page was asked for last
@@ -82,18 +88,18 @@ class Observer:
         """Model and optimizer as the trainers build them, to take their states or to average for them; the archive."""
         # who saves nothing needs neither the model's code nor the time to load it
         from experiment.model import find_objective, make_model
-        from experiment.optimizer import describe_contract, make_optimizer
+        from experiment.optimizer import make_contract, make_optimizer
         from text.tokenizers import load_tokenizer, tokenizer_fingerprint
         from viewing.archive import CheckpointHandler
 
-        swarm, _, archive_args, model_args, optimizer_args, averaging_args = self.groups
+        _, _, archive_args, model_args, optimizer_args, averaging_args = self.groups
         tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
         if self.assists:
-            averaging_args = measure_bandwidth(self.dht, averaging_args)
+            self.swarm.measure_bandwidth(averaging_args.bandwidth)
         model = make_model(model_args, tokenizer)
-        self.contract = describe_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
-        compare_with_run(self.dht, self.prefix, self.contract)
-        self.optimizer = make_optimizer(model, self.dht, swarm, optimizer_args, averaging_args, auxiliary=True)
+        self.contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
+        self.swarm.compare_contract(self.contract)
+        self.optimizer = make_optimizer(model, self.swarm, optimizer_args, averaging_args, auxiliary=True)
         if self.assists:
             self.optimizer.state_averager.serve_state()
         if archive_args.store_checkpoints:
@@ -127,19 +133,15 @@ class Observer:
         course, workers = self.report.course, self.report.workers
         course.look_at_contract(self.dht, workers)
         # what this peer has seen of the run, and who is there
-        known = [*workers.present][:MAX_WORKERS]
-        publish_attestation(
-            self.dht, RunAttestation(prefix=self.prefix, contract=course.contract, flags=self.own_flags, workers=known)
-        )
+        self.swarm.attest(course.contract, self.own_flags, workers.present)
         if self.contract and course.contract:
-            # once more: the first trainers may have come after this peer
             require_same(self.prefix, self.contract, [course.contract])
             self.contract = None
 
     def step(self) -> SwarmMetrics | None:
         """Go on with what is due, without waiting; the metrics of the newest epoch, once.
 
-        :raises UserError: trainers have come that use different settings; or this peer's pass has ended
+        :raises UserError: trainers have come that use different settings; or this peer's credential has expired
         """
         if self.watching.done():
             self.watching.result()
@@ -160,4 +162,4 @@ class Observer:
             self.watching.result()
         self.report.update(self.dht, is_last=True)
         self.report.finish()
-        shut_down(self.dht, self.optimizer)
+        self.swarm.leave(self.optimizer)

@@ -3,7 +3,7 @@
     python run_training_monitor.py --experiment_prefix my_albert --status_port 8080
     curl http://localhost:8080/
 
-A browser gets the page, which asks for /status.json, by which others also join (swarm/status.py), and for
+A browser gets the page, which asks for /status.json, by which others also join (machine/page_client.py), and for
 /history.json?since=EPOCH. All that is read-only and bounded: nothing that a visitor sends changes anything, what is
 asked for is made once a second at most, and who comes takes the place of who stays too long.
 """
@@ -27,9 +27,10 @@ from pathlib import Path
 
 from hivemind import DHT
 
+from arguments import SwarmArguments
+from machine.page_client import VISIT_TIMEOUT, format_join, make_place
 from support.console import UserError
 from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
-from swarm.status import VISIT_TIMEOUT, format_join, make_place
 from viewing.history import History
 
 logger = logging.getLogger("status")
@@ -154,6 +155,11 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request, client_address) -> None:
         logger.debug("a visitor of the status page left early", exc_info=True)
+
+
+def open_page(args: SwarmArguments) -> StatusServer | None:
+    """Return the server of the page that --status_port asks for, if any."""
+    return None if args.status_port is None else StatusServer(args.status_port, args.experiment_prefix)
 
 
 class StatusHandler(http.server.BaseHTTPRequestHandler):

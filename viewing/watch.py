@@ -27,9 +27,10 @@ from rich.table import Table
 from rich.text import Text
 
 from arguments import SwarmArguments
+from machine.settings import make_swarm_config
 from support.console import format_bytes
 from support.signals import afterwards
-from swarm.joining import make_dht
+from swarm.joining import Swarm
 from swarm.membership import Membership
 from utils import (
     ContributorRegistry,
@@ -75,12 +76,13 @@ def watch_swarm(swarm: SwarmArguments, membership: Membership | None, refresh_pe
     """Show the swarm until Ctrl-C: live in a terminal, else a line an epoch."""
     prefix = swarm.experiment_prefix
     # the identity file may be the monitor's, and two peers of one name are one too many
-    dht, _ = make_dht(dataclasses.replace(swarm, client_mode=True, identity_path=None), membership)
+    swarm = dataclasses.replace(swarm, client_mode=True, identity_path=None)
+    dht = Swarm.join(make_swarm_config(swarm), membership).dht
     losses: deque[float] = deque(maxlen=48)  # as many bars as fit
     seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
     course, workers, last_epoch = (
         RunCourse(prefix),
-        ContributorRegistry(dht.vouched.workers if dht.vouched else ()),
+        ContributorRegistry(dht.attestation.workers if dht.attestation else ()),
         None,
     )
     with open_screen() as show:

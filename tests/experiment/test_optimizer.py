@@ -13,8 +13,8 @@ from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from experiment.model import make_model
 from experiment.objectives import OBJECTIVES
 from experiment.optimizer import (
-    describe_contract,
     learning_rate_factor,
+    make_contract,
     make_local_optimizer,
     make_param_groups,
     make_scheduler,
@@ -124,8 +124,8 @@ def test_gradients_are_clipped(name):
 
 
 def contract(model, tokenizer="a" * 64, optimizer=None, averaging=None) -> RunContract:
-    terms = describe_contract(model, tokenizer, optimizer or OptimizerArguments(), averaging or AveragingArguments())
-    return RunContract(joined=1.0, contract=terms)
+    made = make_contract(model, tokenizer, optimizer or OptimizerArguments(), averaging or AveragingArguments())
+    return made.copy(update={"joined": 1.0})
 
 
 def test_contract_names_what_differs(model):

@@ -124,7 +124,7 @@ def test_tokenizer_and_clock_have_lines_of_their_own(monkeypatch, capsys, tmp_pa
     model_args = ModelArguments(str(ROOT / "configs/demo.json"), tokenizer_path=str(tmp_path / "none"))
     groups = [SwarmArguments("a"), model_args, OptimizerArguments(), AveragingArguments()]
     args = TrainerArguments(output_dir=str(tmp_path), device="cpu")
-    assert run_preflight(None, *groups, DataArguments(streaming=True), args) == 2
+    assert run_preflight(None, (*groups, DataArguments(streaming=True), args)) == 2
     fatal = [line[8:].split() for line in capsys.readouterr().out.splitlines() if line.startswith("fatal")]
     assert [what for what, *_ in fatal] == ["tokenizer", "clock"], fatal
 

@@ -20,7 +20,7 @@ from arguments import AveragingArguments, DataArguments, ModelArguments, Optimiz
 from experiment.data import make_eval_batches, make_train_batches
 from experiment.model import find_objective, make_model
 from experiment.objectives import compute_losses
-from experiment.optimizer import describe_contract, make_local_optimizer, make_param_groups
+from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
 from machine.checkpoint import find_checkpoints
 from machine.training import evaluate, make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
@@ -30,7 +30,6 @@ from text.documents import read_text
 from text.instances import BLOCKS
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
-from utils import RunContract
 
 VOCABULARY = 300
 CPU = torch.device("cpu")
@@ -305,7 +304,7 @@ def test_every_role_has_the_same_architecture_whatever_its_configuration_is_read
     assert model.initial_weights == scratch.initial_weights == "random"
     assert re.fullmatch(r"pretrained \w{12}", pretrained.initial_weights)
     groups = OptimizerArguments(), AveragingArguments()
-    run, mine = (RunContract(joined=1.0, contract=describe_contract(m, "a", *groups)) for m in (pretrained, scratch))
+    run, mine = (make_contract(m, "a", *groups) for m in (pretrained, scratch))
     [difference] = find_differences(mine, [run])
     assert difference.startswith("initial weights: the run has pretrained") and "you have random" in difference
     # what no shape of a weight tells

@@ -18,10 +18,10 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 
-from arguments import SwarmArguments
 from support.console import setup_logging
+from swarm.config import SwarmConfig
 from swarm.downloads import parse_request
-from swarm.joining import make_dht
+from swarm.joining import Swarm
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.states import StateAverager
 
@@ -89,8 +89,8 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=100_000)
     args = parser.parse_args()
     setup_logging("donor")
-    swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    dht, *_ = make_dht(swarm)
+    swarm = Swarm.join(SwarmConfig(args.experiment_prefix, args.initial_peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    dht = swarm.dht
     averager = BadStateAverager(
         dht=dht,
         prefix=f"{args.experiment_prefix}_state_averager",

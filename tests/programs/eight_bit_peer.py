@@ -7,15 +7,16 @@ import time
 
 import torch
 
-from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_optimizer
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 
 with clean_end():
     prefix, seed, folder, *maddrs = sys.argv[1:]
-    swarm = SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    dht, *_ = make_dht(swarm)
+    swarm = Swarm.join(SwarmConfig(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    dht = swarm.dht
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, rows, bias=False) for rows in (256, 257)))
     averaging = AveragingArguments(
@@ -31,7 +32,7 @@ with clean_end():
         bandwidth=100.0,
     )
     options = OptimizerArguments(optim="lamb_8bit", min_8bit_size=1, learning_rate=0.01, warmup_steps=0)
-    optimizer = make_optimizer(model, dht, swarm, options, averaging)
+    optimizer = make_optimizer(model, swarm, options, averaging)
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)
     torch.manual_seed(int(seed))

@@ -16,12 +16,13 @@ from hivemind.averaging.matchmaking import Matchmaking, PotentialLeaders
 from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
-from arguments import AveragingArguments, SwarmArguments
+from arguments import AveragingArguments
 from models.state_codecs import COMPRESSIONS
 from support.console import setup_logging
+from swarm.config import SwarmConfig
 from swarm.epoch import Epoch
 from swarm.gradients import GradientAverager
-from swarm.joining import make_dht
+from swarm.joining import Swarm
 from swarm.matchmaking import EarlyStartMatchmaking
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.processes import clean_end, handle_stop_signals, shut_down
@@ -172,8 +173,8 @@ def main() -> None:
         PotentialLeaders.asked_before, Matchmaking._request_join_group = set(), ask_in_vain
 
     options = dict(host_maddrs=[f"/ip4/{args.host}/tcp/0"], client_mode=args.client_mode)
-    swarm = SwarmArguments(args.experiment_prefix, args.initial_peers, **options)
-    dht, *_ = make_dht(swarm)
+    swarm = Swarm.join(SwarmConfig(args.experiment_prefix, args.initial_peers, **options))
+    dht = swarm.dht
     if args.mbits:
         dht.uplink.set_bandwidth(args.mbits, is_fixed=True)
     parameter = torch.nn.Parameter(torch.zeros(args.numbers))

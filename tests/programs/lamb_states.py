@@ -7,22 +7,23 @@ import sys
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
 
-from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_optimizer
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 
 with clean_end():
     states, maddrs = [], []
     for steps in (3, 0):
-        args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
         RSAPrivateKey._process_wide_key = None  # two peers in one process
-        dht, *_ = make_dht(args)
+        swarm = Swarm.join(SwarmConfig(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+        dht = swarm.dht
         maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
         torch.manual_seed(steps)
         model = torch.nn.Sequential(torch.nn.Linear(50, 20), torch.nn.LayerNorm(20))
         options = OptimizerArguments(optim=sys.argv[2], min_8bit_size=1000)
-        optimizer = make_optimizer(model, dht, args, options, AveragingArguments(load_state_compression=sys.argv[3]))
+        optimizer = make_optimizer(model, swarm, options, AveragingArguments(load_state_compression=sys.argv[3]))
         for _ in range(steps):
             for param in (param for group in optimizer.opt.param_groups for param in group["params"]):
                 param.grad.normal_()

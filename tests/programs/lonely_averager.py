@@ -6,13 +6,13 @@ import time
 
 import torch
 
-from arguments import SwarmArguments
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 from tests.programs.gradient_peer import make_gradient_optimizer
 
 with clean_end():
-    dht, *_ = make_dht(SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    dht = Swarm.join(SwarmConfig(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])).dht
     parameter = torch.nn.Parameter(torch.zeros(8))
     optimizer = make_gradient_optimizer(dht, sys.argv[1], parameter, target_batch_size=10**6, group_size=2)
     averager = optimizer.state_averager

@@ -1,12 +1,12 @@
-"""What relays pass through a connection: plain hivemind's, and those of make_dht, each asked by a fresh daemon."""
+"""What relays pass through a connection: plain hivemind's, and those of Swarm.join, each asked by a fresh daemon."""
 
 import asyncio
 
 from hivemind.p2p import P2P
 
-from arguments import SwarmArguments
 from swarm.addresses import get_peer_id
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 from swarm.reachability import ask_relay_limit
 
@@ -29,7 +29,7 @@ async def ask_plain():
 
 with clean_end():
     print(asyncio.run(ask_plain()), flush=True)
-    dhts = [make_dht(SwarmArguments("gaps", host_maddrs=["/ip4/127.0.0.1/tcp/0"]))[0] for _ in range(4)]
+    dhts = [Swarm.join(SwarmConfig("gaps", host_maddrs=["/ip4/127.0.0.1/tcp/0"])).dht for _ in range(4)]
     for dht in dhts:
         print(asyncio.run(ask(str(dht.get_visible_maddrs()[0]), str(dht.peer_id))), flush=True)
     for dht in dhts:

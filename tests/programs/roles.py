@@ -15,28 +15,27 @@ from arguments import (
     DataArguments,
     ModelArguments,
     OptimizerArguments,
-    SwarmArguments,
     TrainerArguments,
 )
 from callback import CollaborativeCallback
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer, make_param_groups
 from machine.checkpoint import apply_state, load_state
+from swarm.config import SwarmConfig
 from swarm.contract import describe_averaging
-from swarm.joining import make_dht
-from swarm.processes import clean_end, shut_down
+from swarm.joining import Swarm
+from swarm.processes import clean_end
 from utils import RunContract
 
 with clean_end():
-    swarm = SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
     facts, optimizers = {}, []  # kept: an optimizer that is collected shuts down
     for role, auxiliary in (("monitor", True), ("trainer", False)):
         RSAPrivateKey._process_wide_key = None  # two peers in one process
-        dht, public_key = make_dht(swarm)
+        swarm = Swarm.join(SwarmConfig(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
         model = make_model(ModelArguments("configs/demo.json"), 300)
         averaging = AveragingArguments(target_batch_size=64, batch_size_lead=8)
-        optimizer = make_optimizer(model, dht, swarm, options, averaging, auxiliary=auxiliary)
+        optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
         by_value = {param.data.double().pow(2).sum().item(): name for name, param in model.named_parameters()}
         # names by what stands at each position of the state that peers exchange, where the values tell
         _, tensors, _ = optimizer.state_averager.get_current_state()
@@ -51,15 +50,15 @@ with clean_end():
         def compute_evaluation(self):
             return torch.empty(2**60, dtype=torch.uint8)
 
+    swarm.contract = RunContract(joined=0.0, contract=describe_averaging(averaging))
+
     def make_callback(**more):
         sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100)
         arguments = TrainerArguments(output_dir=sys.argv[2], **sizes, **more)
         return Callback(
-            dht,
+            swarm,
             optimizer,
-            (swarm, ModelArguments(), options, averaging, DataArguments(), arguments),
-            public_key,
-            RunContract(joined=0.0, contract=describe_averaging(averaging)),
+            (None, ModelArguments(), options, averaging, DataArguments(), arguments),
             model=model,
             tokenizer=None,
             dataset={"train": range(100)},
@@ -93,4 +92,4 @@ with clean_end():
     facts["lines"].append(callback.describe_progress())
     facts["measured"] = [callback.measure(), callback.measure(), callback.evaluation]
     print(json.dumps(facts), flush=True)
-    shut_down(dht, optimizer)
+    swarm.leave(optimizer)

@@ -11,12 +11,13 @@ import numpy
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
 
-from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
+from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
 from machine.checkpoint import apply_state, collect_state, load_state, save_checkpoint
 from support.files import write_file
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 from text.tokenizers import load_tokenizer
 
@@ -42,17 +43,16 @@ def equal(one, other):
 
 
 with clean_end():
-    swarm = SwarmArguments(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"])
     options = OptimizerArguments(optim=optim, warmup_steps=5, min_8bit_size=4096)
     tokenizer = load_tokenizer(tokenizer_path)
     peers = []
     for seed in (1, 2):
         RSAPrivateKey._process_wide_key = None  # two peers in one process
-        dht, _ = make_dht(swarm)
+        swarm = Swarm.join(SwarmConfig(sys.argv[1], host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
         model = make_model(ModelArguments("configs/demo.json", seed=seed), len(tokenizer))
-        optimizer = make_optimizer(model, dht, swarm, options, AveragingArguments(target_batch_size=4))
+        optimizer = make_optimizer(model, swarm, options, AveragingArguments(target_batch_size=4))
         optimizer.accumulate_on(torch.device("cpu"))
-        peers.append((dht, model, optimizer))
+        peers.append((swarm.dht, model, optimizer))
     (_, model, optimizer), (_, other_model, other) = peers
     while optimizer.local_epoch < 3:
         for param in model.parameters():
@@ -61,7 +61,7 @@ with clean_end():
     scaler, other_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu")
     before = everything(model, optimizer)
     torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
-    state = collect_state(model, optimizer, {"experiment_prefix": swarm.experiment_prefix}, scaler, {"epochs": 3})
+    state = collect_state(model, optimizer, {"experiment_prefix": swarm.prefix}, scaler, {"epochs": 3})
     draws = [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]
     assert save_checkpoint(model, tokenizer, folder, state, {}, 2)
     assert write_file(folder + "/state.pt", partial(torch.save, state))

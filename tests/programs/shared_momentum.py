@@ -10,12 +10,13 @@ sys.path.insert(0, os.getcwd())
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
 
-from arguments import AveragingArguments, ModelArguments, OptimizerArguments, SwarmArguments
+from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from experiment.model import make_model
 from experiment.objectives import compute_losses
-from experiment.optimizer import describe_contract, make_optimizer
+from experiment.optimizer import make_contract, make_optimizer
 from machine.training import move_batch
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 
 with clean_end():
@@ -26,12 +27,12 @@ with clean_end():
     model_args, peers = ModelArguments("configs/demo.json"), []
     for seed in (1, 2):
         others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]
-        swarm = SwarmArguments(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
         RSAPrivateKey._process_wide_key = None  # two peers in one process
-        dht, _ = make_dht(swarm)
+        swarm = Swarm.join(SwarmConfig(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+        dht = swarm.dht
         model_args.seed = seed
         model = make_model(model_args, 300)
-        optimizer = make_optimizer(model, dht, swarm, options, averaging)
+        optimizer = make_optimizer(model, swarm, options, averaging)
         optimizer.accumulate_on(torch.device("cpu"))
         peers.append((dht, model, optimizer))
         if seed == 1:
@@ -53,7 +54,7 @@ with clean_end():
     facts["sizes"] = [buffer.norm().item() for buffer in buffers[0]]
     facts["same_momentum"] = [a.equal(b) for a, b in zip(*buffers, strict=True)]
     facts["same_weights"] = [a.equal(b) for a, b in zip(first.parameters(), second.parameters(), strict=True)]
-    facts["contract"] = describe_contract(first, "a", options, averaging)["optimizer"]
+    facts["contract"] = make_contract(first, "a", options, averaging).contract["optimizer"]
     print(json.dumps(facts), flush=True)
     for dht, _, optimizer in peers:
         shut_down(dht, optimizer)

@@ -10,9 +10,10 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.utils.crypto import RSAPrivateKey
 
 import swarm.averager
-from arguments import AveragingArguments, OptimizerArguments, SwarmArguments
+from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_optimizer
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 
 shares = multiprocessing.Array("d", 2)
@@ -44,13 +45,13 @@ with clean_end():
     settings = dict(matchmaking_time=2, request_timeout=1, target_group_size=2, bandwidth=100.0)
     peers, keys, maddrs = [], [], []
     for _ in range(2):
-        args = SwarmArguments(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
         RSAPrivateKey._process_wide_key = None  # two peers in one process
-        dht, *_ = make_dht(args)
+        place = Swarm.join(SwarmConfig(sys.argv[1], maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
         keys.append(RSAPrivateKey.process_wide())
-        maddrs = [str(maddr) for maddr in dht.get_visible_maddrs()]
+        maddrs = [str(maddr) for maddr in place.dht.get_visible_maddrs()]
         averaging = AveragingArguments(**settings, **json.loads(sys.argv[2]))
-        peers.append((dht, make_optimizer(torch.nn.Linear(100, 10), dht, args, OptimizerArguments(), averaging)))
+        optimizer = make_optimizer(torch.nn.Linear(100, 10), place, OptimizerArguments(), averaging)
+        peers.append((place.dht, optimizer))
     averagers = [optimizer.grad_averager for _, optimizer in peers]
 
     def schedule():

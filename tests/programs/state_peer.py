@@ -8,10 +8,10 @@ import time
 import torch
 from hivemind.p2p import PeerID
 
-from arguments import SwarmArguments
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
 from support.console import setup_logging
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, handle_stop_signals, shut_down
 from swarm.states import StateAverager, initialize_optimizer_state_, list_params
 
@@ -31,8 +31,8 @@ def list_tensors(averager):
 with clean_end():
     options = json.loads(sys.argv[1])
     setup_logging("peer")
-    swarm = SwarmArguments(options["prefix"], options.get("maddrs", []), host_maddrs=["/ip4/127.0.0.1/tcp/0"])
-    dht, *_ = make_dht(swarm)
+    swarm = Swarm.join(SwarmConfig(options["prefix"], options.get("maddrs", []), host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    dht = swarm.dht
     averager = StateAverager(
         dht=dht,
         prefix=f"{options['prefix']}_state_averager",

@@ -5,16 +5,16 @@ import sys
 
 import torch
 
-from arguments import SwarmArguments
 from support.console import setup_logging
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 from tests.programs.gradient_peer import make_gradient_optimizer
 
 with clean_end():
     prefix, times, numbers, *maddrs = sys.argv[1:]
     setup_logging("taker")
-    dht, *_ = make_dht(SwarmArguments(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+    dht = Swarm.join(SwarmConfig(prefix, maddrs, host_maddrs=["/ip4/127.0.0.1/tcp/0"])).dht
     parameter = torch.nn.Parameter(torch.zeros(int(numbers)))
     optimizer = make_gradient_optimizer(dht, prefix, parameter, target_batch_size=10**6, group_size=2)
     own = next(iter(optimizer.opt.param_groups))["params"][0]

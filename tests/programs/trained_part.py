@@ -19,7 +19,8 @@ from arguments import (
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
 from machine.checkpoint import apply_state, check_weights, collect_state, find_checkpoints, load_state, save_checkpoint
-from swarm.joining import make_dht
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 from text.tokenizers import load_tokenizer
 from viewing.archive import CheckpointHandler
@@ -46,11 +47,11 @@ with clean_end():
     peers = []
     for auxiliary in (False, True):
         others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]
-        swarm = SwarmArguments(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
         RSAPrivateKey._process_wide_key = None  # two peers in one process
-        dht, _ = make_dht(swarm)
+        swarm = Swarm.join(SwarmConfig(prefix, others, host_maddrs=["/ip4/127.0.0.1/tcp/0"]))
+        dht = swarm.dht
         model = make_part(tokenizer)
-        optimizer = make_optimizer(model, dht, swarm, options, averaging, auxiliary=auxiliary)
+        optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
         peers.append((dht, model, optimizer))
         if not auxiliary:
             optimizer.accumulate_on(torch.device("cpu"))

@@ -62,9 +62,9 @@ def test_numpy_that_breaks_compression_is_refused():
 def test_the_daemon_dials_without_reusing_ports():
     """Note 6: with port reuse, 10 of 20 simultaneous first dials failed."""
     code = (
-        "import psutil; from arguments import SwarmArguments; from swarm.processes import shut_down;"
-        "from swarm.joining import make_dht;"
-        "dht, _ = make_dht(SwarmArguments('gaps', host_maddrs=['/ip4/127.0.0.1/tcp/0']));"
+        "import psutil; from swarm.config import SwarmConfig; from swarm.processes import shut_down;"
+        "from swarm.joining import Swarm;"
+        "dht = Swarm.join(SwarmConfig('gaps', host_maddrs=['/ip4/127.0.0.1/tcp/0'])).dht;"
         "daemons = [child for child in psutil.Process(dht.pid).children() if child.name().startswith('p2pd')];"
         "print([daemon.environ()['LIBP2P_TCP_REUSEPORT'] for daemon in daemons]); shut_down(dht)"
     )

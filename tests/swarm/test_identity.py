@@ -4,8 +4,8 @@ import pytest
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
-from arguments import SwarmArguments
 from support.console import UserError
+from swarm.config import SwarmConfig
 from swarm.identity import keep_identity, make_identity
 from utils import make_validators, peer_label
 
@@ -17,10 +17,10 @@ def start(monkeypatch):
 
     def start_process(kept_at=None, **flags) -> str:
         RSAPrivateKey._process_wide_key = None
-        swarm = SwarmArguments("run", **flags)
-        make_identity(swarm, kept_at)
+        config = SwarmConfig("run", **flags)
+        make_identity(config, kept_at)
         if kept_at:
-            keep_identity(swarm, kept_at)
+            keep_identity(config, kept_at)
         return peer_label(make_validators("run")[1])
 
     return start_process

@@ -9,22 +9,21 @@ import pytest
 from processes import LOOPBACK, make_prefix, run_python
 
 from arguments import SwarmArguments, make_host_maddrs
+from machine.settings import announce_public_address
 from support.console import UserError
 from swarm.addresses import get_host_port
-from swarm.joining import announce_public_address
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
 MEASURER = """
 import json, sys
-from arguments import AveragingArguments, SwarmArguments
-from swarm.processes import clean_end, shut_down
-from swarm.joining import make_dht
-from swarm.reachability import measure_bandwidth
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
+from swarm.processes import clean_end
 
 with clean_end():
-    dht, _ = make_dht(SwarmArguments(sys.argv[1], sys.argv[3:], host_maddrs=[sys.argv[2]]))
-    print(json.dumps(measure_bandwidth(dht, AveragingArguments()).bandwidth), flush=True)
-    shut_down(dht)
+    swarm = Swarm.join(SwarmConfig(sys.argv[1], sys.argv[3:], host_maddrs=[sys.argv[2]]))
+    print(json.dumps(swarm.measure_bandwidth(None)), flush=True)
+    swarm.leave()
 """
 
 

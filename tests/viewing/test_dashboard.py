@@ -19,7 +19,8 @@ from swarms import start_monitor
 import run_training_monitor
 from arguments import MonitorArguments, SwarmArguments
 from support.console import UserError
-from swarm.contract import publish_contract
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
 from utils import (
     RunContract,
     SwarmMetrics,
@@ -229,8 +230,9 @@ def test_watch_shows_the_swarm_and_leaves_no_trace(start, tmp_path):
         numbers = dict(epoch=7, samples_accumulated=100, samples_per_second=10.0, time=expires)
         report = LocalTrainingProgress(peer_id=peer.dht.peer_id.to_bytes(), client_mode=True, **numbers)
         assert peer.dht.store(f"{prefix}_progress", report.dict(), subkey=peer.subkey, expiration_time=expires)
-        contract = RunContract(joined=1.0, contract={"target_batch_size": "4096"})
-        assert publish_contract(peer.dht, prefix, peer.subkey, contract, 300).result(timeout=30)
+        place = Swarm(SwarmConfig(prefix), peer.dht, peer.subkey)
+        place.contract = RunContract(joined=1.0, contract={"target_batch_size": "4096"})
+        assert place.renew_contract(300).result(timeout=30)
 
         command = ["run_training_monitor.py", "--experiment_prefix", prefix, "--watch", "--initial_peers", address]
         command += ["--refresh_period", "0.3", "--output_dir", tmp_path / "none", *identity]

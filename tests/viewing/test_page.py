@@ -22,7 +22,7 @@ from records import make_metrics
 from swarms import choose_trainer, flags, history, start_monitor, start_trainer
 
 import run_trainer
-from swarm.status import MAX_PAGE_BYTES
+from machine.page_client import MAX_PAGE_BYTES
 from utils import LocalMetrics
 from viewing.history import MAX_PEERS_SENT, MAX_POINTS_SENT, Contributions, History
 from viewing.page import MAX_OF_ADDRESS, MAX_VISITORS, StatusServer, find_network

@@ -1,30 +1,61 @@
 """Settings that a new peer inherits from the peers in --initial_peers: the run name, and flags that all peers share.
 A command line that sets one of these flags to another value is rejected.
 
-The initial peers are the root of trust (see swarm/vouching.py). Their flags are parsed and checked like typed ones.
+The initial peers are the root of trust (see swarm/attestation.py). Their flags are parsed and checked like typed ones.
 None of these flags can name a file or folder, except for the model shapes in this repository.
 """
 
 import asyncio
+import dataclasses
+import http.client
+import ipaddress
 import logging
 import os
 import re
+import socket
+import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
 from arguments import SwarmArguments, parse_arguments
+from machine.devices import log_versions
+from machine.page_client import resolve_initial_peers
+from machine.ranks import DeviceGroup
 from support.console import UserError
 from support.flags import format_flag
-from swarm.addresses import check_multiaddrs
+from swarm.addresses import check_multiaddrs, get_host_port
+from swarm.attestation import RunAttestation, merge_attestations
+from swarm.config import SwarmConfig, make_config
+from swarm.identity import make_identity
+from swarm.joining import Swarm
 from swarm.membership import Membership
-from swarm.outside import ask_from_outside, find_problem
-from swarm.status import resolve_initial_peers
-from swarm.vouching import RunAttestation, merge_attestations
+from swarm.probe import fetch_attestations, find_problem
 
 logger = logging.getLogger("joining")
 
 OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")  # may mean another thing on each machine
 CONFIGS = "configs"
+
+
+def begin(
+    groups: tuple, ranks: DeviceGroup | None = None, kept_at: Path | None = None
+) -> tuple[Membership | None, tuple]:
+    """Make this peer's identity, and inherit the run's settings.
+
+    :param groups: the parsed command line, one dataclass instance per group of flags, SwarmArguments first
+    :param ranks: the processes of this peer; rank 0 talks to the swarm for all
+    :param kept_at: see `make_identity`
+    :returns: the membership of a closed run on rank 0, and the arguments with the settings
+    """
+    membership, settings = None, []
+    if ranks and ranks.is_main:
+        log_versions(ranks.device, ranks.count)
+    if ranks is None or ranks.is_main:
+        membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
+        settings = discover_settings(groups[0], membership)
+    if ranks:
+        settings = ranks.share(settings)
+    return membership, apply_settings(groups, settings)
 
 
 def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> list[str]:
@@ -37,7 +68,7 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
     prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
     check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
-    attestation = merge_attestations(asyncio.run(ask_from_outside(maddrs, membership)), prefix, swarm.new_run)
+    attestation = merge_attestations(asyncio.run(fetch_attestations(maddrs, membership)), prefix, swarm.new_run)
     if not attestation:
         if prefix:
             return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
@@ -52,9 +83,9 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
     return [f"--experiment_prefix={attestation.prefix}", *settings]
 
 
-def list_settings(statement: RunAttestation) -> list[str]:
+def list_settings(attestation: RunAttestation) -> list[str]:
     """Return the flags in an attestation that bind a new peer, as --NAME=VALUE."""
-    flags = statement.contract.flags if statement.contract else statement.flags
+    flags = attestation.contract.flags if attestation.contract else attestation.flags
     return [*filter(is_for_all, (flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag))]
 
 
@@ -85,14 +116,15 @@ def require_settings(settings: Iterable[str], groups: tuple) -> None:
         )
 
 
-def require_vouched(vouched: RunAttestation | None, groups: tuple) -> None:
+def require_attested(swarm: Swarm, groups: tuple) -> None:
     """Raise a UserError if the flags differ from the attested ones, which bind trainers until there is a contract.
 
     Usually `apply_settings` has compared them before. It has not if --no_adopt or --use_ipfs skipped that, or if the
     attesting peer had only just started.
     """
-    if vouched and not vouched.contract:
-        require_settings(list_settings(vouched), groups)
+    attestation = swarm.dht.attestation
+    if attestation and not attestation.contract:
+        require_settings(list_settings(attestation), groups)
 
 
 def split_setting(setting: str) -> tuple[str, str]:
@@ -122,3 +154,52 @@ def apply_settings(groups: tuple, settings: list[str]) -> tuple:
     if inherited:
         logger.info(f"inherited from --initial_peers: {' '.join(inherited).replace('=', ' ')}")
     return adopted
+
+
+def make_swarm_config(swarm: SwarmArguments) -> SwarmConfig:
+    """Check all addresses, resolve HOST:PORT in --initial_peers, and return the swarm's settings.
+
+    :raises UserError: if an address is invalid or does not resolve
+    """
+    initial_peers = resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
+    if initial_peers != swarm.initial_peers:
+        logger.info(f"--initial_peers {' '.join(initial_peers)}")
+    swarm = dataclasses.replace(swarm, initial_peers=initial_peers)
+    if swarm.use_google_dns:
+        swarm = announce_public_address(swarm)
+    check_multiaddrs("--initial_peers", swarm.initial_peers, needs_peer_id=True)
+    check_multiaddrs("--host_maddrs", swarm.host_maddrs)
+    check_multiaddrs("--announce_maddrs", swarm.announce_maddrs)
+    for maddr in swarm.announce_maddrs:
+        if get_host_port(maddr)[2] == 0:
+            raise UserError(f"--announce_maddrs {maddr} has no port: pass the port that others connect to")
+    return make_config(SwarmConfig, swarm)
+
+
+def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
+    """Look up this machine's address with --public_ip_url and return the arguments with it in --announce_maddrs."""
+    try:
+        with urllib.request.urlopen(swarm.public_ip_url, timeout=10) as answer:
+            ip = ipaddress.ip_address(answer.read(100).decode().strip())
+    except (OSError, ValueError, http.client.HTTPException) as e:
+        raise UserError(
+            f"--public_ip_url {swarm.public_ip_url} does not return this machine's address ({e}): choose another one, "
+            "or pass --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT"
+        ) from e
+    host_maddrs, announced = [], []
+    for maddr in swarm.host_maddrs:
+        protocol, host, port = get_host_port(maddr)
+        if protocol == f"ip{ip.version}" and port == 0:
+            # Choose a free port now: it must be known before the start to be announced.
+            with socket.create_server(("", 0), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as free:
+                port = free.getsockname()[1]
+            maddr = f"/{protocol}/{host}/tcp/{port}"
+        host_maddrs.append(maddr)
+        if protocol == f"ip{ip.version}":
+            announced.append(f"/{protocol}/{ip}/tcp/{port}")
+    if not announced:
+        raise UserError(
+            f"--use_google_dns: the public address is {ip}, but --host_maddrs has no IPv{ip.version} address: add one"
+        )
+    logger.info(f"announcing {' '.join(announced)}: this port must be open")
+    return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)

@@ -13,26 +13,28 @@ from processes import LOOPBACK, make_prefix, wait_until
 from records import make_tracker, run_dhts
 
 import run_trainer
-from arguments import TRAINER_ARGS, AveragingArguments, SwarmArguments, parse_arguments
+from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
+from machine.settings import apply_settings, discover_settings, require_attested
 from support.console import UserError
-from swarm.adoption import apply_settings, discover_settings, require_vouched
-from swarm.contract import compare_with_run, join_run, publish_contract, recheck_contract
-from swarm.dht import DHT
-from swarm.uplink import GRACE_SHARE, MAX_GRACE
-from swarm.vouching import (
+from swarm.attestation import (
     RunAttestation,
     ask_initial_peers,
     publish_attestation,
     register_attestation_handler,
-    request_attestations,
-    set_statement,
+    request_in_dht,
+    set_attestation,
 )
+from swarm.config import SwarmConfig
+from swarm.contract import ContractMismatch
+from swarm.dht import DHT
+from swarm.joining import Swarm
+from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from utils import RunContract, make_validators
 
 
 @contextlib.contextmanager
 def run_peer(prefix: str, *others: DHT):
-    """A node of ours, as make_dht starts it, and its key."""
+    """A node of ours, as Swarm.join starts it, and its key."""
     RSAPrivateKey._process_wide_key = None
     validators, public_key = make_validators(prefix)
     dht = DHT(addresses(*others), host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators)
@@ -54,12 +56,12 @@ def make_contract(**terms: str) -> RunContract:
 
 def tell(dht: DHT, asking: DHT, statement: RunAttestation) -> None:
     publish_attestation(dht, statement)
-    ask = partial(request_attestations, peers=[dht.peer_id])
+    ask = partial(request_in_dht, peers=[dht.peer_id])
     wait_until(lambda: asking.run_coroutine(ask) == {dht.peer_id: statement}, 10, "the statement")
 
 
 async def set_nonsense(dht, node, values: dict) -> None:
-    await set_statement(dht, node, RunAttestation.construct(**values))
+    await set_attestation(dht, node, RunAttestation.construct(**values))
 
 
 def test_a_newcomer_hears_what_its_initial_peers_vouch_for():
@@ -109,10 +111,12 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         for more in (["--preflight"], []):
             assert wrong in refuse(run_trainer, *command[1:], "--learning_rate", "0.2", *more)
         monkeypatch.setattr(sys, "argv", [*command, "--learning_rate", "0.2", *named])
-        vouched = ask_initial_peers(three, prefix, addresses(one), is_new_run=False)
+        three.attestation = vouched = ask_initial_peers(three, prefix, addresses(one), is_new_run=False)
+        place = Swarm(SwarmConfig(prefix), three, b"")
         with pytest.raises(UserError, match=re.escape(wrong)):
-            require_vouched(vouched, parse_arguments(*TRAINER_ARGS))
-        require_vouched(vouched.copy(update={"contract": make_contract(a="b")}), groups)
+            require_attested(place, parse_arguments(*TRAINER_ARGS))
+        three.attestation = vouched.copy(update={"contract": make_contract(a="b")})
+        require_attested(place, groups)
 
         # of several peers, one may have been given more than another
         tell(three, one, RunAttestation(prefix=prefix, flags="--optim adamw --seed 3"))
@@ -158,24 +162,27 @@ def test_a_strangers_contract_locks_nobody_out():
         run_peer(prefix, monitor) as (stranger, key),
         run_peer(prefix, monitor) as (newcomer, own_key),
     ):
-        publish_contract(stranger, prefix, key, make_contract(learning_rate="9"), 300).result(timeout=30)
-        with pytest.raises(UserError, match="the run has 9, you have 0.1"):  # where nobody vouches for anything
-            join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
-        newcomer.vouched = ask_initial_peers(newcomer, prefix, addresses(monitor), False)
-        mine = join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
-        assert compare_with_run(newcomer, prefix, terms) == 0
-        recheck_contract(newcomer, prefix, mine)
+        other, own = Swarm(SwarmConfig(prefix), stranger, key), Swarm(SwarmConfig(prefix), newcomer, own_key)
+        other.contract = make_contract(learning_rate="9")
+        other.renew_contract(300).result(timeout=30)
+        mine = make_contract(**terms).copy(update={"flags": flags})
+        with pytest.raises(ContractMismatch, match="the run has 9, you have 0.1"):  # where nobody vouches for anything
+            own.agree_on(mine, 120)
+        newcomer.attestation = ask_initial_peers(newcomer, prefix, addresses(monitor), False)
+        own.agree_on(mine, 120)
+        assert not own.compare_contract(mine)
+        own.recheck_contract()
         # now somebody has worked, by other terms
         tell(monitor, newcomer, RunAttestation(prefix=prefix, contract=make_contract(learning_rate="0.2")))
-        with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
-            recheck_contract(newcomer, prefix, mine)
-        with pytest.raises(UserError, match="the run has 0.2, you have 0.1"):
-            join_run(newcomer, own_key, terms, SwarmArguments(prefix), AveragingArguments(), flags)
-        assert mine.flags == flags
+        with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
+            own.recheck_contract()
+        with pytest.raises(ContractMismatch, match="the run has 0.2, you have 0.1"):
+            own.agree_on(mine, 120)
+        assert own.contract.flags == flags
         tell(monitor, newcomer, RunAttestation(prefix=prefix, contract=make_contract(**terms)))
-        newcomer.vouched = RunAttestation(prefix=prefix)
-        recheck_contract(newcomer, prefix, mine)
-        assert newcomer.vouched.contract.contract == terms
+        newcomer.attestation = RunAttestation(prefix=prefix)
+        own.recheck_contract()
+        assert newcomer.attestation.contract.contract == terms
 
 
 def test_samples_that_strangers_claim_count_as_much_as_all_others_at_most():

@@ -1,6 +1,6 @@
 """Checks before joining, with a separate libp2p client: which peer is at an address, and what it attests.
 
-    python -c "import asyncio; from swarm.outside import explain_unreachable; \\
+    python -c "import asyncio; from swarm.probe import explain_unreachable; \\
         print(asyncio.run(explain_unreachable(['/ip4/127.0.0.1/tcp/9/p2p/XXXX'], None)))"
 """
 
@@ -14,12 +14,12 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
-from support.console import UserError
 from support.files import temporary_folder
 from swarm.addresses import diagnose_unreachable, get_peer_id
+from swarm.attestation import ANSWER_TIMEOUT, RunAttestation, request_attestations, select_attesters
+from swarm.errors import SwarmError
 from swarm.membership import Membership
 from swarm.patches import install
-from swarm.vouching import ANSWER_TIMEOUT, RunAttestation, request_statements, select_attesters
 
 CONNECT_TIMEOUT = 15.0  # seconds
 UNKNOWN_PEER = PeerID(b"\x12\x20" + bytes(32))  # a valid id without a known key
@@ -44,7 +44,7 @@ async def connect(p2p: P2P, peer: PeerID, places: list[str], seconds: float) -> 
     await asyncio.wait_for(p2p._client.connect(peer, list(map(Multiaddr, places))), seconds)
 
 
-def find_real_id(error: Exception) -> str | None:
+def parse_actual_id(error: Exception) -> str | None:
     """Return the id of the peer that answered instead of the expected one, from libp2p's error message."""
     match = re.search(r"remote key matches (\w+)", str(error))
     return match and match[1]
@@ -61,12 +61,12 @@ async def find_peer(place: str) -> str | None:
         try:
             await connect(p2p, UNKNOWN_PEER, [place], ANSWER_TIMEOUT)
         except (ControlFailure, TimeoutError) as e:
-            if peer_id := find_real_id(e):
+            if peer_id := parse_actual_id(e):
                 return f"{place}/p2p/{peer_id}"
     return None
 
 
-async def ask_from_outside(maddrs: list[str], membership: Membership | None) -> dict[PeerID, RunAttestation]:
+async def fetch_attestations(maddrs: list[str], membership: Membership | None) -> dict[PeerID, RunAttestation]:
     """Return the attestations of the peers that answer."""
     places = defaultdict(list)
     for maddr in maddrs:
@@ -76,18 +76,18 @@ async def ask_from_outside(maddrs: list[str], membership: Membership | None) -> 
         calls = (connect(p2p, peer, places[peer], ANSWER_TIMEOUT) for peer in attesters)
         failures = await asyncio.gather(*calls, return_exceptions=True)
         connected = [peer for peer, failure in zip(attesters, failures, strict=True) if failure is None]
-        return await request_statements(p2p, connected)
+        return await request_attestations(p2p, connected)
 
 
 async def probe(p2p: P2P, maddr: str) -> str | None:
     """Connect to a peer and return None, or why it failed and what to do."""
     try:
         await connect(p2p, peer := get_peer_id(maddr), [maddr.rpartition("/p2p/")[0]], CONNECT_TIMEOUT)
-        await request_statements(p2p, [peer])
-    except UserError as e:
+        await request_attestations(p2p, [peer])
+    except SwarmError as e:
         return str(e)
     except (ControlFailure, TimeoutError) as e:
-        if peer_id := find_real_id(e):
+        if peer_id := parse_actual_id(e):
             return f"another peer is at this address: its id is {peer_id}, use the address it prints now"
         return f"it does not answer ({(str(e).splitlines() or ['no answer within 15 s'])[-1].strip(' *')})"
     return None
@@ -105,7 +105,7 @@ async def explain_unreachable(maddrs: list[str], membership: Membership | None) 
 
 
 def find_problem(maddrs: list[str], membership: Membership | None) -> str | None:
-    """Return one line about the unreachable peers of --initial_peers, or None if all are reachable."""
+    """Return one line about the unreachable peers of `initial_peers`, or None if all are reachable."""
     found = asyncio.run(explain_unreachable(maddrs, membership))
     reasons = [f"{maddr}: {reason}" for maddr, reason in found.items() if reason]
-    return f"cannot reach --initial_peers {'; '.join(reasons)}" if reasons else None
+    return f"cannot reach `initial_peers` {'; '.join(reasons)}" if reasons else None

@@ -16,9 +16,9 @@ from records import make_metrics, run_peers
 import run_trainer
 import run_training_monitor
 from arguments import SwarmArguments, make_host_maddrs
+from machine.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
 from support.console import UserError
 from swarm.addresses import is_local, is_public, list_shareable_maddrs
-from swarm.status import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
 
 PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
 RELAY = f"/ip4/198.51.100.7/tcp/7/p2p/{PEER}/p2p-circuit"

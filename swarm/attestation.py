@@ -1,4 +1,4 @@
-"""Attestations: the peers in --initial_peers tell a new peer about their run. They are its root of trust.
+"""Attestations: the peers in `initial_peers` tell a new peer about their run. They are its root of trust.
 
 Their ids are part of the addresses that the new peer was started with, and the transport proves these ids. Records
 that untrusted peers stored about a run count only if none of these peers answers.
@@ -17,18 +17,18 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
-from support.console import UserError
 from swarm.addresses import get_peer_id
+from swarm.errors import SwarmError
 from swarm.membership import explain_denial
 from utils import MAX_WORKERS, Flags, RunContract
 
-VOUCH = "vouch"  # the name of the request
+RPC_ATTEST = "vouch"  # the name of the request
 ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation
-MAX_ATTESTERS = 8  # peers of --initial_peers that are asked
+MAX_ATTESTERS = 8  # peers of `initial_peers` that are asked
 
 
 class RunAttestation(BaseModel):
-    """A peer's statement about its run."""
+    """A peer's attestation of its run."""
 
     prefix: constr(strict=True, max_length=256)
     contract: RunContract | None = None  # the contract of most contributors; None if no peer has contributed yet
@@ -38,37 +38,37 @@ class RunAttestation(BaseModel):
 
 async def register_attestation_handler(dht: hivemind.DHT, node: DHTNode, prefix: str) -> None:
     """Start to serve the newest attestation of `publish_attestation` to new peers. Runs in the DHT process."""
-    await set_statement(dht, node, RunAttestation(prefix=prefix))
+    await set_attestation(dht, node, RunAttestation(prefix=prefix))
 
     async def serve_attestation(_: BytesValue, context: P2PContext) -> BytesValue:
-        return BytesValue(value=MSGPackSerializer.dumps(node.statement.dict()))
+        return BytesValue(value=MSGPackSerializer.dumps(node.attestation.dict()))
 
-    await node.p2p.add_protobuf_handler(VOUCH, serve_attestation, BytesValue)
+    await node.p2p.add_protobuf_handler(RPC_ATTEST, serve_attestation, BytesValue)
 
 
-async def set_statement(_: hivemind.DHT, node: DHTNode, statement: RunAttestation) -> None:
+async def set_attestation(_: hivemind.DHT, node: DHTNode, attestation: RunAttestation) -> None:
     """Replace the attestation that this peer serves. Runs in the DHT process."""
-    node.statement = statement
+    node.attestation = attestation
 
 
-def publish_attestation(dht: hivemind.DHT, statement: RunAttestation) -> None:
+def publish_attestation(dht: hivemind.DHT, attestation: RunAttestation) -> None:
     """Serve this attestation to new peers from now on; return without waiting for the DHT process."""
-    dht.run_coroutine(partial(set_statement, statement=statement), return_future=True)
+    dht.run_coroutine(partial(set_attestation, attestation=attestation), return_future=True)
 
 
-async def request_attestations(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
+async def request_in_dht(_: hivemind.DHT, node: DHTNode, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """Return the attestations of the peers that answer. Runs in the DHT process."""
-    return await request_statements(node.p2p, peers)
+    return await request_attestations(node.p2p, peers)
 
 
-async def request_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
+async def request_attestations(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunAttestation]:
     """Return the attestations of the peers that answer.
 
-    :raises UserError: if there are none, and a peer denied access because this one is not a member of its run
+    :raises SwarmError: if there are none, and a peer denied access because this one is not a member of its run
     """
 
     async def request_attestation(peer: PeerID) -> RunAttestation:
-        answer = await p2p.call_protobuf_handler(peer, VOUCH, BytesValue(), BytesValue)
+        answer = await p2p.call_protobuf_handler(peer, RPC_ATTEST, BytesValue(), BytesValue)
         return RunAttestation.parse_obj(MSGPackSerializer.loads(answer.value))
 
     calls = (asyncio.wait_for(request_attestation(peer), ANSWER_TIMEOUT) for peer in peers)
@@ -76,21 +76,21 @@ async def request_statements(p2p: P2P, peers: list[PeerID]) -> dict[PeerID, RunA
     valid = {peer: answer for peer, answer in zip(peers, answers, strict=True) if isinstance(answer, RunAttestation)}
     for peer, answer in zip(peers, answers, strict=True):
         if not valid and (reason := explain_denial(answer)):
-            raise UserError(f"peer {peer} in --initial_peers does not let this one in: {reason}")
+            raise SwarmError(f"peer {peer} in `initial_peers` does not let this one in: {reason}")
     return valid
 
 
 def ask_initial_peers(
     dht: hivemind.DHT, prefix: str, initial_peers: Iterable[str], is_new_run: bool
 ) -> RunAttestation | None:
-    """Return the merged attestations of the peers in --initial_peers, see `merge_attestations`."""
+    """Return the merged attestations of the peers in `initial_peers`, see `merge_attestations`."""
     peers = select_attesters(initial_peers)
-    answers = dht.run_coroutine(partial(request_attestations, peers=peers)) if peers else {}
+    answers = dht.run_coroutine(partial(request_in_dht, peers=peers)) if peers else {}
     return merge_attestations(answers, prefix, is_new_run)
 
 
 def select_attesters(initial_peers: Iterable[str]) -> list[PeerID]:
-    """Return the first peers in --initial_peers, without duplicates."""
+    """Return the first peers in `initial_peers`, without duplicates."""
     return list(dict.fromkeys(map(get_peer_id, initial_peers)))[:MAX_ATTESTERS]
 
 
@@ -100,12 +100,12 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
     :param prefix: the run's name, or an empty string for the run that the peers serve
     :param is_new_run: whether it is fine if the peers serve only other runs
     :returns: the merged attestation, or None if no peer answered or serves this run
-    :raises UserError: if the peers disagree, or serve only other runs and `is_new_run` is False
+    :raises SwarmError: if the peers disagree, or serve only other runs and `is_new_run` is False
     """
     names = sorted({answer.prefix for answer in answers.values()})
     if not prefix and len(names) > 1:
-        raise UserError(
-            f"--initial_peers serve several runs: choose one by --experiment_prefix ({', '.join(map(repr, names))})"
+        raise SwarmError(
+            f"`initial_peers` serve several runs: choose one by `experiment_prefix` ({', '.join(map(repr, names))})"
         )
     prefix = prefix or "".join(names)
     matching = {peer: answer for peer, answer in answers.items() if answer.prefix == prefix}
@@ -113,9 +113,9 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
         if is_new_run:
             return None
         peer, other = next(iter(answers.items()))
-        raise UserError(
-            f"peer {peer} in --initial_peers serves run {other.prefix!r}, not {prefix!r}: correct --experiment_prefix, "
-            "or pass --new_run to start another run among its peers"
+        raise SwarmError(
+            f"peer {peer} in `initial_peers` serves run {other.prefix!r}, not {prefix!r}: correct `experiment_prefix`, "
+            "or pass `new_run` to start another run among its peers"
         )
     contracts = {peer: answer.contract for peer, answer in matching.items() if answer.contract}
     flags = {peer: answer.flags for peer, answer in matching.items() if answer.flags}
@@ -127,8 +127,8 @@ def merge_attestations(answers: dict[PeerID, RunAttestation], prefix: str, is_ne
         texts = {text for words in flags.values() for text in re.split(" (?=--)", words)}
         agree = len({re.match(r"--(?:no_)?(\w+)", text)[1] for text in texts}) == len(texts)
     if not agree:
-        raise UserError(
-            f"the peers in --initial_peers disagree on the settings of run {prefix!r}: pass only those that you trust "
+        raise SwarmError(
+            f"the peers in `initial_peers` disagree on the settings of run {prefix!r}: pass only those that you trust "
             f"({', '.join(map(str, contracts or flags))})"
         )
     workers = list(dict.fromkeys(worker for answer in matching.values() for worker in answer.workers))

@@ -1,10 +1,11 @@
-"""What a closed run costs: a pass, once for each two peers; and its epochs beside those of an open run.
+"""Measure the costs of a closed run: the exchange of credentials, and its epochs next to those of an open run.
 
-    python benchmarks/passes.py
-    python benchmarks/passes.py --pairs 3 --epochs 12
+    python benchmarks/credentials.py
+    python benchmarks/credentials.py --pairs 3 --epochs 12
 
-The first one takes a minute: two nodes on loopback, milliseconds of a handshake, of a ping after it, and in an
-open run. With --pairs, swarms of benchmarks/attacks.py without an attacker, an open and a closed one in turn.
+The first command takes a minute. It prints the milliseconds of an exchange and of a ping between two nodes on loopback,
+in an open and a closed run. With --pairs, swarms of benchmarks/attacks.py run without an attacker, open and closed in
+turn.
 """
 
 import argparse
@@ -24,14 +25,14 @@ from hivemind.p2p import PeerID
 from hivemind.proto.dht_pb2 import PingRequest
 from members import make_invitation, run_peer
 
-from swarm.passes import parse_credential
+from swarm.credentials import parse_credential
 
 CALLS = 200
 
 
 async def time_calls(dht, node, peer: PeerID, is_closed: bool) -> dict[str, list[float]]:
-    """Runs in a DHT's process: milliseconds of each call."""
-    seconds = {"ping": [], "handshake": [], "look-up": [], "signature": []}
+    """Return the milliseconds of each call. Runs in a DHT's process."""
+    seconds = {"ping": [], "exchange": [], "look-up": [], "signature": []}
 
     async def measure(name: str, call) -> None:
         start = time.perf_counter()
@@ -42,24 +43,24 @@ async def time_calls(dht, node, peer: PeerID, is_closed: bool) -> dict[str, list
         dht.membership.require(peer)
 
     async def verify() -> None:
-        parse_credential.__wrapped__(dht.membership.known.read()["pass"], dht.membership.public_key)
+        parse_credential.__wrapped__(dht.membership.state.read()["credential"], dht.membership.public_key)
 
     for _ in range(CALLS):
         await measure("ping", lambda: node.protocol.get_stub(peer).rpc_ping(PingRequest()))
         if is_closed:
-            await measure("handshake", lambda: dht.membership.show(node.p2p._client, peer))
+            await measure("exchange", lambda: dht.membership.exchange_credentials(node.p2p._client, peer))
             await measure("look-up", look_up)
             await measure("signature", verify)
     return {name: times for name, times in seconds.items() if times}
 
 
-def measure_passes() -> None:
+def measure_calls() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("open", "closed"):
             key = f"{folder}/authority.pem" if kind == "closed" else None
-            with run_peer(f"passes_{kind}", authority_key=key) as one:
-                path = make_invitation(Path(folder), f"passes_{kind}", "ada") if key else None
-                with run_peer(f"passes_{kind}", one, invite=path) as two:
+            with run_peer(f"credentials_{kind}", authority_key=key) as one:
+                path = make_invitation(Path(folder), f"credentials_{kind}", "ada") if key else None
+                with run_peer(f"credentials_{kind}", one, invite=path) as two:
                     found = two.run_coroutine(partial(time_calls, peer=one.peer_id, is_closed=bool(key)))
             for name, times in found.items():
                 low, middle, high = min(times), statistics.median(times), sorted(times)[int(0.9 * len(times))]
@@ -69,7 +70,7 @@ def measure_passes() -> None:
 
 
 def measure_epochs(args: argparse.Namespace) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="passes_"))
+    folder = Path(tempfile.mkdtemp(prefix="credentials_"))
     (identities := folder / "identities").mkdir()
     processes.IS_FORKING = True
     for number in range(args.pairs):
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     parser.set_defaults(attack_after=4)
     args = parser.parse_args()
-    measure_epochs(args) if args.pairs else measure_passes()
+    measure_epochs(args) if args.pairs else measure_calls()
 
 
 if __name__ == "__main__":

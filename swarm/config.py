@@ -1,0 +1,63 @@
+"""The settings of the swarm. Scripts make them from their flags, which have the same names, by `make_config`."""
+
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class SwarmConfig:
+    """How a peer finds the others and is found by them."""
+
+    experiment_prefix: str  # the name of the run
+    initial_peers: list[str] = field(default_factory=list)  # multiaddrs; with use_ipfs, peer ids as /p2p/XXXX
+    host_maddrs: list[str] = field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])  # to listen on
+    announce_maddrs: list[str] = field(default_factory=list)  # if others than those of host_maddrs
+    new_run: bool = False  # start a run, although the initial peers may serve another one
+    use_ipfs: bool = False  # find the initial peers through the public IPFS network
+    client_mode: bool = False  # accept no connections
+    use_relay: bool = True  # reach peers behind routers, and be reached by others, through a third peer
+    use_auto_relay: bool = False  # have the initial peers relay all traffic rather than be a client
+    identity_path: str | None = None  # the file of this peer's key
+    invite: str | None = None  # in a closed run, the file of the invitation
+    authority_key: str | None = None  # on a closed run's monitor, the file of the key that signs credentials
+    username: str | None = None
+
+
+@dataclass(frozen=True)
+class AveragingConfig:
+    """How the swarm gathers a batch and averages. `None` in place of seconds: they follow the network."""
+
+    target_batch_size: int  # samples of an epoch
+    batch_size_lead: int  # samples before that number at which the search for a group begins
+    matchmaking_time: float | None
+    request_timeout: float | None
+    averaging_timeout: float | None
+    next_chunk_timeout: float | None
+    target_group_size: int  # the maximum number of trainers in a group
+    min_vector_size: int  # the minimum number of elements that a peer averages
+    bandwidth: float | None  # of this peer's uplink, in Mbit/s
+    compression: str  # these three are names, which only the run's contract uses
+    state_compression: str
+    load_state_compression: str
+    robust_averaging: str  # clip or none
+    average_state_every: int  # epochs between two rounds of parameters
+    local_steps: int  # batches of an epoch in which peers step by themselves; 1 for none
+    local_steps_from: int | None  # the first epoch with local steps
+    outer_lr: float
+    outer_momentum: float
+    density: float  # the share of entries in sparse pseudo-gradients
+    overlap: bool  # whether rounds run in the background
+    min_refresh_period: float  # seconds between two looks at the swarm
+    max_refresh_period: float
+    default_refresh_period: float
+    expected_drift_peers: float  # peers that may join within an epoch
+    expected_drift_rate: float  # the same as a share of the swarm
+    performance_ema_alpha: float
+    metadata_expiration: float  # seconds for which records stay in the DHT
+
+
+def make_config(kind: type[Config], source: object) -> Config:
+    """Return a config of this class with the attributes of another object that have its fields' names."""
+    return kind(**{item.name: getattr(source, item.name) for item in fields(kind)})

@@ -1,0 +1,204 @@
+"""Credentials for closed runs: the authority that issues and revokes them, its member list, and invitation files.
+
+A credential states that the peer with this id may take part in this run until this time. It is not a secret: the
+transport proves that the peer that presents it has this id. An invitation is a file that holds a credential and the
+private key of its peer. On the wire and in files, a credential is named "pass".
+"""
+
+import base64
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+from hivemind.utils import get_dht_time
+from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils.serializer import MSGPackSerializer
+
+from support.files import locked, write_file
+from swarm.errors import SwarmError
+from utils import RecordValidator, find_peer_id
+
+SIGNATURE_BYTES, MAX_CREDENTIAL_BYTES = 64, 2048
+# Unexpired revoked credentials per run; limited because the list travels with each handshake.
+MAX_REVOKED = 1000
+MAX_LIST_BYTES = 64 * MAX_REVOKED
+
+
+@dataclass(frozen=True)
+class MembershipCredential:
+    """The content of a credential, in the order in which it is signed."""
+
+    prefix: str
+    peer_id: bytes
+    username: str
+    expires: float  # Unix time
+    lifetime: float  # seconds; validity of the credential, and of its renewals
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the credential should be renewed: less than half of its lifetime is left."""
+        return self.expires - get_dht_time() < self.lifetime / 2
+
+
+def read_signed(kind: bytes, data: bytes, authority: bytes, max_bytes: int) -> list:
+    """Return the content of signed data, or raise a ValueError before decoding it if the signature is invalid.
+
+    :param kind: the type of the content, which is part of the signed bytes
+    :param authority: the authority's public key
+    """
+    if len(data) > max_bytes:
+        raise ValueError("it is too long")
+    signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
+    try:
+        Ed25519PublicKey.from_public_bytes(authority).verify(signature, kind + body)
+    except InvalidSignature:
+        raise ValueError("the run's authority has not signed it") from None
+    return MSGPackSerializer.loads(body)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_credential(data: bytes, authority: bytes) -> MembershipCredential:
+    """Verify a credential's signature and decode it, or raise a ValueError."""
+    return MembershipCredential(*read_signed(b"pass", data, authority, MAX_CREDENTIAL_BYTES))
+
+
+@functools.lru_cache(maxsize=16)
+def read_revocations(data: bytes, authority: bytes, prefix: str) -> tuple[float, frozenset[bytes]]:
+    """Return when a revocation list was signed, and the ids of the revoked peers; an invalid one is a ValueError."""
+    if not data:
+        return 0.0, frozenset()
+    run, signed_at, *peer_ids = read_signed(b"revocations", data, authority, MAX_LIST_BYTES)
+    if run != prefix:
+        raise ValueError("the revocation list is for another run")
+    return signed_at, frozenset(peer_ids)
+
+
+class Authority:
+    """The issuer (CA) of the credentials of closed runs: a signing key, and the member list in a file next to it."""
+
+    def __init__(self, path: str):
+        """:param path: the key file, which is created if it does not exist"""
+        self.path = Path(path)
+        self.member_list = self.path.with_suffix(".members.json")
+        try:
+            if not self.path.exists():
+                key = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+                write_private("authority_key", self.path, key.decode())
+            self.key = load_pem_private_key(self.path.read_bytes(), password=None)
+            if not isinstance(self.key, Ed25519PrivateKey):
+                raise TypeError("it is not an Ed25519 key")
+        except (OSError, ValueError, TypeError) as e:
+            reason = getattr(e, "strerror", None) or "it does not hold an authority's key"
+            raise SwarmError(
+                f"`authority_key` {path}: {reason}; choose the key of a closed run's monitor, or a new file"
+            ) from e
+        self.public_key = self.key.public_key().public_bytes_raw()
+
+    def sign(self, kind: bytes, content: Iterable) -> bytes:
+        """Return the signature of the serialized content, followed by the content."""
+        body = MSGPackSerializer.dumps(list(content))
+        return self.key.sign(kind + body) + body
+
+    def issue(self, prefix: str, peer_id: bytes, username: str, lifetime: float, run: dict | None = None) -> bytes:
+        """Return a new credential that is valid for `lifetime` seconds; record its owner in a run's entry."""
+        expires = get_dht_time() + lifetime
+        if run is not None:
+            member = run["members"].setdefault(str(PeerID(peer_id)), {"revoked": False})
+            member |= {"username": username, "expires": expires}
+        return self.sign(b"pass", astuple(MembershipCredential(prefix, peer_id, username, expires, lifetime)))
+
+    def read_members(self) -> dict[str, dict]:
+        """Read the member list without locking it; see `open_run` for its format."""
+        try:
+            return json.loads(self.member_list.read_text(encoding="utf-8")) if self.member_list.exists() else {}
+        except (OSError, ValueError) as e:
+            raise SwarmError(f"{self.member_list} cannot be read ({e}): restore it from a backup") from e
+
+    @contextlib.contextmanager
+    def open_run(self, prefix: str) -> Iterator[dict]:
+        """Lock the member list, yield a run's entry for changes, and write the list if it changed.
+
+        An entry holds the run's members by peer id, and its signed revocation list in hexadecimal.
+        """
+        with locked(self.path.with_suffix(".lock")):
+            runs = self.read_members()
+            before = json.dumps(runs)
+            yield runs.setdefault(prefix, {"members": {}, "revocations": ""})
+            if json.dumps(runs) != before:
+                write_private("authority_key", self.member_list, json.dumps(runs, indent=2))
+
+    def revoke(self, prefix: str, username: str) -> int:
+        """Revoke all credentials of this member and return their number, or raise a SwarmError if there are none."""
+        now = get_dht_time()
+        with self.open_run(prefix) as run:
+            members = [it for it in run["members"].values() if it["username"] == username and not it["revoked"]]
+            if not members:
+                raise SwarmError(f"run {prefix!r} has no member {username!r}, or they are already revoked")
+            for member in members:
+                member["revoked"] = True
+            revoked = [name for name, it in run["members"].items() if it["revoked"] and it["expires"] > now]
+            if len(revoked) > MAX_REVOKED:
+                raise SwarmError(f"{MAX_REVOKED} invitations are revoked: start a run with another `authority_key`")
+            ids = (PeerID.from_base58(name).to_bytes() for name in revoked)
+            # Peers keep the list with the newest time, so it must increase even if this clock was set back.
+            last, _ = read_revocations(bytes.fromhex(run["revocations"]), self.public_key, prefix)
+            run["revocations"] = self.sign(b"revocations", [prefix, max(now, last + 1.0), *ids]).hex()
+        return len(members)
+
+
+def write_private(setting: str, path: Path, text: str) -> None:
+    """Write a file atomically, readable only by its owner."""
+    if not path.absolute().parent.is_dir() or not write_file(path, text, mode=0o600):
+        raise SwarmError(f"`{setting}`: {path} cannot be written: choose a file in another folder")
+
+
+@dataclass
+class Invitation:
+    """The content of an invitation file, which `invite.py` writes for one peer."""
+
+    key: RSAPrivateKey
+    credential: bytes
+    authority: bytes  # the authority's public key
+
+    def save(self, setting: str, path: str | Path) -> None:
+        """Write the file as one line of text, which can be pasted as a notebook's secret."""
+        identity = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=self.key.to_bytes()).SerializeToString()
+        parts = {"key": identity, "pass": self.credential, "authority": self.authority}
+        text = json.dumps({name: base64.b64encode(part).decode() for name, part in parts.items()})
+        write_private(setting, Path(path), text + "\n")
+
+
+def read_key(data: bytes) -> RSAPrivateKey:
+    """Decode a private key; invalid bytes raise a ValueError or another exception of the decoder."""
+    key = RSAPrivateKey.__new__(RSAPrivateKey)
+    key.__setstate__({"_private_key": data})
+    return key
+
+
+def load_invitation(path: str) -> Invitation:
+    """Read and check an invitation file, or raise a SwarmError."""
+    try:
+        with open(path, "rb") as file:
+            content = json.loads(file.read(2**14))
+        parts = {name: base64.b64decode(part, validate=True) for name, part in content.items()}
+        key = read_key(crypto_pb2.PrivateKey.FromString(parts["key"]).data)
+        credential = parse_credential(parts["pass"], parts["authority"])
+        if credential.peer_id != find_peer_id(RecordValidator(key).local_public_key):
+            raise ValueError("its key belongs to another peer")
+    except OSError as e:
+        raise SwarmError(f"`invite` {path} cannot be read ({os.strerror(e.errno)}): give an invitation file") from e
+    except Exception as e:  # for damaged bytes, the decoders raise many types, and subclasses of ValueError
+        reason = e if type(e) is ValueError else "it is damaged or incomplete"
+        raise SwarmError(f"`invite` {path} is not a valid invitation ({reason}): ask the organizer for another") from e
+    if credential.expires <= get_dht_time():
+        raise SwarmError(f"`invite` {path} for {credential.username} has expired: ask the organizer for a new one")
+    return Invitation(key, parts["pass"], parts["authority"])

@@ -1,0 +1,7 @@
+"""Errors of the swarm that the user can fix."""
+
+from support.console import UserError
+
+
+class SwarmError(UserError):
+    """An error of the swarm that the user can fix; its text names settings in backquotes, as SwarmConfig has them."""
