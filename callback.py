@@ -43,8 +43,8 @@ from swarm.contract import parse_schedule, publish_contract, recheck_contract
 from swarm.joining import warn_of_local_addresses
 from swarm.local_steps import at_anchor
 from swarm.optimizer import CollaborativeOptimizer
+from swarm.optimizer_state import list_params
 from swarm.processes import STOP_REQUESTED
-from swarm.states import list_params
 from swarm.status import format_join
 from swarm.vouching import RunAttestation, publish_attestation
 from utils import (

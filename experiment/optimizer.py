@@ -20,8 +20,8 @@ from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.contract import describe_averaging
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
+from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
-from swarm.states import initialize_optimizer_state_, list_params
 
 
 def make_param_groups(model: nn.Module) -> list[dict]:

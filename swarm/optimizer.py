@@ -34,12 +34,12 @@ from swarm.epoch import RETRY_AFTER, Epoch, EpochState, StragglerPatience, Swarm
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
+from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
 from swarm.progress import FIRST_LOOK, PeerTracker
 from swarm.round_wait import STOP_TIMEOUT, RoundWait, StopTimeout, stop_waiting_for_stragglers
 from swarm.state_sync import FETCH_TIMEOUT, StateSync
-from swarm.states import StateAverager, list_params
 from swarm.trust import PeerTrust
 
 logger = logging.getLogger("swarm")
