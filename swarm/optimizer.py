@@ -176,7 +176,7 @@ class CollaborativeOptimizer:
         )
         exit_if_process_dies(self.grad_averager, "gradient averager")
         self.state_averager.grad_averager = self.grad_averager
-        self.sync = StateSync(self.tracker, self.state_averager, self.grad_averager, self.uplink)
+        self.sync = StateSync(self.tracker, self.state_averager)
         self.local: LocalSteps | None = None
         if averaging.local_steps > 1:
             self.local = LocalSteps(self.state_averager.main_parameters, self.opt, optimizer, params)

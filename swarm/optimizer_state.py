@@ -11,11 +11,12 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager
-from hivemind.utils import MPFuture, nested_pack
+from hivemind.optim.state_averager import initialize_optimizer_state_ as step_with_zero_gradients
+from hivemind.utils import MPFuture, nested_map, nested_pack
 
 from swarm.gradients import GradientAverager
 from swarm.state_download import DownloadProgress, StateDownload
-from swarm.state_server import StateServer, copy_flat, make_step_key
+from swarm.state_server import StateServer, copy_flat
 
 
 def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -29,20 +30,15 @@ def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
     hivemind creates them by a step with zero gradients at the full learning rate. That step counts in bias correction
     (note 8), and its weight decay moves the parameters or enters the momentum of SGD.
     """
-    params = list_params(optimizer)
-    gradients = [param.grad for param in params]
     settings = [dict(group) for group in optimizer.param_groups]
-    for param in params:
-        param.grad = torch.zeros_like(param)
     for group in optimizer.param_groups:
         group |= {"lr": 0.0, "weight_decay": 0.0}
-    optimizer.step()
+    step_with_zero_gradients(optimizer)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = gradient
-        if "step" in optimizer.state[param]:  # torch's SGD, for example, counts no steps
-            optimizer.state[param]["step"] *= 0
+    for state in optimizer.state.values():
+        if "step" in state:  # torch's SGD, for example, counts no steps
+            state["step"] *= 0
 
 
 class StateAverager(TrainingStateAverager, StateServer):
@@ -87,58 +83,40 @@ class StateAverager(TrainingStateAverager, StateServer):
         else:
             self.local.move_anchor(list_params(self.optimizer))
 
-    # --- for other peers
-
     def get_current_state(self):
-        """Return a consistent copy of the state with its lineage hash, or the last step's gradients if requested."""
+        """Return a consistent copy of the state with its lineage hash, or of the last step's gradients if requested."""
         with self._lock_step:
-            if self._wants_step.value:
-                return self._get_last_step()
-            metadata, tensors, infos = super().get_current_state()
-            return metadata | {"lineage": self.lineage}, copy_flat(tensors, infos), infos
+            if not self._wants_step.value:
+                metadata, tensors, infos = super().get_current_state()
+                return metadata | {"lineage": self.lineage}, copy_flat(tensors, infos), infos
+            if self.grad_averager is None or self.grad_averager.last_step is None:
+                return {"epoch": -1, "lineage": ""}, [], []
+            with self.grad_averager.get_tensors() as gradients:
+                # the next round, in another thread, ends the last step
+                epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
+                infos = [CompressionInfo.from_tensor(tensor, role=TensorRole.GRADIENT) for tensor in gradients]
+                metadata = {"epoch": epoch, "lineage": self.make_step_key(lineage), "group": group_id}
+                return metadata, copy_flat(gradients, infos), infos
 
-    def _get_last_step(self):
-        """Return the gradients of the last step; they exist until the next round starts."""
-        if self.grad_averager is None or self.grad_averager.last_step is None:
-            return {"epoch": -1, "lineage": ""}, [], []
-        with self.grad_averager.get_tensors() as gradients:
-            epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
-            infos = [
-                CompressionInfo.from_tensor(gradient, key=i, role=TensorRole.GRADIENT)
-                for i, gradient in enumerate(gradients)
-            ]
-            metadata = {"epoch": epoch, "lineage": make_step_key(lineage), "group": group_id}
-            return metadata, copy_flat(gradients, infos), infos
-
-    # --- from other peers
-
-    def start_download(
-        self,
-        min_epoch: int = 0,
-        trusted: Sequence[bytes] = (),
-        avoid: Sequence[bytes] = (),
-        timeout: float = 600.0,
-        is_step: bool = False,
-    ) -> MPFuture:
+    def start_download(self, min_epoch: int = 0, is_step: bool = False, **options) -> MPFuture:
         """Start to download a state for `apply_downloaded_state`, or the averaged gradients of the step from this one.
 
         :param min_epoch: the epoch of the state to wait for, some seconds, before an earlier state is accepted
-        :param trusted: see StateDownload, like `avoid` and `timeout`
-        :returns: a future of (metadata, tensors), or of None if no peer sent it. metadata["donors"] are the ids of the
-            peers that sent the state, the one that sent most of it first; metadata["group"] is the id of the group that
-            averaged the gradients
+        :param options: `trusted`, `avoid` and `timeout`, see StateDownload
+        :returns: a future of (metadata, tensors), or of None if no peer sent it. metadata["donors"] are the ids of a
+            state's donors, most bytes first; metadata["group"] is the id of the group that averaged the gradients
         """
         # the epoch that clients declare may lag behind their state; an auxiliary peer has no state of its own to keep
         lowest_epoch = 0 if self.mode == AveragingMode.AUX else min(min_epoch, self.local_epoch)
         request = (self.local_epoch, self.lineage) if is_step else (min_epoch, lowest_epoch)
         future = MPFuture()
-        self._outer_pipe.send(("_download", [future, is_step, request, trusted, avoid, timeout], {}))
+        self._outer_pipe.send(("_download", [future, is_step, request], options))
         return future
 
-    async def _download(self, future: MPFuture, is_step: bool, request: tuple, *options) -> None:
+    async def _download(self, future: MPFuture, is_step: bool, request: tuple, **options) -> None:
         """Run a download in the averager's process; the future's result is None if the download fails."""
         result, self.download_progress.elements = None, 0
-        download = StateDownload(self, list_params(self.optimizer), None if is_step else self.optimizer, *options)
+        download = StateDownload(self, list_params(self.optimizer), None if is_step else self.optimizer, **options)
         try:
             result = await (download.fetch_step if is_step else download.fetch_state)(*request)
         finally:
@@ -150,7 +128,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         # clones, because torch keeps the tensors it loads, and each of them the memory of the whole download
         moments = [tensor.clone() for tensor in tensors[params:]]
         items = metadata["optimizer_metadata"]
-        values = [moments[item["index"]] if item["type"] == "tensor" else item["value"] for item in items]
+        values = [item["value"] if "value" in item else moments[item["index"]] for item in items]
         state = nested_pack(values, self.optimizer.state_dict())["state"]
         self._replace_state(tensors[:params], state, metadata["epoch"], metadata["lineage"])
 
@@ -167,16 +145,13 @@ class StateAverager(TrainingStateAverager, StateServer):
             self.lineage = lineage
         self._apply_optimizer_parameters_()
 
-    # --- for checkpoints
-
     def dump_state(self) -> dict:
         """Return a copy of the training state without gradients; call it between two steps.
 
         It does not wait for parameter averaging in the background. Some parameters may have the values from before the
         averaging, others those after it, as on a peer that loses its connection during the averaging.
 
-        :returns: parameters (a list, in the order of the param groups), optimizer and scheduler (their state_dict),
-            local_epoch and lineage; torch.load can read all of them with weights_only=True
+        :returns: a dict that torch.load can read with weights_only=True
         """
         with self.lock_optimizer:
             # the scheduler's epoch: a step in the background counts once it has finished and moved the schedule
@@ -194,16 +169,13 @@ class StateAverager(TrainingStateAverager, StateServer):
         :raises ValueError: the tensors' shapes differ from this optimizer's; nothing was changed
         """
 
-        def list_shapes(parameters: Sequence[torch.Tensor], moments: dict[int, dict]) -> list:
+        def get_shape(value: object) -> tuple:
             # a single number may be a tensor at one time and a plain number at another, as LAMB's trust ratio
-            return [tuple(tensor.shape) for tensor in parameters] + [
-                {name: tuple(getattr(value, "shape", ())) for name, value in entry.items()}
-                for _, entry in sorted(moments.items())
-            ]
+            return tuple(getattr(value, "shape", ()))
 
+        own = list_params(self.optimizer), self.optimizer.state_dict()["state"]
         parameters, moments = state["parameters"], state["optimizer"]["state"]
-        own_shapes = list_shapes(list_params(self.optimizer), self.optimizer.state_dict()["state"])
-        if list_shapes(parameters, moments) != own_shapes:
+        if nested_map(get_shape, (parameters, moments)) != nested_map(get_shape, own):
             raise ValueError(
                 "the optimizer differs (`optim`, `min_8bit_size`, `local_steps`), or the shapes of its tensors"
             )

@@ -45,11 +45,6 @@ IN_USE = 5.0  # seconds since its last request in which a snapshot is not replac
 MAX_SNAPSHOT_AGE = 1200.0  # seconds after which a snapshot is dropped in any case
 
 
-def make_step_key(lineage: str) -> str:
-    """Return the name by which peers request the step from the state of this lineage."""
-    return f"{lineage} step"
-
-
 def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
     """Allocate tensors as views of one buffer per dtype: each buffer shared with another process takes an open file."""
     sizes: dict[torch.dtype, int] = Counter()
@@ -103,7 +98,7 @@ class StateSnapshot:
     """A copy of a state, or of one step's gradients, that a donor keeps while peers download it."""
 
     def __init__(self, metadata: dict, tensors: list[torch.Tensor], infos: list[CompressionInfo]):
-        self.epoch, self.lineage = metadata["epoch"], metadata["lineage"]
+        self.epoch, self.lineage, self.is_step = metadata["epoch"], metadata["lineage"], "group" in metadata
         self.tensors, self.infos, self.blocks = tensors, infos, list_blocks(infos)
         self.taken = time.monotonic()
         self.used = {}  # the time of each peer's last download
@@ -146,6 +141,11 @@ class StateServer(VerifyingAverager):
         # for an auxiliary peer: the failures of each client, and the client that described each state
         self._client_failures, self._origins = Counter(), {}
         super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def make_step_key(lineage: str) -> str:
+        """Return the name by which peers request the step from the state of this lineage."""
+        return f"{lineage} step"
 
     @property
     def lineage(self) -> str:
@@ -258,15 +258,16 @@ class StateServer(VerifyingAverager):
         async with self._lock_snapshots:
             for snapshot in self._snapshots:
                 snapshot.used.pop(peer, None)  # a peer that requests a description has ended its last download
-            name = self.lineage if lineage is None else make_step_key(lineage)
+            name = self.lineage if lineage is None else self.make_step_key(lineage)
             snapshot = next((snapshot for snapshot in self._snapshots if snapshot.lineage == name), None)
-            oldest = min(self._snapshots, key=lambda snapshot: snapshot.last_use, default=None)
             if snapshot is None:
-                if len(self._snapshots) < MAX_SNAPSHOTS or time.monotonic() - oldest.last_use > IN_USE:
+                oldest = min(self._snapshots, key=lambda snapshot: snapshot.last_use, default=None)
+                if len(self._snapshots) >= MAX_SNAPSHOTS and time.monotonic() - oldest.last_use > IN_USE:
+                    self._snapshots.remove(oldest)
+                if len(self._snapshots) < MAX_SNAPSHOTS:
                     snapshot = await self._take_snapshot(epoch, name, is_step=lineage is not None)
                 elif lineage is None:
-                    states = [it for it in self._snapshots if not it.lineage.endswith(make_step_key(""))]
-                    snapshot = states[-1] if states else None
+                    snapshot = next((it for it in reversed(self._snapshots) if not it.is_step), None)
             if snapshot is not None:
                 snapshot.used[peer] = time.monotonic()
             return snapshot
@@ -278,8 +279,6 @@ class StateServer(VerifyingAverager):
         if metadata["epoch"] < epoch or is_step and metadata["lineage"] != name:
             return None
         snapshot = await asyncio.to_thread(StateSnapshot, metadata, tensors, infos)
-        if len(self._snapshots) >= MAX_SNAPSHOTS:
-            self._snapshots.remove(min(self._snapshots, key=lambda snapshot: snapshot.last_use))
         self._snapshots.append(snapshot)
         asyncio.create_task(self._drop_when_unused(snapshot))
         return snapshot
@@ -290,9 +289,7 @@ class StateServer(VerifyingAverager):
         with contextlib.suppress(ValueError):  # a newer snapshot has replaced it
             self._snapshots.remove(snapshot)
 
-    async def _stream_blocks(
-        self, peer: PeerID, epoch: int, lineage: str, numbers: list[int]
-    ) -> AsyncIterator[DownloadData]:
+    async def _stream_blocks(self, peer: PeerID, epoch: int, lineage: str, numbers: list[int]):
         snapshots = [it for it in self._snapshots if (it.epoch, it.lineage) == (epoch, lineage)]
         if not snapshots or not 0 <= min(numbers) <= max(numbers) < len(snapshots[0].blocks):
             yield DownloadData(metadata=self.serializer.dumps({"gone": True}))

@@ -6,17 +6,13 @@ import logging
 import time
 from collections.abc import Sequence
 
-import torch
 from hivemind.compression import CompressionInfo, TensorRole
 
 from swarm.epoch import RETRY_AFTER, SyncBackoff
-from swarm.gradients import GradientAverager
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
-from swarm.state_server import MAX_LINEAGE
-from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")
 
@@ -28,11 +24,8 @@ PROGRESS_PERIOD = 5.0  # seconds between two log lines about a running download
 class StateSync:
     """Loads what this peer lacks of the swarm's state, and decides when it may try again."""
 
-    def __init__(
-        self, tracker: PeerTracker, state_averager: StateAverager, grad_averager: GradientAverager, uplink: Uplink
-    ):
-        self.tracker, self.uplink = tracker, uplink
-        self.state_averager, self.grad_averager = state_averager, grad_averager
+    def __init__(self, tracker: PeerTracker, state_averager: StateAverager):
+        self.tracker, self.state_averager = tracker, state_averager
         self.backoff = SyncBackoff()
 
     def load(self, min_epoch: int, donors: Sequence[bytes], is_one_step_behind: bool) -> str | None:
@@ -41,8 +34,8 @@ class StateSync:
         :param min_epoch: load an earlier state only after some seconds without this one
         :param donors: the ids of peers of which more than half have to describe the same state
         :param is_one_step_behind: whether the gradients of the missed step are enough
-        :returns: how this peer has come to it, in words for the log; None if no peer has sent a state. Then the peers
-            that do not answer no longer count, so that training continues without them
+        :returns: the first words of a log line; None if no peer has sent a state. Then the peers that do not answer no
+            longer count, so that training continues without them
         """
         if is_one_step_behind:
             if self._replay_missed_step():
@@ -60,13 +53,12 @@ class StateSync:
         self.backoff.record_failure(time.monotonic())
         return None
 
-    def _download(
-        self, content: str, min_epoch: int, trusted: Sequence[bytes]
-    ) -> tuple[dict, list[torch.Tensor]] | None:
+    def _download(self, content: str, min_epoch: int, trusted: Sequence[bytes]) -> tuple[dict, list] | None:
         """Return a downloaded state or step; None if no peer sent it, or if this peer should stop."""
-        averager, avoid = self.state_averager, list(self.tracker.trust.excluded)
-        timeout = max(MIN_DOWNLOAD_TIMEOUT, self.uplink.compute_transfer_timeout(12 * averager.total_size))
-        future = averager.start_download(min_epoch, trusted, avoid, timeout, is_step=content == "step")
+        averager = self.state_averager
+        timeout = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
+        options = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), timeout=timeout)
+        future = averager.start_download(min_epoch, is_step=content == "step", **options)
         last_report, progress = time.monotonic(), averager.download_progress
         while not STOP_REQUESTED.is_set():
             with contextlib.suppress(concurrent.futures.TimeoutError):
@@ -88,13 +80,13 @@ class StateSync:
         if (loaded := self._download("step", 0, self.tracker.list_donors())) is None:
             return False
         metadata, gradients = loaded
-        with self.grad_averager.get_tensors() as averaged_gradients:
+        averager, grad_averager = self.state_averager, self.state_averager.grad_averager
+        with grad_averager.get_tensors() as averaged_gradients:
             for tensor, gradient in zip(averaged_gradients, gradients, strict=True):
                 tensor.copy_(gradient)
-        before = self.state_averager.local_epoch, self.state_averager.lineage
-        self.state_averager.group_id = metadata["group"][:MAX_LINEAGE]
-        self.state_averager.step(increment_epoch=True, optimizer_step=True)
-        self.grad_averager.last_step = *before, self.state_averager.group_id  # for peers that were late as well
+        before, averager.group_id = (averager.local_epoch, averager.lineage), metadata["group"]
+        averager.step(increment_epoch=True, optimizer_step=True)
+        grad_averager.last_step = *before, averager.group_id  # for peers that were late as well
         return True
 
     def check_staleness(self) -> None:

@@ -25,7 +25,6 @@ from swarm.state_server import (
     allocate_flat,
     digest,
     list_blocks,
-    make_step_key,
     parse_request,
 )
 from swarm.trust import find_majority_epoch
@@ -145,8 +144,8 @@ def test_swarm_epoch_is_that_of_more_than_half(epochs, expected):
 def test_busy_donor_offers_its_newest_state_and_no_step():
     """With a step, the joining peer would take a healthy donor for a faulty one."""
     state, step = (
-        SimpleNamespace(lineage=lineage, used={}, last_use=time.monotonic())
-        for lineage in ("state", make_step_key("state"))
+        SimpleNamespace(lineage=lineage, is_step=is_step, used={}, last_use=time.monotonic())
+        for lineage, is_step in (("state", False), (StateServer.make_step_key("state"), True))
     )
     donor = SimpleNamespace(lineage="newer", _lock_snapshots=asyncio.Lock(), _snapshots=[state, step])
     assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, None)) is state
