@@ -47,16 +47,11 @@ MAX_SNAPSHOT_AGE = 1200.0  # seconds after which a snapshot is dropped in any ca
 
 def allocate_flat(infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
     """Allocate tensors as views of one buffer per dtype: each buffer shared with another process takes an open file."""
-    sizes: dict[torch.dtype, int] = Counter()
-    for info in infos:
-        sizes[info.descriptor.dtype] += info.descriptor.numel()
-    buffers = {dtype: torch.empty(size, dtype=dtype) for dtype, size in sizes.items()}
-    tensors = []
-    for descriptor in (info.descriptor for info in infos):
-        buffer, count = buffers[descriptor.dtype], descriptor.numel()
-        tensors.append(buffer[:count].view(descriptor.shape))
-        buffers[descriptor.dtype] = buffer[count:]
-    return tensors
+    pieces = {}
+    for dtype in {info.descriptor.dtype for info in infos}:
+        sizes = [info.descriptor.numel() for info in infos if info.descriptor.dtype == dtype]
+        pieces[dtype] = iter(torch.empty(sum(sizes), dtype=dtype).split(sizes))
+    return [next(pieces[info.descriptor.dtype]).view(info.descriptor.shape) for info in infos]
 
 
 def copy_flat(tensors: Sequence[torch.Tensor], infos: Sequence[CompressionInfo]) -> list[torch.Tensor]:
@@ -284,8 +279,8 @@ class StateServer(VerifyingAverager):
         return snapshot
 
     async def _drop_when_unused(self, snapshot: StateSnapshot) -> None:
-        while (end := min(snapshot.last_use + UNUSED_TIMEOUT, snapshot.taken + MAX_SNAPSHOT_AGE)) > time.monotonic():
-            await asyncio.sleep(min(end - time.monotonic(), UNUSED_TIMEOUT))
+        while time.monotonic() < min(snapshot.last_use + UNUSED_TIMEOUT, snapshot.taken + MAX_SNAPSHOT_AGE):
+            await asyncio.sleep(1.0)
         with contextlib.suppress(ValueError):  # a newer snapshot has replaced it
             self._snapshots.remove(snapshot)
 
