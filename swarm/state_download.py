@@ -390,10 +390,8 @@ class BlockDownload:
         if list(message.size) != [stop - start]:
             raise ValueError(f"a block of tensor {index} has the shape {tuple(message.size)[:9]}")
         block = codec.extract(message)
-        if block.dtype != target.dtype:
-            raise ValueError(f"tensor {index} has the dtype {block.dtype}, not {target.dtype}")
-        if not block.isfinite().all():
-            raise ValueError(f"tensor {index} is not finite")
+        if block.dtype != target.dtype or not block.isfinite().all():
+            raise ValueError(f"tensor {index} is not finite, or not of {target.dtype}")
         if digests_differ(donor.digests[numbers[0]], digest(block)):
             raise ValueError(f"tensor {index} differs from the donor's description")
         target.copy_(block)
