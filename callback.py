@@ -42,8 +42,8 @@ from swarm.contract import parse_schedule
 from swarm.joining import Swarm
 from swarm.local_steps import at_anchor
 from swarm.optimizer import CollaborativeOptimizer
+from swarm.optimizer_state import list_params
 from swarm.processes import STOP_REQUESTED
-from swarm.states import list_params
 from utils import (
     MAX_WORKERS,
     ContributorRegistry,

@@ -334,7 +334,7 @@ def describe_notes(kind: str | None, course: Course) -> str:
     swarm, notes = course.swarm, []
     if course.acts:
         notes += [f"{name} {value}" for name, value in course.acts[-1].items() if name not in ("act", "time")]
-    joining = "took over the state of epoch"
+    joining = "loaded the state of epoch"
     if taken := sum(script.text.count(joining) for script in swarm.honest):
         notes.append(f"{taken} states taken")
     honest = [find_peer(script) for script in swarm.honest]

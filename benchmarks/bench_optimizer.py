@@ -22,7 +22,7 @@ from arguments import ModelArguments, OptimizerArguments
 from experiment.model import make_model
 from experiment.optimizer import make_local_optimizer, make_param_groups
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer
-from swarm.states import list_params
+from swarm.optimizer_state import list_params
 
 TURNS = 15
 NUMBERS = 2**22

@@ -31,8 +31,8 @@ import swarm.patches
 from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager, is_round_state
 from swarm.matchmaking import EarlyStartMatchmaking
+from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import PLAUSIBLE_MBITS
-from swarm.states import StateAverager, list_params
 
 # --- in rounds: what it gives to an average, and what it gives out as one ---------------------------------------------
 

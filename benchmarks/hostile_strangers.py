@@ -21,8 +21,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 from records import start_dht_as
 
+from swarm.optimizer_state import StateAverager
 from swarm.processes import handle_stop_signals, shut_down
-from swarm.states import StateAverager
 
 ABSURD_EPOCH = 10**9
 LIFETIME = 600.0  # seconds of records, as the trainers' own

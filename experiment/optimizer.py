@@ -22,8 +22,8 @@ from swarm.config import AveragingConfig, make_config
 from swarm.contract import describe_averaging
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
+from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
-from swarm.states import initialize_optimizer_state_, list_params
 from utils import RunContract
 
 

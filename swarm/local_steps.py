@@ -10,8 +10,8 @@ import torch
 from hivemind.compression import CompressionBase
 
 from swarm.gradients import GradientAverager
+from swarm.optimizer_state import list_params
 from swarm.sparse import TopKCompression
-from swarm.states import list_params
 
 
 @torch.no_grad()

@@ -28,12 +28,12 @@ from swarm.config import AveragingConfig
 from swarm.epoch import RETRY_AFTER, Epoch, EpochState, SwarmLook
 from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
+from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
 from swarm.progress import FIRST_LOOK, PeerTracker
 from swarm.rounds import AveragingError, Rounds
 from swarm.state_sync import StateSync
-from swarm.states import StateAverager, list_params
 from swarm.trust import PeerTrust
 
 logger = logging.getLogger("swarm")
@@ -130,7 +130,7 @@ class CollaborativeOptimizer:
         averagers = self.state_averager, self.grad_averager
         self.rounds = Rounds(averaging, self.tracker, *averagers, self.is_auxiliary)
         self.stats = self.rounds.stats
-        self.sync = StateSync(self.tracker, *averagers, self.uplink)
+        self.sync = StateSync(self.tracker, self.state_averager)
         self._begin_epoch()
         if self.uplink.mbits:  # in a large group, each peer sends all of its gradients, and as many averages
             bits = count_bits(self.grad_averager._averaged_tensors, self.grad_averager.codec)

@@ -18,9 +18,9 @@ from swarm.averager import PeersUnreachableError
 from swarm.config import AveragingConfig
 from swarm.gradients import GradientAverager
 from swarm.guard import MaliciousPeersError
+from swarm.optimizer_state import StateAverager
 from swarm.processes import STOP_REQUESTED
 from swarm.progress import FIRST_LOOK, PeerTracker
-from swarm.states import StateAverager
 from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")

@@ -1,28 +1,30 @@
 """Catching up with the swarm: load the newest state, or only the step that this peer has missed."""
 
+import concurrent.futures
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
 
+from hivemind.compression import CompressionInfo, TensorRole
+
 from swarm.epoch import RETRY_AFTER, SyncBackoff
-from swarm.gradients import GradientAverager
+from swarm.optimizer_state import StateAverager, list_params
+from swarm.plan import count_bits
+from swarm.processes import STOP_REQUESTED
 from swarm.progress import PeerTracker
-from swarm.states import StateAverager
-from swarm.uplink import Uplink
 
 logger = logging.getLogger("swarm")
 
 MIN_DOWNLOAD_TIMEOUT = 600.0  # seconds
+PROGRESS_PERIOD = 5.0  # seconds between two log lines about a running download
 
 
 class StateSync:
     """Loads what this peer lacks of the swarm's state, and decides when it may try again."""
 
-    def __init__(
-        self, tracker: PeerTracker, state_averager: StateAverager, grad_averager: GradientAverager, uplink: Uplink
-    ):
-        self.tracker, self.uplink = tracker, uplink
-        self.state_averager, self.grad_averager = state_averager, grad_averager
+    def __init__(self, tracker: PeerTracker, state_averager: StateAverager):
+        self.tracker, self.state_averager = tracker, state_averager
         self.backoff = SyncBackoff()
 
     def load(self, min_epoch: int, donors: Sequence[bytes], is_one_step_behind: bool) -> str | None:
@@ -31,18 +33,18 @@ class StateSync:
         :param min_epoch: load an earlier state only after some seconds without this one
         :param donors: the ids of peers of which more than half have to describe the same state
         :param is_one_step_behind: whether the gradients of the missed step are enough
-        :returns: how this peer has come to it, in words for the log; None if no peer has sent a state. Then the peers
-            that do not answer no longer count, so that training continues without them
+        :returns: the first words of a log line; None if no peer has sent a state. Then the peers that do not answer no
+            longer count, so that training continues without them
         """
-        silent, timeout = list(self.tracker.trust.excluded), self.download_timeout
         if is_one_step_behind:
-            if self._replay_missed_step(silent, timeout):
+            if self._replay_missed_step():
                 return "made the step to"
             if self.tracker.global_epoch < self.backoff.min_epoch:
                 self.backoff.record_failure(time.monotonic(), RETRY_AFTER)
                 return None
-        if self.state_averager.load_state_from_peers(min_epoch, donors, avoid=silent, timeout=timeout):
-            return "took over the state of"
+        if loaded := self._download("state", min_epoch, donors):
+            self.state_averager.apply_downloaded_state(*loaded)
+            return "loaded the state of"
         epoch = self.state_averager.local_epoch
         ahead = [peer_id for peer_id, record in self.tracker.present.items() if record.epoch > epoch]
         logger.warning("no peer sent its state: continuing with the local one")
@@ -50,29 +52,40 @@ class StateSync:
         self.backoff.record_failure(time.monotonic())
         return None
 
-    @property
-    def download_timeout(self) -> float:
-        """The timeout of a download, in seconds."""
-        return max(MIN_DOWNLOAD_TIMEOUT, self.uplink.compute_transfer_timeout(12 * self.state_averager.total_size))
+    def _download(self, content: str, min_epoch: int, trusted: Sequence[bytes]) -> tuple[dict, list] | None:
+        """Return a downloaded state or step; None if no peer sent it, or if this peer should stop."""
+        averager = self.state_averager
+        timeout = max(MIN_DOWNLOAD_TIMEOUT, averager.dht.uplink.compute_transfer_timeout(12 * averager.total_size))
+        options = dict(trusted=trusted, avoid=list(self.tracker.trust.excluded), timeout=timeout)
+        future = averager.start_download(min_epoch, is_step=content == "step", **options)
+        last_report, progress = time.monotonic(), averager.download_progress
+        while not STOP_REQUESTED.is_set():
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                return future.result(timeout=0.5)
+            if progress.elements and time.monotonic() >= last_report + PROGRESS_PERIOD:
+                last_report, mbits = time.monotonic(), progress.bytes * 8e-3 / max(1, progress.milliseconds)
+                share = progress.elements / progress.total_elements
+                size = f"{progress.bytes / 1e6:.1f} MB at {mbits:.1f} Mbit/s"
+                logger.info(f"downloading the swarm's {content}: {share:.0%}, {size}")
+        return None
 
-    def _replay_missed_step(self, avoid: Sequence[bytes], timeout: float) -> bool:
+    def _replay_missed_step(self) -> bool:
         """Make the last step of the swarm with the gradients that other peers have averaged.
 
         From the same state, the same gradients lead to the same state, and are fewer bytes.
 
         :returns: whether a peer that has started from this very state has sent them
         """
-        loaded = self.state_averager.download_missed_step(self.tracker.list_donors(), avoid=avoid, timeout=timeout)
-        if loaded is None:
+        if (loaded := self._download("step", 0, self.tracker.list_donors())) is None:
             return False
-        gradients, group_id = loaded
-        with self.grad_averager.get_tensors() as averaged_gradients:
+        metadata, gradients = loaded
+        averager, grad_averager = self.state_averager, self.state_averager.grad_averager
+        with grad_averager.get_tensors() as averaged_gradients:
             for tensor, gradient in zip(averaged_gradients, gradients, strict=True):
                 tensor.copy_(gradient)
-        before = self.state_averager.local_epoch, self.state_averager.lineage
-        self.state_averager.group_id = group_id
-        self.state_averager.step(increment_epoch=True, optimizer_step=True)
-        self.grad_averager.last_step = *before, group_id  # for peers that were late as well
+        before, averager.group_id = (averager.local_epoch, averager.lineage), metadata["group"]
+        averager.step(increment_epoch=True, optimizer_step=True)
+        grad_averager.last_step = *before, averager.group_id  # for peers that were late as well
         return True
 
     def check_staleness(self) -> None:
@@ -82,16 +95,17 @@ class StateSync:
         if epochs <= 0:
             self.backoff.stale_downloads = 0
             return
-        size, _, milliseconds = self.state_averager.received
-        megabytes, seconds = size / 1e6, max(1, milliseconds) / 1000
+        progress, params = self.state_averager.download_progress, list_params(self.state_averager.optimizer)
+        megabytes, seconds = progress.bytes / 1e6, max(1, progress.milliseconds) / 1000
         # the least that has to arrive within an epoch, at the same bandwidth, is a step
-        step_share = min(1.0, self.state_averager.count_step_size_bits() / 8e6 / megabytes)
+        infos = [CompressionInfo.from_tensor(param, role=TensorRole.GRADIENT) for param in params]
+        step_share = min(1.0, count_bits(params, self.state_averager.state_compression, infos) / 8e6 / megabytes)
         is_too_slow = step_share * epochs > 1
         pause = self.backoff.record_stale_download(self.tracker.global_epoch, seconds, is_too_slow, time.monotonic())
         if pause:
             logger.warning(
                 f"cannot catch up: a download of {megabytes:.1f} MB took {seconds:.1f} s "
                 f"({megabytes * 8 / seconds:.1f} Mbit/s), and meanwhile the swarm made {epochs} epochs of about "
-                f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger --target_batch_size for all. "
+                f"{seconds / epochs:.1f} s. It takes a faster connection, or a larger `target_batch_size` for all. "
                 f"Next try in {pause:.0f} s"
             )

@@ -19,9 +19,9 @@ from records import make_metrics
 
 import machine.page_client
 from support.console import UserError
-from swarm.downloads import MAX_BLOCKS, parse_request
 from swarm.matchmaking import parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS
+from swarm.state_server import MAX_BLOCKS, parse_request
 from utils import MAX_EPOCH_GAP, LocalMetrics, RunContract, filter_plausible_records, find_peer_id, make_validators
 
 FAST = settings(max_examples=100, deadline=None, database=None)

@@ -147,7 +147,7 @@ class CheckpointHandler:
             "loss": metrics["loss"],
             "time": time.time(),
             "experiment_prefix": self.prefix,
-            "given_by": [metadata["donor"]],
+            "given_by": metadata["donors"][:1],
             "swarm": metrics,
             "settings": self.settings,
         }

@@ -21,7 +21,7 @@ from experiment.optimizer import (
 )
 from models.state_codecs import COMPRESSIONS
 from swarm.contract import find_differences
-from swarm.states import initialize_optimizer_state_
+from swarm.optimizer_state import initialize_optimizer_state_
 from utils import RunContract
 
 

@@ -375,7 +375,7 @@ def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
     wrong = start_alone(start, "wrong", tmp_path / "wrong", prefix, own, other)
     assert wrong.wait() == 2
     [line] = [line for line in wrong.text.splitlines() if "error:" in line]
-    assert "--optim" in line and "--resume_from_checkpoint none" in line and "Traceback" not in wrong.text
+    assert "min_8bit_size" in line and "--resume_from_checkpoint none" in line and "Traceback" not in wrong.text
 
     limits = {"--resume_from_checkpoint": aside, "--max_steps": summary["epoch"] + 1}
     start_alone(start, "chosen", tmp_path / "chosen", prefix, own, limits).assert_clean_end()

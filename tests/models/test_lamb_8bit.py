@@ -16,7 +16,7 @@ from experiment.model import make_model
 from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
 from machine.training import move_batch
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
-from swarm.states import list_params
+from swarm.optimizer_state import list_params
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 

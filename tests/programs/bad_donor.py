@@ -20,10 +20,10 @@ from hivemind.proto import averaging_pb2
 
 from support.console import setup_logging
 from swarm.config import SwarmConfig
-from swarm.downloads import parse_request
 from swarm.joining import Swarm
+from swarm.optimizer_state import StateAverager
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.states import StateAverager
+from swarm.state_server import parse_request
 
 KINDS = ("mute", "shapes", "types", "infinite", "metadata", "bytes", "truncated", "hanging", "breaking", "lying")
 

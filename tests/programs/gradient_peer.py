@@ -187,9 +187,9 @@ def main() -> None:
     if args.auxiliary:
         optimizer.state_averager.serve_state()
     optimizer.sync.backoff.min_epoch = args.download_from
-    load_step = optimizer.state_averager.download_missed_step
-    optimizer.state_averager.download_missed_step = lambda *own, **more: (
-        time.sleep(args.slow_downloads) or load_step(*own, **more)
+    start_download = optimizer.state_averager.start_download
+    optimizer.state_averager.start_download = lambda *own, **more: (
+        time.sleep(args.slow_downloads) or start_download(*own, **more)
     )
     stop = handle_stop_signals()
     print(json.dumps({"maddrs": [str(maddr) for maddr in dht.get_visible_maddrs()]}), flush=True)

@@ -12,8 +12,8 @@ from models.state_codecs import LOAD_STATE_COMPRESSIONS
 from support.console import setup_logging
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
+from swarm.optimizer_state import StateAverager, initialize_optimizer_state_, list_params
 from swarm.processes import clean_end, handle_stop_signals, shut_down
-from swarm.states import StateAverager, initialize_optimizer_state_, list_params
 
 
 def make_optimizer(groups):
@@ -73,15 +73,16 @@ with clean_end():
     else:
         time.sleep(1)  # the donors' declarations
         known = [PeerID.from_base58(peer).to_bytes() for peer in options.get("known", [])]
-        future = averager.start_download(min_epoch=3, donors=known)
+        future = averager.start_download(min_epoch=3, trusted=known)
         while not future.done():
-            print(json.dumps({"received": averager.received[0]}), flush=True)
+            print(json.dumps({"received": averager.download_progress.bytes}), flush=True)
             time.sleep(0.1)
         metadata, tensors = future.result()
         averager.apply_downloaded_state(metadata, tensors)
+        progress = averager.download_progress
         pairs = list(zip(list_tensors(averager), expected, strict=True))
         facts = dict(epoch=averager.local_epoch, lineage=averager.lineage, donors=metadata["donors"])
         facts["kept"] = sum(tensor.untyped_storage().nbytes() for tensor in list_tensors(averager))
         facts["errors"] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
-        print(json.dumps(facts | {"bytes": averager.received[0], "numbers": averager.received[1]}), flush=True)
+        print(json.dumps(facts | {"bytes": progress.bytes, "numbers": progress.elements}), flush=True)
     shut_down(dht)

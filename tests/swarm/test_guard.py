@@ -166,7 +166,7 @@ def test_one_of_three_that_was_led_astray_takes_over_the_state_of_the_others(sta
     # not in the first epochs: who misses one of them might take over the state of this very peer
     peers.append(start_peer(start, "astray", prefix, 1.0, 48, peers[:1], (*flags, "--nudge_at", 6, "--nudge_by", 50)))
     peers[2].wait_for("nudged", 90)
-    peers[2].wait_for("took over the state", 60)
+    peers[2].wait_for("loaded the state", 60)
     last = max(epochs(peers[2]))
 
     def joint() -> list[int]:

@@ -111,7 +111,7 @@ def test_a_newcomer_is_silent_until_it_has_computed_something():
 
 
 def test_a_state_is_believed_as_it_comes():
-    """Note 25; StateAverager._download_from."""
+    """Note 25; StateDownload."""
     source = inspect.getsource(TrainingStateAverager.load_state_from_peers)
     assert "shape" not in source and "isfinite" not in source
 
@@ -280,7 +280,7 @@ def test_small_shares_of_equals_are_given_all_the_same():
 
 
 def test_clients_give_no_state():
-    """Note 29; StateAverager.serve_state."""
+    """Note 29; StateServer.serve_state."""
     assert "if not self.client_mode:" in inspect.getsource(hivemind.DecentralizedAverager._run_internal)
 
 

@@ -15,20 +15,18 @@ from hivemind.utils.serializer import MSGPackSerializer
 from processes import make_prefix
 
 from models.state_codecs import LOAD_STATE_COMPRESSIONS, Dynamic8bit, Scaled16bit
-from swarm.downloads import (
+from swarm.sparse import TopKCompression, compress_sparse_step
+from swarm.state_download import Donor, digests_differ, select_agreed
+from swarm.state_server import (
     BLOCK,
     MAX_BLOCKS,
-    Donor,
+    StateServer,
     StateSnapshot,
     allocate_flat,
     digest,
-    digests_differ,
     list_blocks,
     parse_request,
-    select_agreed,
 )
-from swarm.sparse import TopKCompression, compress_sparse_step
-from swarm.states import StateAverager, make_step_key
 from swarm.trust import find_majority_epoch
 
 NUMBERS = 3 * 979_000 + 4  # with AdamW's numbers of steps
@@ -146,13 +144,13 @@ def test_swarm_epoch_is_that_of_more_than_half(epochs, expected):
 def test_busy_donor_offers_its_newest_state_and_no_step():
     """With a step, the joining peer would take a healthy donor for a faulty one."""
     state, step = (
-        SimpleNamespace(lineage=lineage, used={}, last_use=time.monotonic())
-        for lineage in ("state", make_step_key("state"))
+        SimpleNamespace(lineage=lineage, is_step=is_step, used={}, last_use=time.monotonic())
+        for lineage, is_step in (("state", False), (StateServer.make_step_key("state"), True))
     )
     donor = SimpleNamespace(lineage="newer", _lock_snapshots=asyncio.Lock(), _snapshots=[state, step])
-    assert asyncio.run(StateAverager._take_snapshot(donor, PeerID(b"a"), 0, None)) is state
+    assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, None)) is state
     donor._snapshots = [step, step]
-    assert asyncio.run(StateAverager._take_snapshot(donor, PeerID(b"a"), 0, None)) is None
+    assert asyncio.run(StateServer._find_snapshot(donor, PeerID(b"a"), 0, None)) is None
 
 
 def test_a_donor_keeps_what_is_being_fetched(start):

@@ -116,7 +116,7 @@ def test_a_late_joiner_takes_its_state_from_all_and_is_one_of_them(line_swarm, l
         wait_until(lambda: "downloading the swarm's state" in late.text, 120, "the download has begun")
         swarm.trainers["c"].kill()
         names.remove("c")
-        wait_until(lambda: "took over the state" in late.text, 120, "the others give the rest")
+        wait_until(lambda: "loaded the state" in late.text, 120, "the others give the rest")
     swarm.wait_for_joint_epochs([*names, "late"], 2, 400, after=joint[-1])
     if not loses_donor:
         assert not any("is gone" in swarm.trainers[name].text for name in names)

@@ -1,0 +1,184 @@
+"""The parameters and the optimizer's state of a peer: averaged, served, downloaded, saved and restored."""
+
+import contextlib
+import copy
+import hashlib
+import multiprocessing
+import threading
+from collections.abc import Sequence
+
+import torch
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.optim.state_averager import initialize_optimizer_state_ as step_with_zero_gradients
+from hivemind.utils import MPFuture, nested_map, nested_pack
+
+from swarm.gradients import GradientAverager
+from swarm.state_download import DownloadProgress, StateDownload
+from swarm.state_server import StateServer, copy_flat
+
+
+def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all parameters in the order of the optimizer's groups, in which peers exchange them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
+    """Create the tensors of the optimizer's state as they are before its first step.
+
+    hivemind creates them by a step with zero gradients at the full learning rate. That step counts in bias correction
+    (note 8), and its weight decay moves the parameters or enters the momentum of SGD.
+    """
+    settings = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group |= {"lr": 0.0, "weight_decay": 0.0}
+    step_with_zero_gradients(optimizer)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+    for state in optimizer.state.values():
+        if "step" in state:  # torch's SGD, for example, counts no steps
+            state["step"] *= 0
+
+
+class StateAverager(TrainingStateAverager, StateServer):
+    """A state averager that other peers can download from, and that downloads from several of them at once."""
+
+    #: a peer that missed the group of the others would otherwise delay its next step by averaging_timeout
+    gives_up_early = True
+    #: the id of the group whose gradients the next step applies, or of this peer if it is alone; set by the optimizer
+    group_id = b""
+    #: the averager whose last step is served to peers that missed it; set by the optimizer
+    grad_averager: GradientAverager | None = None
+    #: the local steps, by which the model is ahead of the parameters here, or None; set by the optimizer
+    local = None
+
+    def __init__(self, *args, **kwargs):
+        self._lock_step = threading.Lock()
+        self.download_progress = multiprocessing.Value(DownloadProgress)
+        super().__init__(*args, **kwargs)
+
+    def step(self, *args, increment_epoch: bool = False, **kwargs):
+        """Step like hivemind, but hold back downloads during the step, and update the lineage hash."""
+        if not increment_epoch:
+            return super().step(*args, **kwargs)
+        # hivemind advances the epoch before the step: a download in between would get old parameters as new ones
+        with self._lock_step:
+            result = super().step(*args, increment_epoch=True, **kwargs)
+            history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
+            self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+            self.state_sharing_priority = self.local_epoch
+            return result
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch and its learning rate, also to an earlier epoch; hivemind can only advance them (note 63)."""
+        if self.scheduler is not None:
+            self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
+            self.scheduler.step()
+        self.local_epoch = self.state_sharing_priority = epoch
+
+    def _apply_optimizer_parameters_(self) -> None:
+        if self.local is None:
+            super()._apply_optimizer_parameters_()
+        else:
+            self.local.move_anchor(list_params(self.optimizer))
+
+    def get_current_state(self):
+        """Return a consistent copy of the state with its lineage hash, or of the last step's gradients if requested."""
+        with self._lock_step:
+            if not self._wants_step.value:
+                metadata, tensors, infos = super().get_current_state()
+                return metadata | {"lineage": self.lineage}, copy_flat(tensors, infos), infos
+            if self.grad_averager is None or self.grad_averager.last_step is None:
+                return {"epoch": -1, "lineage": ""}, [], []
+            with self.grad_averager.get_tensors() as gradients:
+                # the next round, in another thread, ends the last step
+                epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
+                infos = [CompressionInfo.from_tensor(tensor, role=TensorRole.GRADIENT) for tensor in gradients]
+                metadata = {"epoch": epoch, "lineage": self.make_step_key(lineage), "group": group_id}
+                return metadata, copy_flat(gradients, infos), infos
+
+    def start_download(self, min_epoch: int = 0, is_step: bool = False, **options) -> MPFuture:
+        """Start to download a state for `apply_downloaded_state`, or the averaged gradients of the step from this one.
+
+        :param min_epoch: the epoch of the state to wait for, some seconds, before an earlier state is accepted
+        :param options: `trusted`, `avoid` and `timeout`, see StateDownload
+        :returns: a future of (metadata, tensors), or of None if no peer sent it. metadata["donors"] are the ids of a
+            state's donors, most bytes first; metadata["group"] is the id of the group that averaged the gradients
+        """
+        # the epoch that clients declare may lag behind their state; an auxiliary peer has no state of its own to keep
+        lowest_epoch = 0 if self.mode == AveragingMode.AUX else min(min_epoch, self.local_epoch)
+        request = (self.local_epoch, self.lineage) if is_step else (min_epoch, lowest_epoch)
+        future = MPFuture()
+        self._outer_pipe.send(("_download", [future, is_step, request], options))
+        return future
+
+    async def _download(self, future: MPFuture, is_step: bool, request: tuple, **options) -> None:
+        """Run a download in the averager's process; the future's result is None if the download fails."""
+        result, self.download_progress.elements = None, 0
+        download = StateDownload(self, list_params(self.optimizer), None if is_step else self.optimizer, **options)
+        try:
+            result = await (download.fetch_step if is_step else download.fetch_state)(*request)
+        finally:
+            future.set_result(result)
+
+    def apply_downloaded_state(self, metadata: dict, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace this peer's state by a downloaded one, see `start_download`."""
+        params = len(list_params(self.optimizer))
+        # clones, because torch keeps the tensors it loads, and each of them the memory of the whole download
+        moments = [tensor.clone() for tensor in tensors[params:]]
+        items = metadata["optimizer_metadata"]
+        values = [item["value"] if "value" in item else moments[item["index"]] for item in items]
+        state = nested_pack(values, self.optimizer.state_dict())["state"]
+        self._replace_state(tensors[:params], state, metadata["epoch"], metadata["lineage"])
+
+    def _replace_state(self, parameters: Sequence[torch.Tensor], state: dict, epoch: int, lineage: str) -> None:
+        """Replace the state; learning rate and other options of this process stay, as the contract says."""
+        # an auxiliary peer has nothing to average and must not wait for the other peers' round
+        averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
+        with self._lock_step, self.lock_optimizer, averaged, torch.no_grad():
+            settings = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict({"state": state, "param_groups": settings})
+            for target, tensor in zip(list_params(self.optimizer), parameters, strict=True):
+                target.copy_(tensor)
+            self.set_epoch(epoch)
+            self.lineage = lineage
+        self._apply_optimizer_parameters_()
+
+    def dump_state(self) -> dict:
+        """Return a copy of the training state without gradients; call it between two steps.
+
+        It does not wait for parameter averaging in the background. Some parameters may have the values from before the
+        averaging, others those after it, as on a peer that loses its connection during the averaging.
+
+        :returns: a dict that torch.load can read with weights_only=True
+        """
+        with self.lock_optimizer:
+            # the scheduler's epoch: a step in the background counts once it has finished and moved the schedule
+            return {
+                "parameters": [param.detach().clone() for param in list_params(self.optimizer)],
+                "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+                "scheduler": copy.deepcopy(self.scheduler.state_dict()),
+                "local_epoch": self.scheduler.last_epoch,
+                "lineage": self.lineage,
+            }
+
+    def restore_state(self, state: dict) -> None:
+        """Load a state from `dump_state`.
+
+        :raises ValueError: the tensors' shapes differ from this optimizer's; nothing was changed
+        """
+
+        def get_shape(value: object) -> tuple:
+            # a single number may be a tensor at one time and a plain number at another, as LAMB's trust ratio
+            return tuple(getattr(value, "shape", ()))
+
+        own = list_params(self.optimizer), self.optimizer.state_dict()["state"]
+        parameters, moments = state["parameters"], state["optimizer"]["state"]
+        if nested_map(get_shape, (parameters, moments)) != nested_map(get_shape, own):
+            raise ValueError(
+                "the optimizer differs (`optim`, `min_8bit_size`, `local_steps`), or the shapes of its tensors"
+            )
+        self.scheduler.load_state_dict({**state["scheduler"], "base_lrs": self.scheduler.base_lrs})
+        # a copy, because torch keeps the tensors it loads and changes them in place
+        self._replace_state(parameters, copy.deepcopy(moments), state["local_epoch"], state.get("lineage", ""))

@@ -1,0 +1,400 @@
+"""Downloading a state, or the gradients of the step that follows it, block by block from several donors.
+
+Several peers describe their states, and those that agree are the donors. Their digests are compared with each other
+before the download, and with each block that arrives. All donors take blocks from one queue.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import torch
+from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.optim.state_averager import dump_optimizer_state
+from hivemind.p2p import PeerID
+from hivemind.utils import TensorDescriptor
+from hivemind.utils.streaming import combine_from_streaming
+
+from swarm.state_server import BLOCK, MAX_BLOCKS, MAX_LINEAGE, RELAY, StateServer, allocate_flat, digest, list_blocks
+
+logger = logging.getLogger("swarm")
+
+DOWNLOAD_PAUSE = 0.5  # seconds between two passes over the donors: short, because a state is current for one epoch
+DOWNLOAD_TRIES = 16  # passes over all donors until one has the requested epoch
+LONE_TRIES = 3  # the first passes, in which a single donor's state is not loaded if other donors could confirm it
+MAX_DONORS = 8  # peers that are asked for descriptions at once, and then serve blocks: at home, each sends 10 Mbit/s
+
+REQUESTS_PER_DONOR = 2  # concurrent requests: the donor answers one while the next one is in transit
+# Seconds of upload per request. Long requests hide the latency, but the download ends with the slowest request.
+MIN_REQUEST_SECONDS, MAX_REQUEST_SECONDS = 0.1, 0.5
+SILENT_DONOR_TIMEOUT = 5.0  # seconds without a message until a donor is dropped, if other donors remain
+FIRST_REQUEST = 2**18  # elements per request, until the donor's speed is measured
+# Relative to norm + |sum|. Measured between correct peers: 0.03 with 8-bit gradients, 0.02 with 8-bit moments.
+TOLERANCE = 0.1
+MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of the same kind
+
+# types of the numbers and settings in an optimizer's state that are not tensors
+PLAIN_TYPES = (int, float, str, type(None))
+# dtypes of its 0-d tensors; the same value may be a plain number at another time, as LAMB's trust ratio
+NUMBER_TYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
+
+
+class DownloadProgress(ctypes.Structure):
+    """The progress of the last download, shared between processes."""
+
+    _fields_ = [(name, ctypes.c_longlong) for name in ("bytes", "elements", "total_elements", "milliseconds")]
+
+
+def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
+    """Return whether digests of shape (..., 2) describe other numbers; `floors` are differences that do not matter."""
+    sizes = digests.abs().sum(-1, keepdim=True)
+    # the first digests are finite; the other ones differ if they are not
+    return not ((digests - others).abs() <= TOLERANCE * sizes + floors).all()
+
+
+@dataclasses.dataclass(eq=False)
+class Donor:
+    """A peer that has described its state, and the progress of the download from it."""
+
+    peer: PeerID
+    metadata: dict
+    infos: list[CompressionInfo]
+    digests: torch.Tensor  # one row per block, then one per plain number of the optimizer
+    rank: tuple = ()  # a larger tuple is better
+    elements: int = 0  # elements received
+    since: float = 0.0  # time of the first request
+    silence: asyncio.Timeout | None = None  # the end of the wait for the next message
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The epoch and the lineage of the state."""
+        return self.metadata["epoch"], self.metadata["lineage"]
+
+    def has_state_of(self, other: "Donor") -> bool:
+        """Return whether both donors describe the same state."""
+        if self.key != other.key or [info.descriptor for info in self.infos] != [it.descriptor for it in other.infos]:
+            return False
+        return not digests_differ(self.digests, other.digests, self.compute_digest_tolerances())
+
+    def compute_digest_tolerances(self) -> torch.Tensor:
+        """Return the absolute difference of each digest that does not matter, of shape (digests, 1).
+
+        It is relative to the RMS of all numbers of the same kind: the parameters, or one of the moments. The gradients
+        of some biases, as of attention keys, are only rounding errors, which Adam turns into full-size updates.
+        """
+        infos = self.infos
+        moments = [i for i, info in enumerate(infos) if info.role == TensorRole.OPTIMIZER and info.descriptor.shape]
+        per_param = max(1, len(moments) // sum(info.role != TensorRole.OPTIMIZER for info in infos))
+        kinds = {i: (infos[i].descriptor.dtype, place % per_param) for place, i in enumerate(moments)}
+        blocks = [(kinds.get(i), len(infos[i].descriptor.shape), stop - start) for i, start, stop in list_blocks(infos)]
+        squares, counts, floors = Counter(), Counter(), torch.zeros(len(self.digests), 1)
+        for (kind, _, size), norm in zip(blocks, self.digests[:, 0].tolist(), strict=False):
+            squares[kind] += norm**2
+            counts[kind] += size
+        for number, (kind, ndim, size) in enumerate(blocks):
+            share = MATRIX_FLOOR if ndim > 1 else VECTOR_FLOOR
+            floors[number] = share * (squares[kind] / counts[kind] * size) ** 0.5
+        return floors
+
+
+def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
+    """Group donors by state, and sort the groups by rank, then by size.
+
+    The epoch comes last, because a single donor may claim any state and any epoch.
+    """
+    remaining, groups = sorted(donors, key=lambda donor: donor.rank, reverse=True), []
+    while remaining:
+        candidates = ([donor for donor in remaining if first.has_state_of(donor)] for first in remaining)
+        groups.append(max(candidates, key=len))
+        remaining = [donor for donor in remaining if donor not in groups[-1]]
+    # the first donor of each group has its best rank
+    return sorted(groups, key=lambda group: (group[0].rank, len(group), group[0].key[0]), reverse=True)
+
+
+def select_agreed(groups: Sequence[list[Donor]], voters: Sequence[PeerID]) -> list[list[Donor]]:
+    """Return the group that contains more than half of the voters, if there is one; without voters, all groups."""
+    return [g for g in groups if not voters or 2 * sum(donor.peer in voters for donor in g) > len(voters)]
+
+
+@dataclasses.dataclass(eq=False)
+class StateDownload:
+    """The search for a state, or for a step, and the download from all peers that have it; in the averager's process.
+
+    Any of them may fail. hivemind (note 25) retries forever, accepts states unchecked, and crashes on a short answer.
+    """
+
+    averager: StateServer
+    params: Sequence[torch.Tensor]  # of this peer; the donors' must have the same shapes and dtypes
+    optimizer: torch.optim.Optimizer | None  # of this peer; the donors' state must match it. None to download a step
+    # the ids of peers that are known to have worked: more than half of them must describe the state. If none of them
+    # serves a state, the largest group decides
+    trusted: Sequence[bytes] = ()
+    avoid: Sequence[bytes] = ()  # the ids of peers to ask last
+    timeout: float = 600.0  # seconds for a whole state
+    failures: dict[PeerID, int] = dataclasses.field(default_factory=Counter)
+    ranks: dict[PeerID, tuple] = dataclasses.field(default_factory=dict)
+    voters: list[PeerID] = dataclasses.field(default_factory=list)  # the peers that decide which state is the swarm's
+
+    async def fetch_step(self, epoch: int, lineage: str) -> tuple[dict, list[torch.Tensor]] | None:
+        """Return the description and the averaged gradients of the step that other peers made from this state."""
+        epochs = await self.fetch_epochs()
+        others = [peer for peer, their_epoch in epochs.items() if epoch < their_epoch < RELAY]
+        others = [peer for peer in others if peer.to_bytes() not in self.avoid and peer not in self.voters]
+        random.shuffle(others)
+        peers = [*self.voters, *others][:MAX_DONORS]
+        candidates = await self.ask_for_descriptions(peers, [epoch, lineage])
+        for group in select_agreed(group_donors(candidates), self.voters):
+            metadata, step_key = group[0].metadata, (epoch, self.averager.make_step_key(lineage))
+            if group[0].key != step_key or type(metadata.get("group")) is not bytes:
+                continue
+            if tensors := await self.fetch_from(group):
+                return metadata | {"group": metadata["group"][:MAX_LINEAGE]}, tensors
+        return None
+
+    async def fetch_state(self, min_epoch: int, lowest_epoch: int) -> tuple[dict, list[torch.Tensor]] | None:
+        """Return the newest state and its description; wait some seconds for one of at least `min_epoch`."""
+        for attempt in range(DOWNLOAD_TRIES):
+            await asyncio.sleep(DOWNLOAD_PAUSE if attempt else 0)
+            # on the last attempt, an earlier state is better than none
+            first_epoch = min_epoch if attempt < DOWNLOAD_TRIES - 1 else lowest_epoch
+            peers = await self.rank_peers(min_epoch, first_epoch, lowest_epoch)
+            if not peers and attempt >= 3:
+                break  # no peer can serve a state
+            batches = [peers[at : at + MAX_DONORS] for at in range(0, len(peers), MAX_DONORS)]
+            # all voters are in the first batch, and batches without voters cannot decide
+            for batch in batches[:1] if self.voters else batches:
+                candidates = await self.ask_for_descriptions(batch, [first_epoch])
+                for group in select_agreed(group_donors(candidates), self.voters):
+                    if not self.voters and len(group) == 1 and len(peers) > 2 and attempt < LONE_TRIES:
+                        continue
+                    for donor in candidates:
+                        if donor.key == group[0].key and donor not in group:
+                            logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
+                    if tensors := await self.fetch_from(group):
+                        senders = sorted((donor for donor in group if donor.elements), key=lambda d: -d.elements)
+                        # an auxiliary peer names the client that it relays
+                        names = [str(donor.metadata.get("origin", donor.peer))[:100] for donor in senders]
+                        return group[0].metadata | {"donors": list(dict.fromkeys(names))}, tensors
+        return None
+
+    async def fetch_epochs(self) -> dict[PeerID, float]:
+        """Return the epochs of the states that trainers and auxiliary peers declare, and choose the voters of them."""
+        epochs = await self.averager.fetch_epochs("all_averagers")
+        voters = [peer for peer in epochs if peer.to_bytes() in self.trusted and self.failures[peer] < 2]
+        self.voters = random.sample(voters, min(MAX_DONORS, len(voters)))
+        return epochs
+
+    async def rank_peers(self, min_epoch: int, first_epoch: int, lowest_epoch: int) -> list[PeerID]:
+        """Return the peers that may have the state, best first."""
+        epochs = await self.fetch_epochs()
+        # trainers that have the epoch rank before auxiliary peers, which relay it from a client
+        kinds = {peer: 2 if first_epoch <= epoch < RELAY else 1 for peer, epoch in epochs.items()}
+        if not self.averager.client_mode:
+            # clients come last, because only the peers that they have called can reach them
+            has_newest = any(min_epoch - 1 <= epoch < RELAY for epoch in epochs.values())
+            clients = await self.averager.fetch_epochs("clients")
+            epochs |= {peer: clients[peer] for peer in clients if not has_newest or peer.to_bytes() in self.trusted}
+        self.ranks = {}
+        for peer, epoch in epochs.items():
+            peer_id, failures = peer.to_bytes(), self.failures[peer]
+            if epoch >= lowest_epoch and failures < (2 if epoch < RELAY else 6):
+                rank = peer in self.voters, -failures, peer_id in self.trusted, peer_id not in self.avoid
+                self.ranks[peer] = *rank, kinds.get(peer, 0)
+        return sorted(self.ranks, key=lambda peer: (self.ranks[peer], epochs[peer], random.random()), reverse=True)
+
+    async def ask_for_descriptions(self, peers: Sequence[PeerID], request: list) -> list[Donor]:
+        """Return the peers that describe the requested state, see `parse_request`.
+
+        Once a peer has described it, the others get as much time again, and at least 1 s. With voters, more than half
+        of them must have described it first, because a malicious peer may be quick.
+        """
+        donors = []
+
+        async def ask(peer: PeerID) -> None:
+            try:
+                async with asyncio.timeout(self.averager.donor_timeout):
+                    message = await anext(self.averager.request_state(peer, request), None)
+                if message is None:
+                    raise ValueError("the peer sent no description")
+                if donor := self.parse_description(peer, self.averager.serializer.loads(message.metadata), request[0]):
+                    donors.append(donor)
+            except Exception as e:  # untrusted bytes and a broken network can raise any exception
+                self.note_failure(peer, e)
+
+        loop, tasks = asyncio.get_running_loop(), [asyncio.create_task(ask(peer)) for peer in peers]
+        start = loop.time()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:
+                for answer in asyncio.as_completed(tasks):
+                    await answer
+                    if donors and select_agreed([donors], self.voters) and limit.when() is None:
+                        limit.reschedule(loop.time() + max(1.0, loop.time() - start))
+        for task in tasks:
+            task.cancel()
+        return donors
+
+    def parse_description(self, peer: PeerID, metadata: dict, min_epoch: int) -> Donor | None:
+        """Check a description against this peer's tensors; return None if the state is of an earlier epoch.
+
+        :raises ValueError: the state differs from this peer's; untrusted bytes can raise any other exception
+        """
+        epoch, lineage = metadata["epoch"], metadata["lineage"]
+        if type(epoch) is not int or type(lineage) is not str or len(lineage.encode()) > MAX_LINEAGE:
+            raise ValueError("the description has no valid epoch and lineage")
+        if epoch < min_epoch:
+            return None
+        expected = [(param, TensorRole.PARAMETER if self.optimizer else TensorRole.GRADIENT) for param in self.params]
+        own, own_tensors = dump_optimizer_state(self.optimizer) if self.optimizer else ([], [])
+        theirs, plain_numbers = metadata.get("optimizer_metadata", []), []
+        if not isinstance(theirs, list) or len(theirs) != len(own):
+            raise ValueError("the optimizer's state differs from this peer's")
+        for item, own_item in zip(theirs, own, strict=True):
+            own_tensor = own_tensors[own_item["index"]] if own_item["type"] == "tensor" else torch.zeros(())
+            if item == {"type": "tensor", "index": len(expected) - len(self.params)}:
+                expected.append((own_tensor, TensorRole.OPTIMIZER))
+            elif own_tensor.ndim or set(item) != {"type", "value"} or not isinstance(item["value"], PLAIN_TYPES):
+                raise ValueError("the optimizer's state differs from this peer's")
+            elif isinstance(item["value"], (int, float)):
+                plain_numbers.append([float(item["value"])] * 2)
+        descriptions = metadata.get("tensors")
+        if not isinstance(descriptions, list) or len(descriptions) != len(expected):
+            raise ValueError(f"the state does not have {len(expected)} tensors, as this peer's has")
+        infos = []
+        for index, ((tensor, role), (name, *shape)) in enumerate(zip(expected, descriptions, strict=True)):
+            types = {str(tensor.dtype).removeprefix("torch."): tensor.dtype} | (NUMBER_TYPES if not shape else {})
+            if shape != list(tensor.shape) or name not in types:
+                described, own = [name, *shape][:9], [*types, *tensor.shape]
+                raise ValueError(f"tensor {index} is {str(described)[:100]}, not {own}")
+            infos.append(CompressionInfo(index, TensorDescriptor(tensor.shape, types[name]), role))
+        digests, blocks = metadata["digests"], list_blocks(infos)
+        if type(digests) is not bytes or len(digests) != 8 * len(blocks):
+            raise ValueError(f"the description does not have digests for {len(blocks)} blocks")
+        digests = torch.frombuffer(bytearray(digests), dtype=torch.float32).view(-1, 2)
+        digests = torch.cat((digests, torch.tensor(plain_numbers).view(-1, 2)))
+        if not digests.isfinite().all():
+            raise ValueError("the state is not finite")
+        return Donor(peer, metadata, infos, digests, self.ranks.get(peer, ()))
+
+    def note_failure(self, peer: PeerID, error: Exception) -> None:
+        """Count the failure of a peer, and log it."""
+        self.failures[peer] += 1
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        logger.info(f"the state of peer {peer} cannot be used ({reason[:200]}), trying other donors")
+
+    async def fetch_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
+        """Download the state that all these donors have; return None if all of them fail."""
+        download = BlockDownload(group, self.averager, self.note_failure)
+        try:
+            async with asyncio.timeout(self.timeout):
+                await download.run()
+        except TimeoutError:
+            for donor in download.donors:
+                self.note_failure(donor.peer, ValueError(f"not complete after {self.timeout:.0f} s"))
+        return None if download.queue else download.tensors
+
+
+class BlockDownload:
+    """A download of one state from several donors that have it."""
+
+    def __init__(self, donors: Sequence[Donor], averager: StateServer, note_failure: Callable):
+        self.donors, self.infos = list(donors), donors[0].infos
+        self.averager, self.note_failure = averager, note_failure
+        self.tensors, self.blocks = allocate_flat(self.infos), list_blocks(self.infos)
+        #: numbers of the blocks that are still to be requested
+        self.queue = deque(range(len(self.blocks)))
+        self.start, self.progress = time.monotonic(), averager.download_progress
+        self.progress.bytes = self.progress.elements = self.progress.milliseconds = 0
+        self.progress.total_elements = sum(tensor.numel() for tensor in self.tensors)
+
+    async def run(self) -> None:
+        """Download all blocks into `tensors`; if all donors fail, some blocks stay in `queue`."""
+        while self.queue and self.donors:
+            # the blocks of a failed donor return to the queue, perhaps after the other donors have finished
+            await asyncio.gather(*(self.fetch_from(donor) for donor in self.donors))
+
+    async def fetch_from(self, donor: Donor) -> None:
+        """Download blocks from one donor until the queue is empty or the donor fails."""
+        donor.since = donor.since or time.monotonic()
+        try:
+            async with asyncio.timeout(self.max_silence) as donor.silence, asyncio.TaskGroup() as requests:
+                for i in range(REQUESTS_PER_DONOR):
+                    # different sizes, so that the requests do not finish at the same moment
+                    requests.create_task(self.work(donor, 1 - 0.4 * i))
+        except Exception as e:  # untrusted bytes and a broken network can raise any exception
+            self.donors.remove(donor)
+            self.note_failure(donor.peer, e.exceptions[0] if isinstance(e, ExceptionGroup) else e)
+
+    @property
+    def max_silence(self) -> float:
+        """The time without a message until a donor is dropped, in seconds."""
+        return SILENT_DONOR_TIMEOUT if len(self.donors) > 1 else self.averager.donor_timeout
+
+    async def work(self, donor: Donor, share: float) -> None:
+        """Send one request after the other to a donor; blocks that do not arrive return to the queue."""
+        while numbers := self.take(donor, share):
+            try:
+                await self.fetch_blocks(donor, numbers)
+            finally:
+                self.queue.extendleft(reversed(numbers))
+
+    def take(self, donor: Donor, share: float) -> list[int]:
+        """Remove the blocks of the next request from the queue: fewer at the end, so that all donors end together."""
+        sizes = [stop - start for _, start, stop in (self.blocks[number] for number in self.queue)]
+        speed = max(FIRST_REQUEST, donor.elements) / max(MAX_REQUEST_SECONDS, time.monotonic() - donor.since)
+        rest = sum(sizes) / (REQUESTS_PER_DONOR * len(self.donors))
+        goal = max(min(rest, MAX_REQUEST_SECONDS * speed), MIN_REQUEST_SECONDS * speed) * share
+        numbers, elements = [], 0
+        while self.queue and len(numbers) < MAX_BLOCKS and (not numbers or elements + sizes[len(numbers)] <= goal):
+            elements += sizes[len(numbers)]
+            numbers.append(self.queue.popleft())
+        return numbers
+
+    async def fetch_blocks(self, donor: Donor, numbers: list[int]) -> None:
+        """Download these blocks in one request, and remove those that arrive from `numbers`."""
+        parts, size = [], 0
+        stream = self.averager.request_state(donor.peer, [*donor.key, list(numbers)])
+        async with contextlib.aclosing(stream):
+            async for message in stream:
+                donor.silence.reschedule(asyncio.get_running_loop().time() + self.max_silence)
+                self.progress.bytes += message.ByteSize()
+                self.progress.milliseconds = int(1000 * (time.monotonic() - self.start))
+                if message.metadata:
+                    raise ValueError(f"the donor no longer has the state of epoch {donor.key[0]}")
+                if message.tensor_part.dtype and parts:  # only the first part of a block names its dtype
+                    self.complete(donor, numbers, parts)
+                    parts, size = [], 0
+                size += len(message.tensor_part.buffer)
+                if not numbers or size > 16 * BLOCK:
+                    raise ValueError("the donor sent more data than requested")
+                parts.append(message.tensor_part)
+        if parts:
+            self.complete(donor, numbers, parts)
+        if numbers:
+            raise ValueError(f"the answer ended {len(numbers)} blocks too early")
+
+    def complete(self, donor: Donor, numbers: list[int], parts: list) -> None:
+        """Check the first of these blocks and copy it to its place in `tensors`."""
+        index, start, stop = self.blocks[numbers[0]]
+        target = self.tensors[index].view(-1)[start:stop]
+        codec, message = self.averager.state_compression, combine_from_streaming(parts)
+        while hasattr(codec, "choose_compression"):
+            codec = codec.choose_compression(self.infos[index])
+        if message.compression != codec.compression_type:
+            raise ValueError("the donor compresses states differently: `load_state_compression` must match")
+        if list(message.size) != [stop - start]:
+            raise ValueError(f"a block of tensor {index} has the shape {tuple(message.size)[:9]}")
+        block = codec.extract(message)
+        if block.dtype != target.dtype or not block.isfinite().all():
+            raise ValueError(f"tensor {index} is not finite, or not of {target.dtype}")
+        if digests_differ(donor.digests[numbers[0]], digest(block)):
+            raise ValueError(f"tensor {index} differs from the donor's description")
+        target.copy_(block)
+        self.progress.elements += len(block)
+        donor.elements += len(block)
+        numbers.pop(0)
