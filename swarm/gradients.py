@@ -8,20 +8,11 @@ from collections.abc import Sequence
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
-from hivemind.compression import CompressionBase
+from hivemind.averaging.group_info import GroupInfo
 
 from swarm.averager import PeersBehindError, StateDivergedError, VerifyingAverager
-from swarm.guard import SKETCH_SIZE, compute_sketch, find_outliers
-from swarm.matchmaking import parse_gathered, sign_round_state
-
-
-def is_round_state(item: object) -> bool:
-    """Return whether a peer's gathered data is a valid round state, see `sign_round_state`.
-
-    It contains the epoch, whether the whole swarm averages in step, the lineage, the parameter sketch and a signature.
-    """
-    is_list = isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, list, bytes, bytes]
-    return is_list and len(item[3]) == SKETCH_SIZE and all(type(number) is float for number in item[3])
+from swarm.guard import compute_sketch, find_outliers
+from swarm.matchmaking import is_round_state, parse_gathered, sign_round_state
 
 
 class GradientAverager(VerifyingAverager):
@@ -29,15 +20,13 @@ class GradientAverager(VerifyingAverager):
 
     Steps add to the pending gradients. A successful round removes what it has sent, and a failed round restores it.
 
-    Only peers with the same state average together. A peer that lost a round would otherwise average old gradients with
-    the new ones of all other peers, and stay one epoch behind forever. Two halves of a partitioned swarm, or a peer
-    that stepped alone, have different weights and moments. So peers gather their epoch and lineage (see StateAverager):
-    the majority continues, and the others load its state. With three or more peers, so does a peer with different
-    parameters in spite of the same lineage, see `find_outliers`.
+    Only peers with the same state average together (note 56). Two halves of a partitioned swarm, or a peer that stepped
+    alone, have different weights and moments. So peers gather their epoch and lineage (see StateAverager): the majority
+    continues, and the others load its state. With three or more peers, so does a peer with different parameters in
+    spite of the same lineage, see `find_outliers`.
     """
 
-    is_urgent = True
-    content = "gradients"
+    are_parameters = False
     #: [epoch, whether the whole swarm averages in step, lineage] of the gradients; set by the optimizer
     round_state = [0, False, ""]
     #: the epoch and the lineage of the state before the last step, and the id of the group that averaged its gradients;
@@ -63,11 +52,6 @@ class GradientAverager(VerifyingAverager):
         averaged = tuple(torch.zeros(param.shape, dtype=param.dtype).share_memory_() for param in self.parameters)
         self.residual = torch.zeros(sum(tensor.numel() for tensor in averaged)).share_memory_()
         super().__init__(averaged_tensors=averaged, **kwargs)
-
-    @property
-    def codec(self) -> CompressionBase:
-        """The codec of the averaged tensors."""
-        return self.allreduce_kwargs["compression"]
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate on the device of the gradients, to avoid transfers."""
@@ -124,18 +108,17 @@ class GradientAverager(VerifyingAverager):
                 mean.copy_(total).div_(samples)
 
     @torch.no_grad()
-    def finish(self, share: int = 1, turn: int = 0) -> int:
+    def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
         """Remove the sent gradients after a successful round, or after a step of this peer alone.
 
-        :param share: the number of turns in which this peer sends its parts
-        :param turn: the turn that was sent
+        :param num_partitions, partition_index: see RoundSettings
         :returns: the number of new samples in the round
         """
         samples = self._in_flight[1]
-        if share != len(self._behind):  # the bandwidth has changed: the counts per turn become an estimate
-            self._behind = [sum(self._behind) // len(self._behind)] * share
+        if num_partitions != len(self._behind):  # the bandwidth has changed: the counts per turn become an estimate
+            self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
         self._behind = [behind + samples for behind in self._behind]
-        self._behind[turn], self._next_turn = 0, (turn + 1) % share
+        self._behind[partition_index], self._next_turn = 0, (partition_index + 1) % num_partitions
         with self._lock:
             self._keep_residual()
         self._in_flight = [], 0
@@ -169,36 +152,36 @@ class GradientAverager(VerifyingAverager):
                 tensor.zero_()
             self.samples, self._behind, self._next_turn = 0, [0], 0
 
-    async def _aggregate_with_group(self, group_info, **kwargs):
-        # all peers see the same gathered data, so all exclude the same peers, and no peer waits for those
-        gathered = [parse_gathered(data) for data in group_info.gathered]
-        # auxiliary peers have no gradients, and can average those of any state
-        trainers = [index for index, (mode, *_) in enumerate(gathered) if mode != AveragingMode.AUX]
-        in_step = [i for i in trainers if is_round_state(gathered[i][1]) and gathered[i][1][1]]
-        if 2 * len(in_step) > len(trainers):
-            states = {index: (gathered[index][1][0], gathered[index][1][2]) for index in in_step}
-            votes = Counter(states.values())
-            # With equal votes, prefer a state that is not far behind. Then prefer one that any peer can download:
-            # clients serve theirs only to peers that they have called.
-            newest = max(epoch for epoch, _ in votes)
-            served = {states[index] for index in in_step if gathered[index][0] != AveragingMode.CLIENT}
-            chosen = max(votes, key=lambda item: (votes[item], item[0] >= newest - 1, item in served, item))
-            agreeing = [index for index in in_step if states[index] == chosen]
-            outliers = find_outliers([gathered[index][1][3] for index in agreeing])
-            agreeing = [index for at, index in enumerate(agreeing) if at not in outliers]
-            if self.mode != AveragingMode.AUX and self.peer_id not in [group_info.peer_ids[i] for i in agreeing]:
-                # not the next epoch: a group may form long before its epoch ends
-                raise StateDivergedError(chosen[0], [group_info.peer_ids[index].to_bytes() for index in agreeing])
-            if len(agreeing) == 1:
-                raise PeersBehindError(f"no other peer has the same state in a group of {len(trainers)} trainers")
-            remaining = [index for index in range(len(gathered)) if index not in trainers or index in agreeing]
-            if all(gathered[index][0] == AveragingMode.CLIENT for index in remaining):
-                raise AllreduceException(f"none of the {len(remaining)} peers with the same state accepts connections")
-            group_info = dataclasses.replace(
-                group_info,
-                peer_ids=tuple(group_info.peer_ids[index] for index in remaining),
-                gathered=tuple(group_info.gathered[index] for index in remaining),
-            )
-        averaged = await super()._aggregate_with_group(group_info, **kwargs)
-        runner = self._running_groups[group_info.group_id].result()
-        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, runner.lies))
+    def select_group(self, group_info: GroupInfo) -> GroupInfo:
+        """Return the members that have the same state as most others, so that no peer waits for the rest.
+
+        Auxiliary peers have no gradients, and can average those of any state.
+
+        :raises StateDivergedError: this peer is not one of them
+        """
+        gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
+        members = {peer: parse_gathered(data) for peer, data in gathered.items()}
+        trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]
+        contents = {peer: members[peer].content for peer in trainers if is_round_state(members[peer].content)}
+        states = {peer: (content[0], content[2]) for peer, content in contents.items() if content[1]}
+        if 2 * len(states) <= len(trainers):
+            return group_info
+        votes = Counter(states.values())
+        # With equal votes, prefer a state that is not far behind. Then prefer one that any peer can download: clients
+        # serve theirs only to peers that they have called.
+        newest = max(epoch for epoch, _ in votes)
+        served = {state for peer, state in states.items() if members[peer].mode != AveragingMode.CLIENT}
+        chosen = max(votes, key=lambda state: (votes[state], state[0] >= newest - 1, state in served, state))
+        agreeing = [peer for peer, state in states.items() if state == chosen]
+        outliers = [agreeing[index] for index in find_outliers([contents[peer][3] for peer in agreeing])]
+        agreeing = [peer for peer in agreeing if peer not in outliers]
+        if self.mode != AveragingMode.AUX and self.peer_id not in agreeing:
+            # not the next epoch: a group may form long before its epoch ends
+            raise StateDivergedError(chosen[0], [peer.to_bytes() for peer in agreeing])
+        if len(agreeing) == 1:
+            raise PeersBehindError(f"no other peer has the same state in a group of {len(trainers)} trainers")
+        remaining = [peer for peer in members if peer not in trainers or peer in agreeing]
+        if all(members[peer].mode == AveragingMode.CLIENT for peer in remaining):
+            raise AllreduceException(f"none of the {len(remaining)} peers with the same state accepts connections")
+        gathered = tuple(gathered[peer] for peer in remaining)
+        return dataclasses.replace(group_info, peer_ids=tuple(remaining), gathered=gathered)

@@ -146,7 +146,6 @@ class CollaborativeOptimizer:
             client_mode=client_mode,
             auxiliary=self.is_auxiliary,
             min_matchmaking_time=timeouts.matchmaking,
-            allreduce_timeout=timeouts.averaging,
             next_chunk_timeout=timeouts.next_chunk,
             shutdown_timeout=SHUTDOWN_TIMEOUT,
             start=True,

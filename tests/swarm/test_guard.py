@@ -15,6 +15,7 @@ from swarm.guard import (
     SKETCH_SIZE,
     ProtocolViolation,
     RobustReducer,
+    RoundSettings,
     VerifyingContainer,
     compute_clipping_factors,
     compute_sketch,
@@ -63,7 +64,7 @@ async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=Fal
     """The averages of all parts, of which those senders that lie send no more."""
     shapes = [torch.Size([7]), torch.Size([3])]
     reducer = RobustReducer(shapes, senders)
-    reducer.configure_checks(max_weight, are_parameters, None)
+    reducer.configure(RoundSettings(are_parameters, max_weight))
 
     async def send(index: int) -> list:
         averages = []
@@ -100,7 +101,7 @@ def test_weights_are_bounded_and_of_parameters_the_median_counts():
 def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> VerifyingContainer:
     """What is known after a round in which each of these peers has averaged one part of the own tensor."""
     container = VerifyingContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
-    container.configure_checks(are_parameters, None)
+    container.configure(RoundSettings(are_parameters, max_weight=1.0), own_index=0)
     for index, (average, part) in enumerate(zip(averages, own.chunk(len(averages)), strict=True)):
         container.register_processed_part(index, 0, average - part if average.shape == part.shape else average)
     return container
