@@ -21,6 +21,7 @@ from swarm.uplink import Uplink
 logger = logging.getLogger("swarm")
 
 CONFIRM_TIMEOUT = 2.0  # seconds; when a peer blames another one, this peer should see the same failure by then
+CONFIRM_INTERVAL = 0.05  # seconds
 
 
 class FailFastAllReduceRunner(AllReduceRunner):
@@ -48,9 +49,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
         self.unreachable: list[bytes] = []
         #: the peer that broke the round, and the peer that reported it: the same one if its stream just ended
         self.cause: tuple[PeerID, PeerID] | None = None
-        #: the peer that each other peer blamed when it ended the round; an event per peer, set if it broke the round
+        #: the peer that each other peer blamed when it ended the round; the peers that this one saw break the round
         self.blamed: dict[PeerID, PeerID] = {}
-        self.broken = {peer: asyncio.Event() for peer in self.ordered_peer_ids}
+        self.broken: set[PeerID] = set()
         #: the time of each peer's last message in this round, on the monotonic clock
         self.last_activity = dict.fromkeys(self.ordered_peer_ids, time.monotonic())
 
@@ -87,7 +88,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
                 self.record_violation(peer_id, e)
             cause = self.blamed.get(peer_id, peer_id)
             if cause == peer_id:
-                self.broken[peer_id].set()
+                self.broken.add(peer_id)
             why = f"{e!r}" if cause == peer_id else f"because of peer {cause}"
             self.end(cause, AllreduceException(f"peer {peer_id} has left the round ({why})"), reporter=peer_id)
             raise
@@ -119,9 +120,11 @@ class FailFastAllReduceRunner(AllReduceRunner):
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Serve averages, like hivemind, but report to the sender if the round has failed, and the cause."""
+        """Serve averages at the uplink's pace, and report to the sender if the round has failed, and the cause."""
+        stream = self.record_activity(self.uplink.receive(stream), context.remote_id)
+        averages = super().rpc_aggregate_part(stream, context)
         try:
-            async for message in super().rpc_aggregate_part(self.record_activity(stream, context.remote_id), context):
+            async for message in self.uplink.send(averages, is_round=not self.settings.are_parameters):
                 if message.code != averaging_pb2.AVERAGED_PART and self.cause:
                     message.peer_id = self.cause[0].to_bytes()
                 yield message
@@ -174,7 +177,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
     def record_violation(self, peer_id: PeerID, violation: Exception) -> None:
         """Record a peer that sent invalid data, which also breaks the round."""
         self.violations[peer_id] = str(violation)
-        self.broken[peer_id].set()
+        self.broken.add(peer_id)
 
     async def check_blame(self, message: averaging_pb2.AveragingData, peer_id: PeerID) -> None:
         """Record the peer that another one blames in its last message, and wait until this peer sees one of them fail.
@@ -183,11 +186,9 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """
         blamed = PeerID(message.peer_id) if message.peer_id else peer_id
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
-            self.blamed[peer_id] = blamed
-            failures = [asyncio.create_task(self.broken[peer].wait()) for peer in (peer_id, blamed)]
-            await asyncio.wait(failures, timeout=CONFIRM_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
-            for failure in failures:
-                failure.cancel()
+            self.blamed[peer_id], deadline = blamed, time.monotonic() + CONFIRM_TIMEOUT
+            while self.broken.isdisjoint((peer_id, blamed)) and time.monotonic() < deadline:
+                await asyncio.sleep(CONFIRM_INTERVAL)
 
     def end(self, cause: PeerID, exception: Exception, reporter: PeerID | None = None) -> None:
         """End the round, and with it the streams to the other peers, which are told the cause.
@@ -196,11 +197,6 @@ class FailFastAllReduceRunner(AllReduceRunner):
         """
         self.cause = self.cause or (cause, reporter or self.peer_id)
         self.finalize(exception=exception)
-
-    def list_suspects(self) -> list[PeerID]:
-        """Return the peer that broke the round, or two peers if one blames the other and this peer saw neither fail."""
-        suspects = set(self.cause or ()) - {self.peer_id}
-        return [peer for peer in suspects if self.broken[peer].is_set()] or list(suspects)
 
     def list_awaited_peers(self) -> list[PeerID]:
         """Return the other peers whose data this peer is waiting for."""

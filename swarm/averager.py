@@ -9,7 +9,6 @@ import multiprocessing
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
 
 import hivemind
 import torch
@@ -17,8 +16,7 @@ from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
 from hivemind.compression import CompressionBase
-from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.p2p import PeerID
 from hivemind.utils.asyncio import as_aiter, azip
 
 from support.console import format_number
@@ -27,14 +25,7 @@ from swarm.dht import format_peer_list, ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings, estimate_contributions
 from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
-from swarm.plan import (
-    choose_part_size,
-    count_bits,
-    drop_small_fractions,
-    ensure_min_fractions,
-    has_partition_changed,
-    plan_allreduce,
-)
+from swarm.plan import choose_fractions, count_bits, has_partition_changed, plan_allreduce
 from swarm.sparse import TopKCompression
 from swarm.trust import RoundTrust
 
@@ -67,19 +58,17 @@ class PeersUnreachableError(AllreduceException):
 
 
 class VerifyingAverager(hivemind.DecentralizedAverager):
-    """An averager that reports which peers' data verifiably entered the average; hivemind hides failures of rounds.
+    """An averager that reports which peers' data verifiably entered the average; hivemind hides failures (note 54).
 
-    The result of a round has a key for each peer that took part completely, as far as this peer can see: the sender was
-    not excluded from the part that this peer averaged, and all parts were returned. A round without any other such peer
-    raises AllreduceException. Each value is the same: the group's id, this peer's `num_partitions` and
-    `partition_index` (see `plan_allreduce`), and a description of the violations by peer.
+    The result of a round has a key for each peer that took part completely, as far as this peer can see. Each value is
+    the group's id, this peer's `num_partitions` and `partition_index` (see RoundSettings), and the violations by peer.
     """
 
     #: whether parameters are averaged, in the background; or gradients, which other peers wait for
     are_parameters = True
     #: whether to stop the search for a group soon after matchmaking_time, once the epoch has ended
     gives_up_early = False
-    #: the residual of a round, shared with the averager's process, see RoundSettings
+    #: see RoundSettings; shared with the averager's process
     residual: torch.Tensor | None = None
     # of the next round, see RoundSettings
     _num_partitions, _partition_index = 1, 0
@@ -87,8 +76,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
 
     def __init__(self, *args, **kwargs):
         self._max_weight = multiprocessing.Value(ctypes.c_double)
-        #: in the averager's process: the record of its peers' rounds
-        self._trust = RoundTrust()
+        self._trust = RoundTrust()  # used in the averager's process only
         super().__init__(*args, **kwargs)
 
     def run(self) -> None:
@@ -117,22 +105,6 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Set the maximum weight, in all processes."""
         self._max_weight.value = value or 0.0
 
-    async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Serve averages at the uplink's pace, which hivemind ignores."""
-        uplink = self.dht.uplink
-        averages = super().rpc_aggregate_part(uplink.receive(stream), context)
-        async for message in uplink.send(averages, is_round=not self.are_parameters):
-            yield message
-
-    async def rpc_download_state(
-        self, request: averaging_pb2.DownloadRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Serve the state at the uplink's pace, after the messages of rounds."""
-        async for message in self.dht.uplink.send(super().rpc_download_state(request, context), is_round=False):
-            yield message
-
     def step(self, *args, allow_retries: bool = False, **kwargs):
         """Start a round without hivemind's retries: these would start from tensors that the failed round has partly
         averaged in place (note 55), and would wait for peers that have already stepped."""
@@ -140,7 +112,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         return super().step(*args, allow_retries=allow_retries, **kwargs)
 
     def set_expected_peers(self, peer_ids: Iterable[bytes], min_peers: int = 1, silent: Iterable[bytes] = ()) -> None:
-        """Set the ids of the peers that make a group complete, so that it starts at once, even if it has formed before.
+        """Set the ids of the peers with which a group starts at once.
 
         :param min_peers: the number of these peers, this one included, that a group needs; 1 to wait for all of them
         :param silent: the ids of peers that do not answer, for which no group waits
@@ -150,7 +122,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             self._outer_pipe.send(("_set_expected_peers", [*expected], {}))
 
     async def _set_expected_peers(self, *expected) -> None:
-        """Set the expected peers of the matchmaking. Runs in the averager's process."""
+        # runs in the averager's process
         self._matchmaking.set_expected_peers(*expected)
         await self._matchmaking.start_when_complete()
 
@@ -172,22 +144,19 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             raise
         finally:
             watch.cancel()
-            # A finished round and its tensors form a reference cycle. The garbage collector rarely runs by itself here,
-            # because this process allocates few objects (note 79).
+            # a finished round and its tensors form a reference cycle (note 79)
             asyncio.get_running_loop().call_later(1.0, gc.collect)
 
-    async def _run_allreduce_inplace_(self, tensors, group_info, *, peer_fractions, weight, tensor_infos, **_) -> None:
+    async def _run_allreduce_inplace_(self, tensors, group_info, *, peer_fractions, **kwargs) -> None:
         """Run an all-reduce, like hivemind, but with our plan, pacing, timeouts and runner."""
         members = [parse_gathered(data) for data in group_info.gathered]
         modes, bandwidths = [member.mode for member in members], [member.mbits for member in members]
         own, uplink, codec = group_info.peer_ids.index(self.peer_id), self.dht.uplink, self.codec
         sparse = codec if isinstance(codec, TopKCompression) else None
-        bits, part_size = count_bits(tensors, codec, tensor_infos), choose_part_size(bandwidths)
+        bits = count_bits(tensors, codec, kwargs["tensor_infos"])
         if sparse:
             bits *= sparse.estimate_both_ways(sum(mode != AveragingMode.AUX for mode in modes))
-            part_size = sparse.part_size
-        fractions = ensure_min_fractions(peer_fractions, modes)
-        fractions = drop_small_fractions(fractions, self.allreduce_kwargs["min_vector_size"])
+        fractions = choose_fractions(peer_fractions, modes, self.allreduce_kwargs["min_vector_size"])
         plan = plan_allreduce(bits, fractions, modes, bandwidths)
         num_partitions = plan.num_partitions[own]
 
@@ -199,42 +168,29 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
             return count > num_partitions and has_partition_changed(count, num_partitions)
 
         if has_partition_changed(num_partitions, self._num_partitions):
-            own_mbits, max_mbits = format_number(bandwidths[own]), format_number(max(filter(None, bandwidths)))
+            mbits = [format_number(rate) for rate in (bandwidths[own], max(filter(None, bandwidths)))]
             logger.info(
-                f"the uplink carries {own_mbits} Mbit/s, the fastest one in the group {max_mbits}: sending "
+                f"the uplink carries {mbits[0]} Mbit/s, the fastest one in the group {mbits[1]}: sending "
                 f"{1 / num_partitions:.0%} of the {'parameters' if self.are_parameters else 'gradients'} in each round"
             )
             self._num_partitions, self._partition_index = num_partitions, 0
         own_seconds = 2 * bits / (1e6 * uplink.mbits) if uplink.mbits else 0.0
         uplink.expect_round(plan.seconds, own_seconds)
         started, next_chunk = time.monotonic(), uplink.timeouts.next_chunk
-        settings = RoundSettings(
-            are_parameters=self.are_parameters,
-            max_weight=self.max_weight,
-            sparse=sparse,
-            num_partitions=self._num_partitions,
-            partition_index=self._partition_index,
-            residual=self.residual,
-        )
+        turn = dict(num_partitions=self._num_partitions, partition_index=self._partition_index)
+        kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
+        kwargs |= dict(part_size_bytes=sparse.part_size if sparse else plan.part_bytes, prefetch=PREFETCH)
+        kwargs |= dict(compression=codec, sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
         runner = FailFastAllReduceRunner(
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
             tensors=tensors,
-            tensor_infos=tensor_infos,
-            weight=weight,
             group_id=group_info.group_id,
-            ordered_peer_ids=group_info.peer_ids,
-            peer_fractions=plan.fractions,
-            modes=plan.modes,
-            compression=codec,
-            part_size_bytes=part_size,
-            prefetch=PREFETCH,
-            sender_timeout=next_chunk,
-            reducer_timeout=2 * next_chunk,
             uplink=uplink,
-            settings=settings,
+            settings=RoundSettings(self.are_parameters, self.max_weight, sparse, residual=self.residual, **turn),
             has_uplink_slowed=has_uplink_slowed,
+            **kwargs,
         )
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
@@ -244,10 +200,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._partition_index = (self._partition_index + 1) % self._num_partitions
 
     async def _abort_on_peer_failure(self, running: asyncio.Future) -> None:
-        """End the running round if its peers send no data for a while and answer no ping, or keep the others waiting.
-
-        Such a round has failed anyway, and hivemind would wait for twice next_chunk_timeout (note 22).
-        """
+        """End the running round if a peer sends no data and answers no ping, or keeps the others waiting (note 22)."""
         runner: FailFastAllReduceRunner = await asyncio.shield(running)
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged
@@ -291,7 +244,9 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         await asyncio.wait({watch}, timeout=2 * self.dht.uplink.timeouts.silence_in_round + 0.5)
         if runner.unreachable:
             raise PeersUnreachableError(runner.unreachable)
-        self._trust.record_broken_round(runner.list_suspects())
+        # the peer that broke it, or two peers if one blames the other and this peer saw neither fail
+        suspects = set(runner.cause or ()) - {self.peer_id}
+        self._trust.record_broken_round(list(suspects & runner.broken or suspects))
 
     def _check_round(self, runner: FailFastAllReduceRunner) -> dict[PeerID, tuple]:
         """Return the result of a round.

@@ -51,7 +51,7 @@ class GradientAverager(VerifyingAverager):
         self._lock = threading.Lock()  # a round in the background may end at any moment
         averaged = tuple(torch.zeros(param.shape, dtype=param.dtype).share_memory_() for param in self.parameters)
         self.residual = torch.zeros(sum(tensor.numel() for tensor in averaged)).share_memory_()
-        super().__init__(averaged_tensors=averaged, **kwargs)
+        super().__init__(averaged_tensors=averaged, allow_state_sharing=False, **kwargs)
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate on the device of the gradients, to avoid transfers."""

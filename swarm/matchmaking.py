@@ -33,7 +33,7 @@ class GatheredData(NamedTuple):
     """The data that a peer sends to its group."""
 
     mode: AveragingMode
-    content: object
+    content: object  # of gradients, a round state, see `sign_round_state`
     mbits: float | None  # bandwidth
 
 
@@ -53,20 +53,20 @@ def parse_gathered(data: bytes) -> GatheredData:
     return parsed
 
 
-def is_round_state(content: object) -> bool:
-    """Return whether the content of a peer's gathered data is a valid round state, see `sign_round_state`.
+def sign_round_state(state: list) -> list:
+    """Append this peer's public key and signature to its round state, so that a leader cannot forge it.
 
-    It contains the epoch, whether the whole swarm averages in step, the lineage, the parameter sketch and a signature.
+    :param state: the epoch, whether the whole swarm averages in step, the lineage, and the parameter sketch
     """
+    key = RSAPrivateKey.process_wide()
+    return [*state, b"[owner:%s]" % key.get_public_key().to_bytes(), key.sign(MSGPackSerializer.dumps(state))]
+
+
+def is_round_state(content: object) -> bool:
+    """Return whether a peer's gathered content has the types of a signed round state."""
     types = [type(part) for part in content] if isinstance(content, (list, tuple)) else []
     is_valid = types == [int, bool, str, list, bytes, bytes] and len(content[3]) == SKETCH_SIZE
     return is_valid and all(type(number) is float for number in content[3])
-
-
-def sign_round_state(state: list) -> list:
-    """Append this peer's public key and signature to its round state, so that a leader cannot forge it."""
-    key = RSAPrivateKey.process_wide()
-    return [*state, b"[owner:%s]" % key.get_public_key().to_bytes(), key.sign(MSGPackSerializer.dumps(state))]
 
 
 def is_signed(content: object, peer_id: PeerID) -> bool:
@@ -107,13 +107,9 @@ class NonBlockingKeyManager(GroupKeyManager):
 class EarlyStartMatchmaking(Matchmaking):
     """Matchmaking that starts a group as soon as the leader's epoch has ended and all expected peers have joined.
 
-    hivemind waits for a full group or until matchmaking_time has passed. A swarm smaller than target_group_size waits
-    that long in each round (note 11), and a swarm of exactly that size does after a peer has died (note 22).
-
-    A formed group waits for none of its members, because its leader's epoch has ended. In hivemind, a group may form
-    earlier, when it is full or has waited for long, and then waits for an unknown member.
-
-    Only trainers count towards the group size. hivemind counts auxiliary peers too, which may leave a trainer alone.
+    hivemind waits for a full group or until matchmaking_time has passed (notes 11 and 22). There, a group may form
+    before an epoch ends, and then waits for an unknown member; here, it waits for none. Only trainers count towards the
+    group size; hivemind counts auxiliary peers too, which may leave a trainer alone (note 66).
     """
 
     #: ids (bytes) of the other peers that should join, and of unresponsive peers; see `set_expected_peers`
@@ -121,23 +117,21 @@ class EarlyStartMatchmaking(Matchmaking):
     silent: frozenset[bytes] = frozenset()
     #: the number of expected peers, this one included, that a group needs; 1 to wait for all of them
     min_peers = 1
-    #: the last peer that was asked to lead, and the request; no peer can join this one until the leader answers
+    #: the peer that is asked to lead, and the limit of the request; no peer can join this one until the leader answers
     requested_leader: PeerID | None = None
-    join_request: asyncio.Task | None = None
+    request_limit: asyncio.Timeout | None = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # Our group keys are fixed and need no such limit. It would refuse a group that is larger than the trainers'
         # target_group_size because of its auxiliary peers.
         self.group_key_manager.target_group_size = None
-        #: the unfinished steps, each of which waits for its epoch to end after its search
-        self.steps: set[asyncio.Task] = set()
-
-    # --- the search of this peer
+        self.steps: set[asyncio.Task] = set()  # unfinished ones
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
         """Look for a group with timeouts that follow the network; with hivemind's fixed ones, slow answers are late."""
-        self.steps.add(task := asyncio.current_task())  # otherwise, it could be garbage collected (note 81)
+        # the step waits for its epoch to end after this search, and could be garbage collected (note 81)
+        self.steps.add(task := asyncio.current_task())
         task.add_done_callback(self.steps.discard)
         timeouts = self.group_key_manager.dht.uplink.timeouts
         self.request_timeout = timeouts.request
@@ -157,20 +151,18 @@ class EarlyStartMatchmaking(Matchmaking):
                 helper.cancel()
 
     async def look_again(self) -> None:
-        """Look for new leaders periodically. hivemind stops once it knows a peer that ranks below this one, as if all
-        later peers did too: that holds only if matchmaking_time is the same for all (note 82)."""
+        """Look for new leaders periodically, also below a peer that ranks below this one, unlike hivemind (note 82)."""
         while True:
             await asyncio.sleep(LOOK_PERIOD)
             self.potential_leaders.update_triggered.set()
 
     async def start_when_triggered(self, step: StepControl) -> None:
-        """Start the group that this peer leads when the epoch ends; give up soon after if this averager does so."""
+        """Start the group that this peer leads when its epoch ends; give up soon after if the averager does so."""
         await step.wait_for_trigger()
         await self.start_when_complete()
         if self._servicer_type.gives_up_early:
             await asyncio.sleep(self.min_matchmaking_time + self.request_timeout)
-            is_looking = self.step_control is step and self.current_leader is None
-            if is_looking and not self.assembled_group.done():
+            if self.step_control is step and self.current_leader is None and not self.assembled_group.done():
                 self.assembled_group.set_exception(AllreduceException("no group has formed"))
 
     def set_expected_peers(self, peer_ids: frozenset[bytes], min_peers: int, silent: frozenset[bytes]) -> None:
@@ -179,34 +171,31 @@ class EarlyStartMatchmaking(Matchmaking):
             self.potential_leaders.past_attempts.clear()  # leaders that were unreachable, or followed another peer
         self.expected, self.min_peers, self.silent = peer_ids, min_peers, silent
         if self.requested_leader is not None and self.requested_leader.to_bytes() in silent:
-            self.join_request.cancel()
+            self.request_limit.reschedule(0.0)
+            self.requested_leader = None
 
     # --- as a follower
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        """Ask a leader to join its group, until the leader becomes silent. hivemind waits for a frozen or unreachable
-        leader until matchmaking_time has passed, and has no timeout for the connection (note 70)."""
+        """Ask a leader to join its group until the leader becomes silent (note 70), and again after a rejection."""
         if leader.to_bytes() in self.silent:
             return None
-        self.join_request = request = asyncio.create_task(super()._request_join_group(leader))
         self.requested_leader, started = leader, time.monotonic()
         try:
-            if (group := await asyncio.shield(request)) is None:
-                # no peer can join this one during a request: these take at most a third of the time
-                pause = min(max(ASK_AGAIN_AFTER, 2 * (time.monotonic() - started)), self.request_timeout)
-                asyncio.get_running_loop().call_later(pause, self.allow_to_ask, leader)
-            return group
-        except asyncio.CancelledError:
-            # this peer's search was cancelled, and not only the request
-            if not request.cancelled() or asyncio.current_task().cancelling():
-                request.cancel()
-                await asyncio.wait({request})
-                raise
+            async with asyncio.timeout(None) as self.request_limit:
+                group = await super()._request_join_group(leader)
+        except TimeoutError:
             return None
+        finally:
+            self.requested_leader = None
+        if group is None:
+            # no peer can join this one during a request: these take at most a third of the time
+            pause = min(max(ASK_AGAIN_AFTER, 2 * (time.monotonic() - started)), self.request_timeout)
+            asyncio.get_running_loop().call_later(pause, self.allow_to_ask, leader)
+        return group
 
     def allow_to_ask(self, leader: PeerID) -> None:
-        """Let the search ask this leader again if it still looks for a group. hivemind asks each leader once (note 83):
-        a leader that was slow, or was asking another peer, would average without this peer."""
+        """Let the search ask this leader again: it was slow, or was asking another peer (note 83)."""
         leaders = self.potential_leaders
         leaders.past_attempts -= {attempt for attempt in leaders.past_attempts if attempt[0] == leader}
         leaders.update_triggered.set()
@@ -221,10 +210,11 @@ class EarlyStartMatchmaking(Matchmaking):
             contents = {peer: parse_gathered(data).content for peer, data in data_by_peer.items()}
         except ValueError as e:  # a correct leader would have rejected that member
             raise MaliciousPeersError({leader: f"led a group with a member that {e}"}) from e
-        is_valid = data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
+        is_own = data_by_peer.get(self.peer_id) == self.step_control.data_for_gather
+        is_valid = is_own and len(data_by_peer) == len(message.gathered)
         if is_valid and isinstance(contents[self.peer_id], list):
             is_valid = all(is_signed(content, peer) for peer, content in contents.items())
-        if not is_valid or len(data_by_peer) != len(message.gathered):
+        if not is_valid:
             raise MaliciousPeersError({leader: "forged the group data of a follower"})
         return await super().follower_assemble_group(leader, message)
 
@@ -251,7 +241,7 @@ class EarlyStartMatchmaking(Matchmaking):
                 yield message
 
     def is_acceptable(self, request: averaging_pb2.JoinRequest, peer_id: PeerID) -> bool:
-        """Return whether a group with this follower can succeed. If it is expected, invalid data end the search."""
+        """Return whether a group with this follower can succeed. Invalid data of an expected one end the search."""
         try:
             theirs = parse_gathered(request.gather).content
         except ValueError as e:
@@ -275,9 +265,12 @@ class EarlyStartMatchmaking(Matchmaking):
                 await self.leader_assemble_group()
 
     async def leader_assemble_group(self) -> GroupInfo | None:
-        """Assemble the group once this peer's epoch has ended, without silent followers: the round would fail."""
+        """Assemble the group without silent followers, which would make the round fail.
+
+        Before this peer's epoch ends, do nothing: hivemind would start a full group.
+        """
         if not self.has_epoch_ended:
-            return None  # until then, the group accepts all peers; hivemind starts a full one at once
+            return None
         for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.silent]:
             del self.current_followers[follower]
         return await super().leader_assemble_group()
@@ -308,18 +301,15 @@ class EarlyStartMatchmaking(Matchmaking):
 
     @target_group_size.setter
     def target_group_size(self, max_trainers: int | None) -> None:
-        """Set the maximum number of trainers in a group."""
         self._max_trainers = max_trainers
 
     @property
     def min_group_size(self) -> int:
-        """The minimum group size. It exceeds the current size while expected peers are missing or this peer's epoch has
-        not ended, so that hivemind keeps looking."""
+        """The minimum group size, above the current one while expected peers are missing or the epoch goes on."""
         if self.num_expected_joined < self.min_peers or not self.has_epoch_ended:
             return len(self.current_followers) + 2
         return self._min_group_size
 
     @min_group_size.setter
     def min_group_size(self, size: int) -> None:
-        """Set the minimum once the expected peers have joined and the epoch has ended."""
         self._min_group_size = size

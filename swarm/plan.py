@@ -18,35 +18,28 @@ PLAUSIBLE_MBITS = 1e-2, 1e6  # range of bandwidth claims; others are refused, be
 MAX_PARTITIONS = 16  # rounds in which a slow peer sends all of its parts once; its gradients get old in the meantime
 
 
-def drop_small_fractions(fractions: Sequence[float], min_vector_size: int) -> tuple[float, ...]:
-    """Let the other peers average the elements of a peer that would average fewer than min_vector_size.
+def choose_fractions(
+    fractions: Sequence[float], modes: Sequence[AveragingMode], min_vector_size: int
+) -> tuple[float, ...]:
+    """Return the fraction of the tensors that each peer averages.
 
-    hivemind does not if all peers would, as in a large group of equal peers (note 59).
+    Each peer that can average has at least MIN_FRACTION, with which it checks the averages of the others. Then a peer
+    with fewer than min_vector_size elements leaves them to the other peers. hivemind does not do so if all peers have
+    fewer, as in a large group of equal peers (note 59).
 
-    :param fractions: the number of elements that each peer would average
+    :param fractions: the number of elements that each peer would average in hivemind
     """
+    min_fraction = MIN_FRACTION * sum(fractions)
+    fractions = [
+        max(fraction, min_fraction) if mode == AveragingMode.NODE else fraction
+        for fraction, mode in zip(fractions, modes, strict=True)
+    ]
     total = sum(fractions)
     # all peers see the same fractions in the same order, and drop the same ones
     kept = sorted(range(len(fractions)), key=lambda index: -fractions[index])
     while len(kept) > 1 and fractions[kept[-1]] * total < min_vector_size * sum(fractions[index] for index in kept):
         kept.pop()
     return tuple(fraction if index in kept else 0 for index, fraction in enumerate(fractions))
-
-
-def ensure_min_fractions(fractions: Sequence[float], modes: Sequence[AveragingMode]) -> tuple[float, ...]:
-    """Give each peer that can average at least a few parts, with which it checks the averages of the others."""
-    min_fraction = MIN_FRACTION * sum(fractions)
-    return tuple(
-        max(fraction, min_fraction) if mode == AveragingMode.NODE else fraction
-        for fraction, mode in zip(fractions, modes, strict=True)
-    )
-
-
-def choose_part_size(bandwidths: Sequence[float | None]) -> int:
-    """Return the size of a round's messages in bytes, from the uplink bandwidth of each peer in Mbit/s, or None."""
-    slowest = min((mbits for mbits in bandwidths if mbits), default=math.inf)
-    min_bytes, max_bytes = PART_BYTES
-    return int(min(max(slowest * 1e6 / 8 * PART_SECONDS, min_bytes), max_bytes))
 
 
 def count_bits(
@@ -65,6 +58,7 @@ class AllReducePlan:
     fractions: tuple[float, ...]  # of the tensors, that the peer averages
     modes: tuple[AveragingMode, ...]
     num_partitions: tuple[int, ...]  # N: the peer sends every N-th part of its tensors, and other parts in each round
+    part_bytes: int  # the size of a message
     seconds: float  # minimum duration of the round, by the claims of most peers; a single claim can double it
 
 
@@ -104,7 +98,9 @@ def plan_allreduce(
         relative = fraction / sum(fractions)
         others = senders - 1 if own > 0 else senders
         seconds = max(seconds, own * (1 - relative) / count + others * relative * bits / rate)
-    return AllReducePlan(fractions, modes, num_partitions, min(seconds, 2 * max_seconds))
+    min_bytes, max_bytes = PART_BYTES
+    part_bytes = int(min(max(min(rates) / 8 * PART_SECONDS, min_bytes), max_bytes))
+    return AllReducePlan(fractions, modes, num_partitions, part_bytes, min(seconds, 2 * max_seconds))
 
 
 def has_partition_changed(count: int, before: int) -> bool:

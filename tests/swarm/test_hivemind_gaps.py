@@ -275,7 +275,7 @@ def test_a_group_is_full_of_auxiliary_peers():
 
 
 def test_small_shares_of_equals_are_given_all_the_same():
-    """drop_small_fractions."""
+    """choose_fractions."""
     assert load_balance_peers(1010, [100.0, 100.0], min_size=600) == (505, 505)
 
 
