@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import AsyncIterator  # noqa: UP035 (hivemind does not recognise that of collections.abc)
 
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner
@@ -30,23 +29,14 @@ class FailFastAllReduceRunner(AllReduceRunner):
     hivemind's runner continues without the parts of a failed reducer, and reports no cause (notes 44 and 54).
     """
 
-    def __init__(
-        self,
-        *args,
-        uplink: Uplink,
-        settings: RoundSettings,
-        has_uplink_slowed: Callable[[], bool],
-        **kwargs,
-    ):
+    def __init__(self, *args, uplink: Uplink, settings: RoundSettings, has_uplink_slowed: Callable[[], bool], **kwargs):
         """:param has_uplink_slowed: returns whether this peer's uplink has become too slow for its part of the round"""
         super().__init__(*args, **kwargs)
         self.uplink, self.settings, self.has_uplink_slowed = uplink, settings, has_uplink_slowed
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
-        #: a description of the invalid data, by the peer that sent it
-        self.violations: dict[PeerID, str] = {}
-        #: the ids of the peers that neither send data nor answer pings
-        self.unreachable: list[bytes] = []
+        self.violations: dict[PeerID, str] = {}  # a description for each peer that sent invalid data
+        self.unreachable: list[bytes] = []  # the ids of the peers that neither send data nor answer pings
         #: the peer that broke the round, and the peer that reported it: the same one if its stream just ended
         self.cause: tuple[PeerID, PeerID] | None = None
         #: the peer that each other peer blamed when it ended the round; the peers that this one saw break the round
@@ -84,10 +74,10 @@ class FailFastAllReduceRunner(AllReduceRunner):
                 for residual, missing in zip(container.residuals[index], reducer.missing, strict=True):
                     residual.add_(missing, alpha=sum(reducer.weights) / self.weight)
         except Exception as e:
-            if isinstance(e, ProtocolViolation) and peer_id != self.peer_id:
-                self.record_violation(peer_id, e)
-            cause = self.blamed.get(peer_id, peer_id)
-            if cause == peer_id:
+            cause, is_violation = self.blamed.get(peer_id, peer_id), isinstance(e, ProtocolViolation)
+            if is_violation and peer_id != self.peer_id:
+                self.violations[peer_id] = str(e)
+            if is_violation or cause == peer_id:
                 self.broken.add(peer_id)
             why = f"{e!r}" if cause == peer_id else f"because of peer {cause}"
             self.end(cause, AllreduceException(f"peer {peer_id} has left the round ({why})"), reporter=peer_id)
@@ -160,7 +150,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         except BannedException:
             logger.debug(f"sender {sender_index} is already excluded from this round")
         except ProtocolViolation as e:
-            self.record_violation(peer_id, e)
+            self.violations[peer_id] = str(e)
+            self.broken.add(peer_id)
             raise
         finally:
             if part_index != reducer.num_parts:
@@ -174,15 +165,10 @@ class FailFastAllReduceRunner(AllReduceRunner):
             self.last_activity[peer_id] = time.monotonic()
             yield message
 
-    def record_violation(self, peer_id: PeerID, violation: Exception) -> None:
-        """Record a peer that sent invalid data, which also breaks the round."""
-        self.violations[peer_id] = str(violation)
-        self.broken.add(peer_id)
-
     async def check_blame(self, message: averaging_pb2.AveragingData, peer_id: PeerID) -> None:
         """Record the peer that another one blames in its last message, and wait until this peer sees one of them fail.
 
-        The claim alone proves nothing: if it is right, this peer should soon see the same failure.
+        The claim alone proves nothing.
         """
         blamed = PeerID(message.peer_id) if message.peer_id else peer_id
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
@@ -191,10 +177,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
                 await asyncio.sleep(CONFIRM_INTERVAL)
 
     def end(self, cause: PeerID, exception: Exception, reporter: PeerID | None = None) -> None:
-        """End the round, and with it the streams to the other peers, which are told the cause.
-
-        :param reporter: the peer that blames the cause; default: this peer
-        """
+        """End the round and tell the others the cause, which this peer or the reporter blames."""
         self.cause = self.cause or (cause, reporter or self.peer_id)
         self.finalize(exception=exception)
 
@@ -210,8 +193,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
     def list_stragglers(self, are_reducers: bool) -> list[PeerID]:
         """Return the peers that hold up this peer's part of the round.
 
-        :param are_reducers: whether to return unfinished reducers once this peer's own part is averaged, although they
-            may be waiting for a sender themselves
+        :param are_reducers: whether unfinished reducers count too, which may be waiting for a sender themselves
         """
         reducer, awaited = self.tensor_part_reducer, self.list_awaited_peers()
         if reducer.finished.is_set():

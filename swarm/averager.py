@@ -22,7 +22,7 @@ from hivemind.utils.asyncio import as_aiter, azip
 from support.console import format_number
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.dht import format_peer_list, ping_peers
-from swarm.guard import MaliciousPeersError, RoundSettings, estimate_contributions
+from swarm.guard import MaliciousPeersError, RoundSettings
 from swarm.matchmaking import parse_gathered
 from swarm.patches import install_in_averager_process
 from swarm.plan import choose_fractions, count_bits, has_partition_changed, plan_allreduce
@@ -262,7 +262,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         if self.max_weight is not None and not self.are_parameters and runner.weight:
             weight = min(runner.weight, self.max_weight)
             weight /= max(weight, sum(runner.tensor_part_reducer.weights))
-            shares = estimate_contributions(container, peers.index(self.peer_id), weight)
+            shares = container.estimate_contributions(weight)
             share_of_all = container.estimate_contribution(weight, range(container.group_size))
             self._trust.record_averages({peers[index]: share for index, share in shares.items()}, share_of_all, weight)
         self._trust.record_round(averaged)

@@ -19,11 +19,7 @@ class GradientAverager(VerifyingAverager):
     """An averager that holds the pending gradients of this peer.
 
     Steps add to the pending gradients. A successful round removes what it has sent, and a failed round restores it.
-
-    Only peers with the same state average together (note 56). Two halves of a partitioned swarm, or a peer that stepped
-    alone, have different weights and moments. So peers gather their epoch and lineage (see StateAverager): the majority
-    continues, and the others load its state. With three or more peers, so does a peer with different parameters in
-    spite of the same lineage, see `find_outliers`.
+    Only peers with the same state average together (note 56), see `select_group`.
     """
 
     are_parameters = False
@@ -34,18 +30,14 @@ class GradientAverager(VerifyingAverager):
     last_step: tuple[int, str, bytes] | None = None
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], **kwargs):
-        """
-        :param parameters: the model's parameters, whose gradients are averaged
-        :param kwargs: the arguments of DecentralizedAverager
-        """
+        """:param kwargs: the arguments of DecentralizedAverager"""
         self.parameters = tuple(parameters)
         #: the pending gradients: for each parameter, the sum of its gradients times the samples of each batch
         self.unsent = [torch.zeros_like(param, requires_grad=False) for param in self.parameters]
         #: the samples of the pending gradients that have not been in a round
         self.samples = 0
-        # A slow peer sends its parts in turns, see `plan_allreduce`. For each turn, this counts the samples of earlier
-        # rounds whose gradients are still pending.
-        self._behind, self._next_turn = [0], 0
+        # for each partition of a slow peer (see `plan_allreduce`), the samples of earlier rounds that are still pending
+        self._behind, self._next_partition = [0], 0
         self._in_flight: tuple[list[torch.Tensor], int] = [], 0
         self._in_mean = 1  # the divisor of the averaged sums: their samples
         self._lock = threading.Lock()  # a round in the background may end at any moment
@@ -76,10 +68,7 @@ class GradientAverager(VerifyingAverager):
         return self.parameters
 
     def begin(self, control: StepControl | None) -> StepControl:
-        """Average the pending gradients.
-
-        :param control: the control of a scheduled step, whose group averages; None to start matchmaking now
-        """
+        """Average the pending gradients, in the group of a scheduled step or, without one, in a new group."""
         control = self.schedule_step() if control is None else control
         control.weight = self.take_pending()
         control.allow_allreduce()
@@ -87,14 +76,11 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def take_pending(self) -> float:
-        """Start a round with the mean of the pending gradients; `finish` or `restore_pending` ends it.
-
-        :returns: the number of samples in the mean
-        """
+        """Start a round of the pending gradients' mean, until `finish` or `restore_pending`; return its samples."""
         self.last_step = None
         with self._lock:
             self._in_flight = self.unsent, self.samples
-            samples = self.samples + self._behind[self._next_turn]
+            samples = self.samples + self._behind[self._next_partition]
             self.unsent, self.samples = [torch.zeros_like(tensor) for tensor in self.unsent], 0
         self._in_mean = max(1, samples)
         self._set_averaged(self._in_flight[0], self._in_mean)
@@ -115,10 +101,10 @@ class GradientAverager(VerifyingAverager):
         :returns: the number of new samples in the round
         """
         samples = self._in_flight[1]
-        if num_partitions != len(self._behind):  # the bandwidth has changed: the counts per turn become an estimate
+        if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
             self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
         self._behind = [behind + samples for behind in self._behind]
-        self._behind[partition_index], self._next_turn = 0, (partition_index + 1) % num_partitions
+        self._behind[partition_index], self._next_partition = 0, (partition_index + 1) % num_partitions
         with self._lock:
             self._keep_residual()
         self._in_flight = [], 0
@@ -150,14 +136,15 @@ class GradientAverager(VerifyingAverager):
         with self._lock:
             for tensor in self.unsent:
                 tensor.zero_()
-            self.samples, self._behind, self._next_turn = 0, [0], 0
+            self.samples, self._behind, self._next_partition = 0, [0], 0
 
     def select_group(self, group_info: GroupInfo) -> GroupInfo:
-        """Return the members that have the same state as most others, so that no peer waits for the rest.
+        """Return the members with the same state as most others; the rest must load that state.
 
-        Auxiliary peers have no gradients, and can average those of any state.
-
-        :raises StateDivergedError: this peer is not one of them
+        Two halves of a partitioned swarm, or a peer that stepped alone, have different weights and moments. So peers
+        gather their epoch and lineage (see StateAverager). With three or more peers, a peer with different parameters
+        in spite of the same lineage is excluded too, see `find_outliers`. Auxiliary peers have no gradients, and can
+        average those of any state.
         """
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}

@@ -1,8 +1,8 @@
 """Checks of all data that other peers send in a round.
 
-A reducer trusts no sender, and a sender trusts no reducer. A part that no correct peer can send is a protocol
-violation: its sender is named and excluded from rounds for a while. An outlier may come from a correct peer. A gradient
-that is much longer than those of the others is clipped, and one that points away from all of them is not counted.
+A part that no correct peer can send is a protocol violation: its sender is excluded from rounds for a while. An outlier
+may come from a correct peer: a gradient that is much longer than those of the others is clipped, and one that points
+away from all of them is not counted.
 """
 
 import dataclasses
@@ -49,8 +49,7 @@ def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> to
     senders, it is 0 if the gradient points away from the sum of all others.
 
     :param products: the scalar products of all parts sent so far, of shape (senders, senders)
-    :param counts: the number of elements that each sender has sent, of shape (senders,)
-    :returns: the factors, of shape (senders,)
+    :param counts: the number of elements that each sender has sent
     """
     factors, senders = torch.ones_like(counts), torch.nonzero(products.diagonal()).flatten()
     if not len(senders):
@@ -85,8 +84,8 @@ class RoundSettings:
 class RobustReducer(TensorPartReducer):
     """A reducer that averages parts so that no single sender can skew the result.
 
-    Gradients are clipped and weighted, see `compute_clipping_factors`. Parameters are the same on all peers except for
-    rounding errors, so the median of each number is used.
+    Gradients are clipped, see `compute_clipping_factors`. Parameters are the same on all peers except for rounding
+    errors, so the median of each number is used.
     """
 
     def configure(self, settings: RoundSettings) -> None:
@@ -218,24 +217,23 @@ class VerifyingContainer(TensorPartContainer):
         ratios = [ratio for index in peer_indices for ratio in self.ratios[index]]
         return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios else 1.0
 
+    def estimate_contributions(self, own_weight: float) -> dict[int, float]:
+        """Return the share of this peer's gradient in the average of each other peer, see `estimate_contribution`.
 
-def estimate_contributions(container: VerifyingContainer, own_index: int, own_weight: float) -> dict[int, float]:
-    """Return the share of this peer's gradient in each other peer's average, see `estimate_contribution`.
-
-    :returns: the shares by peer index; FAR_TOO_LONG if the norm is too large for an average. Empty if this peer
-        averages nothing. Only FAR_TOO_LONG entries if this peer's own average hardly contains its gradient: it may
-        itself be the outlier
-    """
-    own, average, _, _ = container.sums.T
-    others = [index for index in torch.nonzero(own).flatten().tolist() if index != own_index]
-    if not own[own_index]:
-        return {}
-    lengths = (average / own).sqrt()
-    too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
-    shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-    if container.estimate_contribution(own_weight, [own_index]) >= MIN_OWN_SHARE:
-        shares = {index: container.estimate_contribution(own_weight, [index]) for index in others} | shares
-    return shares
+        :returns: the shares by peer index; FAR_TOO_LONG if the norm is too large for an average. Empty if this peer
+            averages nothing. Only FAR_TOO_LONG entries if this peer may itself be the outlier: its own average hardly
+            contains its gradient
+        """
+        own, average, _, _ = self.sums.T
+        if not own[self.own_index]:
+            return {}
+        others = [index for index in torch.nonzero(own).flatten().tolist() if index != self.own_index]
+        lengths = (average / own).sqrt()
+        too_long = MAX_ANSWER * lengths[self.own_index].clamp(min=1.0)
+        shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
+        if self.estimate_contribution(own_weight, [self.own_index]) >= MIN_OWN_SHARE:
+            shares = {index: self.estimate_contribution(own_weight, [index]) for index in others} | shares
+        return shares
 
 
 @torch.no_grad()

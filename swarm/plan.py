@@ -23,9 +23,8 @@ def choose_fractions(
 ) -> tuple[float, ...]:
     """Return the fraction of the tensors that each peer averages.
 
-    Each peer that can average has at least MIN_FRACTION, with which it checks the averages of the others. Then a peer
-    with fewer than min_vector_size elements leaves them to the other peers. hivemind does not do so if all peers have
-    fewer, as in a large group of equal peers (note 59).
+    A peer that can average has at least MIN_FRACTION, with which it checks the averages of the others. A peer with
+    fewer than min_vector_size elements leaves them to the others, even if all peers have fewer (note 59).
 
     :param fractions: the number of elements that each peer would average in hivemind
     """

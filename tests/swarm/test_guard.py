@@ -19,7 +19,6 @@ from swarm.guard import (
     VerifyingContainer,
     compute_clipping_factors,
     compute_sketch,
-    estimate_contributions,
     find_outliers,
 )
 from swarm.trust import REVERSED_AVERAGE
@@ -113,11 +112,11 @@ def test_a_false_average_is_found():
         gradients = make_gradients(4, correlation)
         own, true = gradients[0], list(gradients.mean(0).chunk(4))
         weight = 0.25 * float(gradients[0].norm() / gradients.norm(dim=1).mean())
-        assert min(estimate_contributions(give_averages(own, true), 0, weight).values()) > 0.6
+        assert min(give_averages(own, true).estimate_contributions(weight).values()) > 0.6
         noise = torch.randn(1250) * true[2].norm() / 1250**0.5
         for false, at_most in ((noise, 0.2), (-true[2], -0.6), (50 * true[2], FAR_TOO_LONG)):
             container = give_averages(own, [*true[:2], false, true[3]])
-            good, bad, other = (estimate_contributions(container, 0, weight)[index] for index in (1, 2, 3))
+            good, bad, other = (container.estimate_contributions(weight)[index] for index in (1, 2, 3))
             assert bad <= at_most and min(good, other) > 0.6
         false = give_averages(own, [true[0], *(-part for part in true[1:])])
         assert (
@@ -127,7 +126,7 @@ def test_a_false_average_is_found():
             < container.estimate_contribution(weight, (1, 3))
         )
         # who is the odd one itself blames nobody
-        assert estimate_contributions(give_averages(-10 * own, true), 0, weight) == {}
+        assert give_averages(-10 * own, true).estimate_contributions(weight) == {}
     with pytest.raises(ProtocolViolation, match="not finite"):
         give_averages(own, [*true[:3], true[3] * math.nan])
     with pytest.raises(ProtocolViolation, match="shape"):
