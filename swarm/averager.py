@@ -178,20 +178,13 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         uplink.expect_round(plan.seconds, own_seconds)
         started, next_chunk = time.monotonic(), uplink.timeouts.next_chunk
         turn = dict(num_partitions=self._num_partitions, partition_index=self._partition_index)
+        settings = RoundSettings(self.are_parameters, self.max_weight, sparse, residual=self.residual, **turn)
+        kwargs |= dict(p2p=self._p2p, servicer_type=type(self), prefix=self.prefix, group_id=group_info.group_id)
         kwargs |= dict(ordered_peer_ids=group_info.peer_ids, peer_fractions=plan.fractions, modes=plan.modes)
         kwargs |= dict(part_size_bytes=sparse.part_size if sparse else plan.part_bytes, prefetch=PREFETCH)
         kwargs |= dict(compression=codec, sender_timeout=next_chunk, reducer_timeout=2 * next_chunk)
-        runner = FailFastAllReduceRunner(
-            p2p=self._p2p,
-            servicer_type=type(self),
-            prefix=self.prefix,
-            tensors=tensors,
-            group_id=group_info.group_id,
-            uplink=uplink,
-            settings=RoundSettings(self.are_parameters, self.max_weight, sparse, residual=self.residual, **turn),
-            has_uplink_slowed=has_uplink_slowed,
-            **kwargs,
-        )
+        kwargs |= dict(uplink=uplink, settings=settings, has_uplink_slowed=has_uplink_slowed)
+        runner = FailFastAllReduceRunner(tensors=tensors, **kwargs)
         self._running_groups[group_info.group_id].set_result(runner)
         # at an auxiliary peer, the runner yields no updates
         async for tensor, update in azip(as_aiter(*tensors), runner):
