@@ -31,7 +31,7 @@ import swarm.patches
 from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RoundSettings
-from swarm.matchmaking import EarlyStartMatchmaking, is_round_state
+from swarm.matchmaking import EarlyStartMatchmaking, parse_round_state
 from swarm.plan import PLAUSIBLE_MBITS
 from swarm.states import StateAverager, list_params
 
@@ -166,7 +166,7 @@ class HostileLeader(EarlyStartMatchmaking):
         for peer, request in self.current_followers.items():
             bandwidth, mode, gathered = MSGPackSerializer.loads(request.gather)
             standing = MSGPackSerializer.loads(gathered)
-            if is_round_state(standing):
+            if parse_round_state(standing):
                 gathered = MSGPackSerializer.dumps([standing[0] - 5, standing[1], f"forged {str(peer)[-8:]}"])
                 request.gather = MSGPackSerializer.dumps([bandwidth, mode, gathered])
                 forged += 1

@@ -12,7 +12,7 @@ from hivemind.averaging.group_info import GroupInfo
 
 from swarm.averager import PeersBehindError, StateDivergedError, VerifyingAverager
 from swarm.guard import compute_sketch, find_outliers
-from swarm.matchmaking import is_round_state, parse_gathered, sign_round_state
+from swarm.matchmaking import parse_gathered, parse_round_state, sign_round_state
 
 
 class GradientAverager(VerifyingAverager):
@@ -149,18 +149,19 @@ class GradientAverager(VerifyingAverager):
         gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
         members = {peer: parse_gathered(data) for peer, data in gathered.items()}
         trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]
-        contents = {peer: members[peer].content for peer in trainers if is_round_state(members[peer].content)}
-        states = {peer: (content[0], content[2]) for peer, content in contents.items() if content[1]}
+        states = {peer: parse_round_state(members[peer].content) for peer in trainers}
+        states = {peer: state for peer, state in states.items() if state and state.is_synchronous}
         if 2 * len(states) <= len(trainers):
             return group_info
-        votes = Counter(states.values())
+        keys = {peer: (state.epoch, state.lineage) for peer, state in states.items()}
+        votes = Counter(keys.values())
         # With equal votes, prefer a state that is not far behind. Then prefer one that any peer can download: clients
         # serve theirs only to peers that they have called.
         newest = max(epoch for epoch, _ in votes)
-        served = {state for peer, state in states.items() if members[peer].mode != AveragingMode.CLIENT}
-        chosen = max(votes, key=lambda state: (votes[state], state[0] >= newest - 1, state in served, state))
-        agreeing = [peer for peer, state in states.items() if state == chosen]
-        outliers = [agreeing[index] for index in find_outliers([contents[peer][3] for peer in agreeing])]
+        served = {key for peer, key in keys.items() if members[peer].mode != AveragingMode.CLIENT}
+        chosen = max(votes, key=lambda key: (votes[key], key[0] >= newest - 1, key in served, key))
+        agreeing = [peer for peer, key in keys.items() if key == chosen]
+        outliers = [agreeing[index] for index in find_outliers([states[peer].sketch for peer in agreeing])]
         agreeing = [peer for peer in agreeing if peer not in outliers]
         if self.mode != AveragingMode.AUX and self.peer_id not in agreeing:
             # not the next epoch: a group may form long before its epoch ends

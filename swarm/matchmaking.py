@@ -33,8 +33,19 @@ class GatheredData(NamedTuple):
     """The data that a peer sends to its group."""
 
     mode: AveragingMode
-    content: object  # of gradients, a round state, see `sign_round_state`
+    content: object  # of gradients, a RoundState
     mbits: float | None  # bandwidth
+
+
+class RoundState(NamedTuple):
+    """The state to which a peer's gradients belong, signed so that a leader cannot forge it."""
+
+    epoch: int
+    is_synchronous: bool  # whether the whole swarm averages in step
+    lineage: str
+    sketch: list[float]  # of the parameters
+    owner: bytes  # the peer's public key
+    signature: bytes
 
 
 def parse_gathered(data: bytes) -> GatheredData:
@@ -44,29 +55,24 @@ def parse_gathered(data: bytes) -> GatheredData:
     """
     try:
         mbits, mode, content = MSGPackSerializer.loads(data)
-        parsed = GatheredData(AveragingMode(mode), MSGPackSerializer.loads(content), mbits)
-        is_plausible = mbits is None or PLAUSIBLE_MBITS[0] <= mbits <= PLAUSIBLE_MBITS[1]
+        if mbits is not None and not PLAUSIBLE_MBITS[0] <= mbits <= PLAUSIBLE_MBITS[1]:
+            raise ValueError(f"implausible bandwidth of {mbits} Mbit/s")
+        return GatheredData(AveragingMode(mode), MSGPackSerializer.loads(content), mbits)
     except Exception as e:  # on untrusted bytes, the decoder can raise any exception
         raise ValueError(f"sent invalid group data ({e!r})") from e
-    if not is_plausible:
-        raise ValueError(f"claimed an implausible bandwidth of {mbits} Mbit/s")
-    return parsed
+
+
+def parse_round_state(content: object) -> RoundState | None:
+    """Return the round state that a peer has gathered, or None if it is invalid."""
+    types = [type(part) for part in content] if isinstance(content, (list, tuple)) else []
+    is_valid = types == [int, bool, str, list, bytes, bytes] and len(content[3]) == SKETCH_SIZE
+    return RoundState(*content) if is_valid and all(type(number) is float for number in content[3]) else None
 
 
 def sign_round_state(state: list) -> list:
-    """Append this peer's public key and signature to its round state, so that a leader cannot forge it.
-
-    :param state: the epoch, whether the whole swarm averages in step, the lineage, and the parameter sketch
-    """
+    """Append this peer's public key and signature to the other fields of its round state."""
     key = RSAPrivateKey.process_wide()
     return [*state, b"[owner:%s]" % key.get_public_key().to_bytes(), key.sign(MSGPackSerializer.dumps(state))]
-
-
-def is_round_state(content: object) -> bool:
-    """Return whether a peer's gathered content has the types of a signed round state."""
-    types = [type(part) for part in content] if isinstance(content, (list, tuple)) else []
-    is_valid = types == [int, bool, str, list, bytes, bytes] and len(content[3]) == SKETCH_SIZE
-    return is_valid and all(type(number) is float for number in content[3])
 
 
 def is_signed(content: object, peer_id: PeerID) -> bool:
@@ -253,9 +259,9 @@ class EarlyStartMatchmaking(Matchmaking):
         own = parse_gathered(self.step_control.data_for_gather).content if self.step_control else None
         if not isinstance(own, list):
             return True  # parameters have no round state
-        is_valid = is_round_state(theirs) and is_signed(theirs, peer_id)
+        own, theirs = RoundState(*own), parse_round_state(theirs)
         # the group would start before the epoch of a peer that is ahead of this one ends
-        return is_valid and not (own[1] and theirs[0] > own[0])
+        return is_signed(theirs, peer_id) and not (own.is_synchronous and theirs.epoch > own.epoch)
 
     async def start_when_complete(self) -> None:
         """Start the group that this peer leads if its epoch has ended and the group is complete."""
