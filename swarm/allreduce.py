@@ -166,10 +166,7 @@ class FailFastAllReduceRunner(AllReduceRunner):
             yield message
 
     async def check_blame(self, message: averaging_pb2.AveragingData, peer_id: PeerID) -> None:
-        """Record the peer that another one blames in its last message, and wait until this peer sees one of them fail.
-
-        The claim alone proves nothing.
-        """
+        """Record the peer that another one blames, and wait until this peer sees one fail: a claim is no proof."""
         blamed = PeerID(message.peer_id) if message.peer_id else peer_id
         if blamed in self.ordered_peer_ids and blamed not in (peer_id, self.peer_id):
             self.blamed[peer_id], deadline = blamed, time.monotonic() + CONFIRM_TIMEOUT

@@ -232,8 +232,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         """Raise an error that names the peers that have made a round fail, if they are known."""
         if runner.violations:
             raise MaliciousPeersError(runner.violations)
-        # Another peer was first to detect the failure and has left the round. Finish the pings, because otherwise the
-        # next group would wait for the silent peer.
+        # finish the pings if another peer has left first, because the next group would wait for the silent peer
         await asyncio.wait({watch}, timeout=2 * self.dht.uplink.timeouts.silence_in_round + 0.5)
         if runner.unreachable:
             raise PeersUnreachableError(runner.unreachable)
@@ -242,11 +241,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         self._trust.record_broken_round(list(suspects & runner.broken or suspects))
 
     def _check_round(self, runner: FailFastAllReduceRunner) -> dict[PeerID, tuple]:
-        """Return the result of a round.
-
-        :raises AllreduceException: no other peer's data entered the average, or an average points away from this peer's
-            gradient; MaliciousPeersError if the averages of some peer have done so for several rounds
-        """
+        """Return the result of a round, or raise AllreduceException if it is of no use or `RoundTrust` rejects it."""
         container, peers = runner.tensor_part_container, runner.ordered_peer_ids
         averaged = set(runner.sender_peer_ids) - runner.banned_senders
         # if a reducer did not answer, its parts still have this peer's own values

@@ -95,10 +95,9 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
-        """Remove the sent gradients after a successful round, or after a step of this peer alone.
+        """Remove the sent gradients after a round or a step of this peer alone; return the number of new samples.
 
         :param num_partitions, partition_index: see RoundSettings
-        :returns: the number of new samples in the round
         """
         samples = self._in_flight[1]
         if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
@@ -155,8 +154,7 @@ class GradientAverager(VerifyingAverager):
             return group_info
         keys = {peer: (state.epoch, state.lineage) for peer, state in states.items()}
         votes = Counter(keys.values())
-        # With equal votes, prefer a state that is not far behind. Then prefer one that any peer can download: clients
-        # serve theirs only to peers that they have called.
+        # with equal votes, prefer a state that is not far behind, and one that not only clients serve
         newest = max(epoch for epoch, _ in votes)
         served = {key for peer, key in keys.items() if members[peer].mode != AveragingMode.CLIENT}
         chosen = max(votes, key=lambda key: (votes[key], key[0] >= newest - 1, key in served, key))

@@ -76,8 +76,7 @@ class RoundSettings:
     sparse: TopKCompression | None = None  # the codec of averages; None if reducers send differences
     num_partitions: int = 1  # N to send every N-th part of the tensors; the weight of the other parts is 0
     partition_index: int = 0  # the first part to send, below N
-    # Zeros, as many as all tensors have elements. They receive the part of the tensors that the others do not get. The
-    # tensors then become the values that the others got, plus the returned differences.
+    # zeros, as many as all tensors have elements; receives the part of the tensors that the others do not get
     residual: torch.Tensor | None = None
 
 
@@ -220,9 +219,8 @@ class VerifyingContainer(TensorPartContainer):
     def estimate_contributions(self, own_weight: float) -> dict[int, float]:
         """Return the share of this peer's gradient in the average of each other peer, see `estimate_contribution`.
 
-        :returns: the shares by peer index; FAR_TOO_LONG if the norm is too large for an average. Empty if this peer
-            averages nothing. Only FAR_TOO_LONG entries if this peer may itself be the outlier: its own average hardly
-            contains its gradient
+        :returns: the shares by peer index; FAR_TOO_LONG if the norm is too large for an average. Only those if this
+            peer's own average hardly contains its gradient, because it may be the outlier; none without an own average
         """
         own, average, _, _ = self.sums.T
         if not own[self.own_index]:

@@ -49,10 +49,7 @@ class RoundState(NamedTuple):
 
 
 def parse_gathered(data: bytes) -> GatheredData:
-    """Parse the data that a peer sends to its group.
-
-    :raises ValueError: the data is invalid; the message is a predicate whose subject is the peer
-    """
+    """Parse the data that a peer sends to its group, or raise ValueError with a predicate whose subject is the peer."""
     try:
         mbits, mode, content = MSGPackSerializer.loads(data)
         if mbits is not None and not PLAUSIBLE_MBITS[0] <= mbits <= PLAUSIBLE_MBITS[1]:
@@ -114,8 +111,7 @@ class EarlyStartMatchmaking(Matchmaking):
     """Matchmaking that starts a group as soon as the leader's epoch has ended and all expected peers have joined.
 
     hivemind waits for a full group or until matchmaking_time has passed (notes 11 and 22). There, a group may form
-    before an epoch ends, and then waits for an unknown member; here, it waits for none. Only trainers count towards the
-    group size; hivemind counts auxiliary peers too, which may leave a trainer alone (note 66).
+    before an epoch ends, and then waits for a member. Only trainers count towards the group size (note 66).
     """
 
     #: ids (bytes) of the other peers that should join, and of unresponsive peers; see `set_expected_peers`
@@ -129,8 +125,7 @@ class EarlyStartMatchmaking(Matchmaking):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # Our group keys are fixed and need no such limit. It would refuse a group that is larger than the trainers'
-        # target_group_size because of its auxiliary peers.
+        # our group keys are fixed and need no such limit, which would refuse the auxiliary peers of a full group
         self.group_key_manager.target_group_size = None
         self.steps: set[asyncio.Task] = set()  # unfinished ones
 
@@ -207,10 +202,7 @@ class EarlyStartMatchmaking(Matchmaking):
         leaders.update_triggered.set()
 
     async def follower_assemble_group(self, leader: PeerID, message: averaging_pb2.MessageFromLeader) -> GroupInfo:
-        """Check the members' gathered data that the leader passes on, then join its group.
-
-        :raises MaliciousPeersError: the leader has forged the data of a member, or passes on invalid data
-        """
+        """Join the group, or raise MaliciousPeersError if the leader passes on forged or invalid data of members."""
         data_by_peer = dict(zip(map(PeerID, message.ordered_peer_ids), message.gathered, strict=False))
         try:
             contents = {peer: parse_gathered(data).content for peer, data in data_by_peer.items()}
@@ -233,8 +225,7 @@ class EarlyStartMatchmaking(Matchmaking):
             return
         arrival = time.monotonic()
         async with self.lock_request_join_group:
-            # This peer holds the lock while it asks a leader. A follower that has waited long for it may have given up,
-            # and the group would wait for its data (note 60).
+            # held while this peer asks a leader; a follower that has waited long for it may have given up (note 60)
             is_stale = time.monotonic() - arrival > self.request_timeout / 2
         if is_stale:
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.CANCELLED)
@@ -271,11 +262,8 @@ class EarlyStartMatchmaking(Matchmaking):
                 await self.leader_assemble_group()
 
     async def leader_assemble_group(self) -> GroupInfo | None:
-        """Assemble the group without silent followers, which would make the round fail.
-
-        Before this peer's epoch ends, do nothing: hivemind would start a full group.
-        """
-        if not self.has_epoch_ended:
+        """Assemble the group without silent followers, which would make the round fail."""
+        if not self.has_epoch_ended:  # hivemind would start a full group
             return None
         for follower in [peer for peer in self.current_followers if peer.to_bytes() in self.silent]:
             del self.current_followers[follower]

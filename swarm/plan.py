@@ -8,9 +8,7 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionBase, CompressionInfo
 
-# Seconds in which the slowest uplink sends one part. Other messages wait behind a part, and a reducer answers one part
-# at a time.
-PART_SECONDS = 0.0125
+PART_SECONDS = 0.0125  # in which the slowest uplink sends one part, behind which other messages wait
 PART_BYTES = 2**14, 2**19  # minimum, maximum
 MIN_FRACTION = 1 / 32  # minimum fraction of the tensors that a peer averages
 WORTH_SPARING = 3.0  # seconds beyond a usual round; a slow peer that would make all others wait longer sends less
