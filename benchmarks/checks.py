@@ -22,7 +22,7 @@ from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm.guard import RobustReducer, VerifyingContainer, compute_sketch
+from swarm.guard import RobustReducer, RoundSettings, VerifyingContainer, compute_sketch
 from swarm.matchmaking import is_signed, sign_round_state
 from utils import find_peer_id
 
@@ -36,7 +36,7 @@ async def reduce(gradients: torch.Tensor, is_guarded: bool) -> None:
     shapes = [part.shape for part in gradients[0].split(PART)]
     reducer = (RobustReducer if is_guarded else TensorPartReducer)(shapes, len(gradients))
     if is_guarded:
-        reducer.configure_checks(MAX_WEIGHT, are_parameters=False, sparse=None)
+        reducer.configure(RoundSettings(max_weight=MAX_WEIGHT))
 
     async def send(index: int) -> None:
         for number, part in enumerate(gradients[index].split(PART)):
@@ -49,7 +49,7 @@ def take_back(gradient: torch.Tensor, peers: int, is_guarded: bool) -> None:
     """Register what each of the others has averaged."""
     container = (VerifyingContainer if is_guarded else TensorPartContainer)([gradient], [1 / peers] * peers)
     if is_guarded:
-        container.configure_checks(are_parameters=False, sparse_index=None)
+        container.configure(RoundSettings(), own_index=0)
     for index in range(peers):
         for number, (part, _) in enumerate(container._input_parts_by_peer[index]):
             container.register_processed_part(index, number, torch.zeros_like(part))

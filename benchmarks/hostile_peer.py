@@ -29,8 +29,9 @@ import swarm.averager
 import swarm.dht
 import swarm.patches
 from swarm.averager import FailFastAllReduceRunner
-from swarm.gradients import GradientAverager, is_round_state
-from swarm.matchmaking import EarlyStartMatchmaking
+from swarm.gradients import GradientAverager
+from swarm.guard import RoundSettings
+from swarm.matchmaking import EarlyStartMatchmaking, parse_round_state
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import PLAUSIBLE_MBITS
 
@@ -60,9 +61,9 @@ class HostileSender(FailFastAllReduceRunner):
     kind: str
     content = "gradients"
 
-    def __init__(self, *args, takes_all: bool, **kwargs):
-        super().__init__(*args, takes_all=takes_all, **kwargs)
-        self.is_hostile, self.has_begun = takes_all == (self.content == "gradients"), False
+    def __init__(self, *args, settings: RoundSettings, **kwargs):
+        super().__init__(*args, settings=settings, **kwargs)
+        self.is_hostile, self.has_begun = settings.are_parameters == (self.content == "parameters"), False
 
     async def _generate_input_for_peer(self, peer_index: int):
         parts = [part for part, _ in self.tensor_part_container._input_parts_by_peer[peer_index]]
@@ -100,9 +101,9 @@ class HostileReducer(FailFastAllReduceRunner):
 
     kind: str
 
-    def __init__(self, *args, takes_all: bool, **kwargs):
-        super().__init__(*args, takes_all=takes_all, **kwargs)
-        if not takes_all or not self.parts_for_local_averaging:
+    def __init__(self, *args, settings: RoundSettings, **kwargs):
+        super().__init__(*args, settings=settings, **kwargs)
+        if settings.are_parameters or not self.parts_for_local_averaging:
             return
         accumulate, has_begun = self.tensor_part_reducer.accumulate_part, False
 
@@ -165,7 +166,7 @@ class HostileLeader(EarlyStartMatchmaking):
         for peer, request in self.current_followers.items():
             bandwidth, mode, gathered = MSGPackSerializer.loads(request.gather)
             standing = MSGPackSerializer.loads(gathered)
-            if is_round_state(standing):
+            if parse_round_state(standing):
                 gathered = MSGPackSerializer.dumps([standing[0] - 5, standing[1], f"forged {str(peer)[-8:]}"])
                 request.gather = MSGPackSerializer.dumps([bandwidth, mode, gathered])
                 forged += 1

@@ -8,35 +8,21 @@ from collections.abc import Sequence
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from hivemind.averaging.control import StepControl
+from hivemind.averaging.group_info import GroupInfo
 
 from swarm.averager import PeersBehindError, StateDivergedError, VerifyingAverager
-from swarm.guard import SKETCH_SIZE, compute_sketch, find_outliers
-from swarm.matchmaking import parse_gathered, sign_round_state
-
-
-def is_round_state(item: object) -> bool:
-    """Return whether a peer's gathered data is a valid round state, see `sign_round_state`.
-
-    It contains the epoch, whether the whole swarm averages in step, the lineage, the parameter sketch and a signature.
-    """
-    is_list = isinstance(item, (list, tuple)) and [type(part) for part in item] == [int, bool, str, list, bytes, bytes]
-    return is_list and len(item[3]) == SKETCH_SIZE and all(type(number) is float for number in item[3])
+from swarm.guard import compute_sketch, find_outliers
+from swarm.matchmaking import parse_gathered, parse_round_state, sign_round_state
 
 
 class GradientAverager(VerifyingAverager):
     """An averager that holds the pending gradients of this peer.
 
     Steps add to the pending gradients. A successful round removes what it has sent, and a failed round restores it.
-
-    Only peers with the same state average together. A peer that lost a round would otherwise average old gradients with
-    the new ones of all other peers, and stay one epoch behind forever. Two halves of a partitioned swarm, or a peer
-    that stepped alone, have different weights and moments. So peers gather their epoch and lineage (see StateAverager):
-    the majority continues, and the others load its state. With three or more peers, so does a peer with different
-    parameters in spite of the same lineage, see `find_outliers`.
+    Only peers with the same state average together (note 56), see `select_group`.
     """
 
-    is_urgent = True
-    content = "gradients"
+    are_parameters = False
     #: whether the peers take local steps, see LocalStepsAverager
     is_local = False
     #: [epoch, whether the whole swarm averages in step, lineage] of the gradients; set by the optimizer
@@ -46,24 +32,20 @@ class GradientAverager(VerifyingAverager):
     last_step: tuple[int, str, bytes] | None = None
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], **kwargs):
-        """
-        :param parameters: the model's parameters, whose gradients are averaged
-        :param kwargs: the arguments of DecentralizedAverager
-        """
+        """:param kwargs: the arguments of DecentralizedAverager"""
         self.parameters = tuple(parameters)
         #: the pending gradients: for each parameter, the sum of its gradients times the samples of each batch
         self.unsent = [torch.zeros_like(param, requires_grad=False) for param in self.parameters]
         #: the samples of the pending gradients that have not been in a round
         self.samples = 0
-        # A slow peer sends its parts in turns, see `plan_allreduce`. For each turn, this counts the samples of earlier
-        # rounds whose gradients are still pending.
-        self._behind, self._next_turn = [0], 0
+        # for each partition of a slow peer (see `plan_allreduce`), the samples of earlier rounds that are still pending
+        self._behind, self._next_partition = [0], 0
         self._in_flight: tuple[list[torch.Tensor], int] = [], 0
         self._in_mean = 1  # the divisor of the averaged sums: their samples
         self._lock = threading.Lock()  # a round in the background may end at any moment
         averaged = tuple(torch.zeros(param.shape, dtype=param.dtype).share_memory_() for param in self.parameters)
         self.residual = torch.zeros(sum(tensor.numel() for tensor in averaged)).share_memory_()
-        super().__init__(averaged_tensors=averaged, **kwargs)
+        super().__init__(averaged_tensors=averaged, allow_state_sharing=False, **kwargs)
 
     def accumulate_on(self, device: torch.device) -> None:
         """Accumulate on the device of the gradients, to avoid transfers."""
@@ -88,10 +70,7 @@ class GradientAverager(VerifyingAverager):
         return self.parameters
 
     def begin(self, control: StepControl | None) -> StepControl:
-        """Average the pending gradients.
-
-        :param control: the control of a scheduled step, whose group averages; None to start matchmaking now
-        """
+        """Average the pending gradients, in the group of a scheduled step or, without one, in a new group."""
         control = self.schedule_step() if control is None else control
         control.weight = self.take_pending()
         control.allow_allreduce()
@@ -99,14 +78,11 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def take_pending(self) -> float:
-        """Start a round with the mean of the pending gradients; `finish` or `restore_pending` ends it.
-
-        :returns: the number of samples in the mean
-        """
+        """Start a round of the pending gradients' mean, until `finish` or `restore_pending`; return its samples."""
         self.last_step = None
         with self._lock:
             self._in_flight = self.unsent, self.samples
-            samples = self.samples + self._behind[self._next_turn]
+            samples = self.samples + self._behind[self._next_partition]
             self.unsent, self.samples = [torch.zeros_like(tensor) for tensor in self.unsent], 0
         self._in_mean = max(1, samples)
         self._set_averaged(self._in_flight[0], self._in_mean)
@@ -120,18 +96,16 @@ class GradientAverager(VerifyingAverager):
                 mean.copy_(total).div_(samples)
 
     @torch.no_grad()
-    def finish(self, share: int = 1, turn: int = 0) -> int:
-        """Remove the sent gradients after a successful round, or after a step of this peer alone.
+    def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
+        """Remove the sent gradients after a round or a step of this peer alone; return the number of new samples.
 
-        :param share: the number of turns in which this peer sends its parts
-        :param turn: the turn that was sent
-        :returns: the number of new samples in the round
+        :param num_partitions, partition_index: see RoundSettings
         """
         samples = self._in_flight[1]
-        if share != len(self._behind):  # the bandwidth has changed: the counts per turn become an estimate
-            self._behind = [sum(self._behind) // len(self._behind)] * share
+        if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
+            self._behind = [sum(self._behind) // len(self._behind)] * num_partitions
         self._behind = [behind + samples for behind in self._behind]
-        self._behind[turn], self._next_turn = 0, (turn + 1) % share
+        self._behind[partition_index], self._next_partition = 0, (partition_index + 1) % num_partitions
         with self._lock:
             self._keep_residual()
         self._in_flight = [], 0
@@ -163,38 +137,39 @@ class GradientAverager(VerifyingAverager):
         with self._lock:
             for tensor in self.unsent:
                 tensor.zero_()
-            self.samples, self._behind, self._next_turn = 0, [0], 0
+            self.samples, self._behind, self._next_partition = 0, [0], 0
 
-    async def _aggregate_with_group(self, group_info, **kwargs):
-        # all peers see the same gathered data, so all exclude the same peers, and no peer waits for those
-        gathered = [parse_gathered(data) for data in group_info.gathered]
-        # auxiliary peers have no gradients, and can average those of any state
-        trainers = [index for index, (mode, *_) in enumerate(gathered) if mode != AveragingMode.AUX]
-        in_step = [i for i in trainers if is_round_state(gathered[i][1]) and gathered[i][1][1]]
-        if 2 * len(in_step) > len(trainers):
-            states = {index: (gathered[index][1][0], gathered[index][1][2]) for index in in_step}
-            votes = Counter(states.values())
-            # With equal votes, prefer a state that is not far behind. Then prefer one that any peer can download:
-            # clients serve theirs only to peers that they have called.
-            newest = max(epoch for epoch, _ in votes)
-            served = {states[index] for index in in_step if gathered[index][0] != AveragingMode.CLIENT}
-            chosen = max(votes, key=lambda item: (votes[item], item[0] >= newest - 1, item in served, item))
-            agreeing = [index for index in in_step if states[index] == chosen]
-            outliers = find_outliers([gathered[index][1][3] for index in agreeing])
-            agreeing = [index for at, index in enumerate(agreeing) if at not in outliers]
-            if self.mode != AveragingMode.AUX and self.peer_id not in [group_info.peer_ids[i] for i in agreeing]:
-                # not the next epoch: a group may form long before its epoch ends
-                raise StateDivergedError(chosen[0], [group_info.peer_ids[index].to_bytes() for index in agreeing])
-            if len(agreeing) == 1:
-                raise PeersBehindError(f"no other peer has the same state in a group of {len(trainers)} trainers")
-            remaining = [index for index in range(len(gathered)) if index not in trainers or index in agreeing]
-            if all(gathered[index][0] == AveragingMode.CLIENT for index in remaining):
-                raise AllreduceException(f"none of the {len(remaining)} peers with the same state accepts connections")
-            group_info = dataclasses.replace(
-                group_info,
-                peer_ids=tuple(group_info.peer_ids[index] for index in remaining),
-                gathered=tuple(group_info.gathered[index] for index in remaining),
-            )
-        averaged = await super()._aggregate_with_group(group_info, **kwargs)
-        runner = self._running_groups[group_info.group_id].result()
-        return dict.fromkeys(averaged, (group_info.group_id, runner.share, runner.turn, runner.lies))
+    def select_group(self, group_info: GroupInfo) -> GroupInfo:
+        """Return the members with the same state as most others; the rest must load that state.
+
+        Two halves of a partitioned swarm, or a peer that stepped alone, have different weights and moments. So peers
+        gather their epoch and lineage (see StateAverager). With three or more peers, a peer with different parameters
+        in spite of the same lineage is excluded too, see `find_outliers`. Auxiliary peers have no gradients, and can
+        average those of any state.
+        """
+        gathered = dict(zip(group_info.peer_ids, group_info.gathered, strict=True))
+        members = {peer: parse_gathered(data) for peer, data in gathered.items()}
+        trainers = [peer for peer, member in members.items() if member.mode != AveragingMode.AUX]
+        states = {peer: parse_round_state(members[peer].content) for peer in trainers}
+        states = {peer: state for peer, state in states.items() if state and state.is_synchronous}
+        if 2 * len(states) <= len(trainers):
+            return group_info
+        keys = {peer: (state.epoch, state.lineage) for peer, state in states.items()}
+        votes = Counter(keys.values())
+        # with equal votes, prefer a state that is not far behind, and one that not only clients serve
+        newest = max(epoch for epoch, _ in votes)
+        served = {key for peer, key in keys.items() if members[peer].mode != AveragingMode.CLIENT}
+        chosen = max(votes, key=lambda key: (votes[key], key[0] >= newest - 1, key in served, key))
+        agreeing = [peer for peer, key in keys.items() if key == chosen]
+        outliers = [agreeing[index] for index in find_outliers([states[peer].sketch for peer in agreeing])]
+        agreeing = [peer for peer in agreeing if peer not in outliers]
+        if self.mode != AveragingMode.AUX and self.peer_id not in agreeing:
+            # not the next epoch: a group may form long before its epoch ends
+            raise StateDivergedError(chosen[0], [peer.to_bytes() for peer in agreeing])
+        if len(agreeing) == 1:
+            raise PeersBehindError(f"no other peer has the same state in a group of {len(trainers)} trainers")
+        remaining = [peer for peer in members if peer not in trainers or peer in agreeing]
+        if all(members[peer].mode == AveragingMode.CLIENT for peer in remaining):
+            raise AllreduceException(f"none of the {len(remaining)} peers with the same state accepts connections")
+        gathered = tuple(gathered[peer] for peer in remaining)
+        return dataclasses.replace(group_info, peer_ids=tuple(remaining), gathered=gathered)

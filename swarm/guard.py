@@ -1,17 +1,21 @@
 """Checks of all data that other peers send in a round.
 
-A reducer trusts no sender, and a sender trusts no reducer. A part that no correct peer can send is a protocol
-violation: its sender is named and excluded from rounds for a while. An outlier may come from a correct peer. A gradient
-that is much longer than those of the others is clipped, and one that points away from all of them is not counted.
+A part that no correct peer can send is a protocol violation: its sender is excluded from rounds for a while. An outlier
+may come from a correct peer: a gradient that is much longer than those of the others is clipped, and one that points
+away from all of them is not counted.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import chain, islice
 
 import torch
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.averaging.partition import TensorPartContainer, TensorPartReducer
+from hivemind.compression import deserialize_torch_tensor
 from hivemind.proto import runtime_pb2
+from hivemind.utils.asyncio import amap_in_executor, as_aiter
 
 from swarm.sparse import TopKCompression
 
@@ -45,8 +49,7 @@ def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> to
     senders, it is 0 if the gradient points away from the sum of all others.
 
     :param products: the scalar products of all parts sent so far, of shape (senders, senders)
-    :param counts: the number of elements that each sender has sent, of shape (senders,)
-    :returns: the factors, of shape (senders,)
+    :param counts: the number of elements that each sender has sent
     """
     factors, senders = torch.ones_like(counts), torch.nonzero(products.diagonal()).flatten()
     if not len(senders):
@@ -64,26 +67,33 @@ def compute_clipping_factors(products: torch.Tensor, counts: torch.Tensor) -> to
     return factors
 
 
+@dataclasses.dataclass
+class RoundSettings:
+    """The settings of this peer in a round: what it sends, and how it checks what the others send."""
+
+    are_parameters: bool = False  # otherwise, gradients are averaged
+    max_weight: float | None = None  # of a sender, in samples; None to refuse protocol violations only
+    sparse: TopKCompression | None = None  # the codec of averages; None if reducers send differences
+    num_partitions: int = 1  # N to send every N-th part of the tensors; the weight of the other parts is 0
+    partition_index: int = 0  # the first part to send, below N
+    # zeros, as many as all tensors have elements; receives the part of the tensors that the others do not get
+    residual: torch.Tensor | None = None
+
+
 class RobustReducer(TensorPartReducer):
     """A reducer that averages parts so that no single sender can skew the result.
 
-    Gradients are clipped and weighted, see `compute_clipping_factors`. Parameters are the same on all peers except for
-    rounding errors, so the median of each number is used.
+    Gradients are clipped, see `compute_clipping_factors`. Parameters are the same on all peers except for rounding
+    errors, so the median of each number is used.
     """
 
-    def configure_checks(self, max_weight: float | None, are_parameters: bool, sparse: TopKCompression | None) -> None:
-        """Set up the checks of a round.
-
-        :param max_weight: the maximum weight of a sender, in samples; None to refuse protocol violations only
-        :param are_parameters: whether parameters are averaged, and not gradients
-        :param sparse: the codec with which averages are sent to all peers, including this one; None to send differences
-        """
-        self.max_weight, self.are_parameters, self.sparse = max_weight, are_parameters, sparse
-        self.answers: list[runtime_pb2.Tensor] = []
-        self.missing: list[torch.Tensor] = []  # the residual of each compressed average
+    def configure(self, settings: RoundSettings) -> None:
+        """Set up the checks of a round; call this once, before it starts."""
+        self.settings = settings
+        self.answers: list[runtime_pb2.Tensor] = []  # sparse averages, for all peers including this one
+        self.missing: list[torch.Tensor] = []  # the residual of each sparse average
         self.sent: dict[int, tuple[torch.Tensor, float]] = {}  # the current part and its weight, by sender
-        #: the largest weight of each sender's parts
-        self.weights = [0.0] * self.num_senders
+        self.weights = [0.0] * self.num_senders  # the largest weight of each sender's parts
         self.products = torch.zeros(self.num_senders, self.num_senders, dtype=torch.float64)
         self.counts = torch.zeros(self.num_senders, dtype=torch.float64)
 
@@ -93,33 +103,30 @@ class RobustReducer(TensorPartReducer):
             raise ProtocolViolation(f"sent a part of the shape {tuple(tensor_part.shape)[:9]}")
         if not 0 <= weight < math.inf or not (tensor_part @ tensor_part).isfinite():
             raise ProtocolViolation("sent a part that is not finite")
-        if self.max_weight is not None:
-            weight = min(weight, self.max_weight)
+        if self.settings.max_weight is not None:
+            weight = min(weight, self.settings.max_weight)
             self.sent[sender_index] = tensor_part, weight
         self.weights[sender_index] = max(weight, self.weights[sender_index])
         return await super().accumulate_part(sender_index, part_index, tensor_part, weight=weight)
 
     def check_current_part_finished(self) -> None:
         """Finish the current part once all senders have sent it, with a robust average instead of hivemind's mean."""
-        if self.sent and self.current_part_accumulated_from == self.num_current_senders:
+        if self.current_part_accumulated_from == self.num_current_senders:
             sent = {index: (part, weight) for index, (part, weight) in self.sent.items() if weight > NO_WEIGHT}
             self.sent = {}
-            if len(sent) >= (3 if self.are_parameters else 2):
+            if len(sent) >= (3 if self.settings.are_parameters else 2):
                 self.accumulator, self.denominator = self.average_part(sent), 1.0
-        if self.sparse and self.current_part_accumulated_from == self.num_current_senders:
-            average = self.accumulator / max(self.denominator, NO_WEIGHT)
-            self.answers.append(self.sparse.answer(average))
-            self.accumulator, self.denominator = self.sparse.extract(self.answers[-1]), 1.0
-            self.missing.append(average - self.accumulator)
+            if sparse := self.settings.sparse:
+                average = self.accumulator / max(self.denominator, NO_WEIGHT)
+                self.answers.append(sparse.answer(average))
+                self.accumulator, self.denominator = sparse.extract(self.answers[-1]), 1.0
+                self.missing.append(average - self.accumulator)
         super().check_current_part_finished()
 
     def average_part(self, sent: dict[int, tuple[torch.Tensor, float]]) -> torch.Tensor:
-        """Return the average of the current part.
-
-        :param sent: the part and the weight of each sender, by the sender's index
-        """
+        """Return the average of the current part, given the part and the weight of each sender, by index."""
         indices, parts = torch.tensor(list(sent)), torch.stack([part for part, _ in sent.values()])
-        if self.are_parameters:
+        if self.settings.are_parameters:
             # faster than torch.median by a factor of several; of an even number, torch takes the lower middle value
             parts = parts.sort(dim=0).values
             return (parts[(len(parts) - 1) // 2] + parts[len(parts) // 2]) / 2
@@ -131,26 +138,56 @@ class RobustReducer(TensorPartReducer):
 
 
 class VerifyingContainer(TensorPartContainer):
-    """A container that accepts a reducer's part only if it can be an average."""
+    """A container that can send some of its parts only, and accepts a reducer's part only if it can be an average."""
 
-    def configure_checks(self, are_parameters: bool, sparse_index: int | None) -> None:
-        """Set up the checks of a round.
-
-        :param are_parameters: whether the change by the average must be small, as that of parameters is
-        :param sparse_index: this peer's index if the reducers send averages; None if they send differences
-        """
-        self.are_parameters, self.sparse_index = are_parameters, sparse_index
+    def configure(self, settings: RoundSettings, own_index: int) -> None:
+        """Set up what this peer sends in a round, and the checks of the averages; call this once, before it starts."""
+        self.settings, self.own_index = settings, own_index
+        parts, residual = chain.from_iterable(self._input_parts_by_peer), settings.residual
+        residuals = iter([] if residual is None else residual.split([len(part) for part, _ in parts]))
+        #: the residual of each part, by the index of the peer that averages it
+        self.residuals = [list(islice(residuals, count)) for count in self.num_parts_by_peer]
         #: per reducer, summed over its parts: own @ own, average @ average, own @ average, number of elements
         self.sums = torch.zeros(self.group_size, 4, dtype=torch.float64)
         #: per reducer, for each chunk: own @ average relative to own @ own
         self.ratios: list[list[torch.Tensor]] = [[] for _ in range(self.group_size)]
+
+    def encode(self, peer_index: int, part_index: int) -> runtime_pb2.Tensor:
+        """Compress a part; with a residual, replace the part by the values that the reducer gets."""
+        part, info = self._input_parts_by_peer[peer_index][part_index]
+        message = self.compression.compress(part, info)
+        if self.residuals[peer_index]:
+            decoded = deserialize_torch_tensor(message)
+            torch.sub(part, decoded, out=self.residuals[peer_index][part_index])
+            part.copy_(decoded)
+        return message
+
+    async def iterate_input_parts_for(self, peer_index: int) -> AsyncIterator[runtime_pb2.Tensor | None]:
+        """Yield the messages for a peer, like hivemind, but None or a request of the average if a part is not sent."""
+        self._inputs_consumed_by_peer[peer_index] = True
+        first, settings = sum(self.num_parts_by_peer[:peer_index]), self.settings
+
+        def make_message(part_index: int) -> runtime_pb2.Tensor | None:
+            if (first + part_index) % settings.num_partitions == settings.partition_index:
+                return self.encode(peer_index, part_index)
+            if settings.are_parameters:  # these keep their own values; of gradients, all averages are requested
+                return None
+            part, info = self._input_parts_by_peer[peer_index][part_index]
+            self.residuals[peer_index][part_index].copy_(part)
+            part.zero_()  # the reducer returns the average itself
+            codec_type = self.compression.compress(part[:1], info).compression
+            return runtime_pb2.Tensor(compression=codec_type, size=[len(part)])  # without data, a request
+
+        indices = as_aiter(*range(self.num_parts_by_peer[peer_index]))
+        async for message in amap_in_executor(make_message, indices, max_prefetch=self.prefetch):
+            yield message
 
     def register_processed_part(self, peer_index: int, part_index: int, part: torch.Tensor) -> None:
         """Register a returned part like hivemind, or raise ProtocolViolation if it cannot be an average."""
         own = self._input_parts_by_peer[peer_index][part_index][0]
         if part.shape != own.shape:
             raise ProtocolViolation(f"sent an average of the shape {tuple(part.shape)[:9]}")
-        if self.sparse_index not in (None, peer_index):
+        if self.settings.sparse and peer_index != self.own_index:
             part = part - own
         average = own + part
         products = torch.stack([own @ own, average @ average, own @ average])
@@ -163,7 +200,7 @@ class VerifyingContainer(TensorPartContainer):
                 for other in (own, average)
             )
             self.ratios[peer_index].append((with_own / squares)[squares > 0])
-        if self.are_parameters:
+        if self.settings.are_parameters and self.settings.max_weight is not None:
             own_square, average_square, product, count = self.sums[peer_index]
             relative, absolute = MAX_CHANGE
             if own_square + average_square - 2 * product > relative**2 * own_square + absolute**2 * count:
@@ -174,30 +211,27 @@ class VerifyingContainer(TensorPartContainer):
         """Return the share of this peer's gradient in the averages of these peers, relative to the expected one.
 
         :param own_weight: the expected weight of this peer's gradient in the average
-        :param peer_indices: the reducers' indices
         :returns: 1 for at least the expected share, 0 for none, -1 for the reversed gradient
         """
         ratios = [ratio for index in peer_indices for ratio in self.ratios[index]]
         return float((torch.cat(ratios) / own_weight).clamp(-1.0, 1.0).mean()) if ratios else 1.0
 
+    def estimate_contributions(self, own_weight: float) -> dict[int, float]:
+        """Return the share of this peer's gradient in the average of each other peer, see `estimate_contribution`.
 
-def estimate_contributions(container: VerifyingContainer, own_index: int, own_weight: float) -> dict[int, float]:
-    """Return the share of this peer's gradient in each other peer's average, see `estimate_contribution`.
-
-    :returns: the shares by peer index; FAR_TOO_LONG if the norm is too large for an average. Empty if this peer
-        averages nothing. Only FAR_TOO_LONG entries if this peer's own average hardly contains its gradient: it may
-        itself be the outlier
-    """
-    own, average, _, _ = container.sums.T
-    others = [index for index in torch.nonzero(own).flatten().tolist() if index != own_index]
-    if not own[own_index]:
-        return {}
-    lengths = (average / own).sqrt()
-    too_long = MAX_ANSWER * lengths[own_index].clamp(min=1.0)
-    shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
-    if container.estimate_contribution(own_weight, [own_index]) >= MIN_OWN_SHARE:
-        shares = {index: container.estimate_contribution(own_weight, [index]) for index in others} | shares
-    return shares
+        :returns: the shares by peer index; FAR_TOO_LONG if the norm is too large for an average. Only those if this
+            peer's own average hardly contains its gradient, because it may be the outlier; none without an own average
+        """
+        own, average, _, _ = self.sums.T
+        if not own[self.own_index]:
+            return {}
+        others = [index for index in torch.nonzero(own).flatten().tolist() if index != self.own_index]
+        lengths = (average / own).sqrt()
+        too_long = MAX_ANSWER * lengths[self.own_index].clamp(min=1.0)
+        shares = {index: FAR_TOO_LONG for index in others if lengths[index] > too_long}
+        if self.estimate_contribution(own_weight, [self.own_index]) >= MIN_OWN_SHARE:
+            shares = {index: self.estimate_contribution(own_weight, [index]) for index in others} | shares
+        return shares
 
 
 @torch.no_grad()

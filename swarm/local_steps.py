@@ -209,12 +209,12 @@ class LocalStepsAverager(GradientAverager):
         self._set_averaged(sums, self._in_mean)
         return self._in_flight[1]
 
-    def finish(self, share: int = 1, turn: int = 0) -> int:
+    def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
         """Remove the sent gradients, and record the averaged update for `move_anchor`."""
         if self.is_local:
             self.local.take_pending(self._in_flight[0])
             self._expected_epoch = self._taken_epoch + 1
-        return super().finish(share, turn)
+        return super().finish(num_partitions, partition_index)
 
     def _keep_residual(self) -> None:
         if not self.is_local:

@@ -89,7 +89,6 @@ class CollaborativeOptimizer:
             client_mode=client_mode,
             auxiliary=self.is_auxiliary,
             min_matchmaking_time=self.uplink.timeouts.matchmaking,
-            allreduce_timeout=self.uplink.timeouts.averaging,
             next_chunk_timeout=self.uplink.timeouts.next_chunk,
             shutdown_timeout=SHUTDOWN_TIMEOUT,
             start=True,
@@ -311,7 +310,7 @@ class CollaborativeOptimizer:
             averager.drop_pending()  # they are of the other kind
             averager.is_local = is_local
         if not self.state_averager.client_mode:  # joining peers ask the peers that are furthest
-            self.state_averager.state_sharing_priority = averager.state_sharing_priority = self.local_epoch
+            self.state_averager.state_sharing_priority = self.local_epoch
 
     def _recover_from_failed_round(self, cause: BaseException) -> None:
         """SYNCING, if the round has failed because this peer has another state than the others; otherwise ACCUMULATING,

@@ -8,52 +8,35 @@ import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionBase, CompressionInfo
 
-# Seconds in which the slowest uplink sends one part. Other messages wait behind a part, and a reducer answers one part
-# at a time.
-PART_SECONDS = 0.0125
+PART_SECONDS = 0.0125  # in which the slowest uplink sends one part, behind which other messages wait
 PART_BYTES = 2**14, 2**19  # minimum, maximum
-MIN_SHARE = 1 / 32  # minimum fraction of the tensors that a peer averages
+MIN_FRACTION = 1 / 32  # minimum fraction of the tensors that a peer averages
 WORTH_SPARING = 3.0  # seconds beyond a usual round; a slow peer that would make all others wait longer sends less
 PLAUSIBLE_MBITS = 1e-2, 1e6  # range of bandwidth claims; others are refused, because claims decide how long rounds take
-MAX_TURNS = 16  # rounds in which a slow peer sends all of its parts once; its gradients get old in the meantime
+MAX_PARTITIONS = 16  # rounds in which a slow peer sends all of its parts once; its gradients get old in the meantime
 
 
-def drop_small_partitions(shares: Sequence[int], min_vector_size: int) -> tuple[int, ...]:
-    """Drop partitions with fewer than min_vector_size elements, which the other peers then average.
+def choose_fractions(
+    fractions: Sequence[float], modes: Sequence[AveragingMode], min_vector_size: int
+) -> tuple[float, ...]:
+    """Return the fraction of the tensors that each peer averages.
 
-    hivemind keeps all partitions if all of them are small, as in a large group of equal peers.
+    A peer that can average has at least MIN_FRACTION, with which it checks the averages of the others. A peer with
+    fewer than min_vector_size elements leaves them to the others, even if all peers have fewer (note 59).
 
-    :param shares: the number of elements that each peer would average
-    :returns: the relative size of each peer's partition
+    :param fractions: the number of elements that each peer would average in hivemind
     """
-    total = sum(shares)
-    # all peers see the same shares in the same order, and drop the same ones
-    working = sorted(range(len(shares)), key=lambda index: -shares[index])
-    while len(working) > 1 and shares[working[-1]] * total < min_vector_size * sum(shares[i] for i in working):
-        working.pop()
-    return tuple(share if index in working else 0 for index, share in enumerate(shares))
-
-
-def ensure_min_partition(fractions: Sequence[float], modes: Sequence[AveragingMode]) -> tuple[float, ...]:
-    """Give each peer that can average at least a small partition, with which it checks the averages of the others.
-
-    :param fractions: the fraction of the tensors that each peer would average; a peer with a fast uplink may have all
-    """
-    min_fraction = MIN_SHARE * sum(fractions)
-    return tuple(
+    min_fraction = MIN_FRACTION * sum(fractions)
+    fractions = [
         max(fraction, min_fraction) if mode == AveragingMode.NODE else fraction
         for fraction, mode in zip(fractions, modes, strict=True)
-    )
-
-
-def choose_part_size(bandwidths: Sequence[float | None]) -> int:
-    """Return the size of a round's messages in bytes, the same on all peers because all see the same bandwidths.
-
-    :param bandwidths: the uplink bandwidth of each peer in the group, in Mbit/s, or None
-    """
-    slowest = min((mbits for mbits in bandwidths if mbits), default=math.inf)
-    min_bytes, max_bytes = PART_BYTES
-    return int(min(max(slowest * 1e6 / 8 * PART_SECONDS, min_bytes), max_bytes))
+    ]
+    total = sum(fractions)
+    # all peers see the same fractions in the same order, and drop the same ones
+    kept = sorted(range(len(fractions)), key=lambda index: -fractions[index])
+    while len(kept) > 1 and fractions[kept[-1]] * total < min_vector_size * sum(fractions[index] for index in kept):
+        kept.pop()
+    return tuple(fraction if index in kept else 0 for index, fraction in enumerate(fractions))
 
 
 def count_bits(
@@ -69,16 +52,17 @@ def count_bits(
 class AllReducePlan:
     """The tasks of each peer in a round, in the group's order."""
 
-    fractions: tuple[float, ...]  # the fraction of the tensors that the peer averages
+    fractions: tuple[float, ...]  # of the tensors, that the peer averages
     modes: tuple[AveragingMode, ...]
-    shares: tuple[int, ...]  # N: the peer sends every N-th part of its tensors, starting with another part each round
+    num_partitions: tuple[int, ...]  # N: the peer sends every N-th part of its tensors, and other parts in each round
+    part_bytes: int  # the size of a message
     seconds: float  # minimum duration of the round, by the claims of most peers; a single claim can double it
 
 
 def plan_allreduce(
     bits: float, fractions: Sequence[float], modes: Sequence[AveragingMode], bandwidths: Sequence[float | None]
 ) -> AllReducePlan:
-    """Plan a round that does not wait long for a peer with a much slower uplink.
+    """Plan a round that does not wait long for a peer with a much slower uplink (note 20).
 
     Such a peer averages nothing, and sends as many of its parts as it can in the time that the others need.
 
@@ -93,25 +77,29 @@ def plan_allreduce(
     usual_seconds = 2 * bits * (senders - 1) / max(1, senders) / sender_rates[(len(sender_rates) - 1) // 2]
     own_seconds = [0.0 if mode == AveragingMode.AUX else bits / rate for rate, mode in zip(rates, modes, strict=True)]
     max_seconds = max(1.3 * usual_seconds, usual_seconds + WORTH_SPARING)
-    shares = tuple(
-        min(math.ceil(seconds / usual_seconds), MAX_TURNS) if usual_seconds and seconds > max_seconds else 1
+    num_partitions = tuple(
+        min(math.ceil(seconds / usual_seconds), MAX_PARTITIONS) if usual_seconds and seconds > max_seconds else 1
         for seconds in own_seconds
     )
-    if any(fraction for fraction, share in zip(fractions, shares, strict=True) if share == 1):
-        fractions = tuple(fraction if share == 1 else 0.0 for fraction, share in zip(fractions, shares, strict=True))
+    of_fast_peers = tuple(
+        fraction if count == 1 else 0.0 for fraction, count in zip(fractions, num_partitions, strict=True)
+    )
+    fractions = of_fast_peers if any(of_fast_peers) else fractions
     # hivemind does not pass on the modes: an auxiliary peer would send all of its tensors with a weight of zero
     modes = tuple(
         mode if mode == AveragingMode.AUX or fraction else AveragingMode.CLIENT
         for mode, fraction in zip(modes, fractions, strict=True)
     )
     seconds = 0.0
-    for own, share, fraction, rate in zip(own_seconds, shares, fractions, rates, strict=True):
-        partition = fraction / sum(fractions)
+    for own, count, fraction, rate in zip(own_seconds, num_partitions, fractions, rates, strict=True):
+        relative = fraction / sum(fractions)
         others = senders - 1 if own > 0 else senders
-        seconds = max(seconds, own * (1 - partition) / share + others * partition * bits / rate)
-    return AllReducePlan(fractions, modes, shares, min(seconds, 2 * max_seconds))
+        seconds = max(seconds, own * (1 - relative) / count + others * relative * bits / rate)
+    min_bytes, max_bytes = PART_BYTES
+    part_bytes = int(min(max(min(rates) / 8 * PART_SECONDS, min_bytes), max_bytes))
+    return AllReducePlan(fractions, modes, num_partitions, part_bytes, min(seconds, 2 * max_seconds))
 
 
-def has_partition_changed(share: int, before: int) -> bool:
-    """Return whether the new share differs enough to be used; small differences are fluctuations of the bandwidth."""
-    return share != before and not (min(share, before) > 1 and 0.6 < share / before < 1.6)
+def has_partition_changed(count: int, before: int) -> bool:
+    """Return whether a new number of partitions is worth a change; small ones are fluctuations of the bandwidth."""
+    return count != before and not (min(count, before) > 1 and 0.6 < count / before < 1.6)

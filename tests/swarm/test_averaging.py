@@ -8,11 +8,12 @@ import signal
 import psutil
 import pytest
 import torch
+from hivemind.averaging.allreduce import AveragingMode
 from processes import make_prefix, wait_until
 from programs.bad_donor import KINDS
 from swarms import epochs, start_peer, stop
 
-from swarm.plan import drop_small_partitions
+from swarm.plan import choose_fractions
 
 
 def joint_epochs(a, b) -> list[int]:
@@ -132,7 +133,8 @@ def test_parameters_are_averaged_every_so_many_epochs(start):
 )
 def test_shares_that_are_too_small_go_to_the_others(min_vector_size, expected):
     """Of 1,000 elements; the third peer is a client, which averages none anyway."""
-    assert drop_small_partitions((300, 100, 0, 400, 200), min_vector_size) == expected
+    modes = [AveragingMode.CLIENT if index == 2 else AveragingMode.NODE for index in range(5)]
+    assert choose_fractions((300, 100, 0, 400, 200), modes, min_vector_size) == expected
 
 
 @pytest.mark.slow

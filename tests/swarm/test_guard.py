@@ -15,10 +15,10 @@ from swarm.guard import (
     SKETCH_SIZE,
     ProtocolViolation,
     RobustReducer,
+    RoundSettings,
     VerifyingContainer,
     compute_clipping_factors,
     compute_sketch,
-    estimate_contributions,
     find_outliers,
 )
 from swarm.trust import REVERSED_AVERAGE
@@ -63,7 +63,7 @@ async def reduce(parts: dict[int, list], weights, max_weight, are_parameters=Fal
     """The averages of all parts, of which those senders that lie send no more."""
     shapes = [torch.Size([7]), torch.Size([3])]
     reducer = RobustReducer(shapes, senders)
-    reducer.configure_checks(max_weight, are_parameters, None)
+    reducer.configure(RoundSettings(are_parameters, max_weight))
 
     async def send(index: int) -> list:
         averages = []
@@ -100,7 +100,7 @@ def test_weights_are_bounded_and_of_parameters_the_median_counts():
 def give_averages(own: torch.Tensor, averages: list[torch.Tensor], are_parameters: bool = False) -> VerifyingContainer:
     """What is known after a round in which each of these peers has averaged one part of the own tensor."""
     container = VerifyingContainer([own], [1.0] * len(averages), part_size_bytes=len(own) // len(averages) * 4)
-    container.configure_checks(are_parameters, None)
+    container.configure(RoundSettings(are_parameters, max_weight=1.0), own_index=0)
     for index, (average, part) in enumerate(zip(averages, own.chunk(len(averages)), strict=True)):
         container.register_processed_part(index, 0, average - part if average.shape == part.shape else average)
     return container
@@ -112,11 +112,11 @@ def test_a_false_average_is_found():
         gradients = make_gradients(4, correlation)
         own, true = gradients[0], list(gradients.mean(0).chunk(4))
         weight = 0.25 * float(gradients[0].norm() / gradients.norm(dim=1).mean())
-        assert min(estimate_contributions(give_averages(own, true), 0, weight).values()) > 0.6
+        assert min(give_averages(own, true).estimate_contributions(weight).values()) > 0.6
         noise = torch.randn(1250) * true[2].norm() / 1250**0.5
         for false, at_most in ((noise, 0.2), (-true[2], -0.6), (50 * true[2], FAR_TOO_LONG)):
             container = give_averages(own, [*true[:2], false, true[3]])
-            good, bad, other = (estimate_contributions(container, 0, weight)[index] for index in (1, 2, 3))
+            good, bad, other = (container.estimate_contributions(weight)[index] for index in (1, 2, 3))
             assert bad <= at_most and min(good, other) > 0.6
         false = give_averages(own, [true[0], *(-part for part in true[1:])])
         assert (
@@ -126,7 +126,7 @@ def test_a_false_average_is_found():
             < container.estimate_contribution(weight, (1, 3))
         )
         # who is the odd one itself blames nobody
-        assert estimate_contributions(give_averages(-10 * own, true), 0, weight) == {}
+        assert give_averages(-10 * own, true).estimate_contributions(weight) == {}
     with pytest.raises(ProtocolViolation, match="not finite"):
         give_averages(own, [*true[:3], true[3] * math.nan])
     with pytest.raises(ProtocolViolation, match="shape"):
@@ -195,7 +195,7 @@ def test_one_of_four_cannot_bend_a_round(start, kind):
     liar = start_peer(start, "liar", prefix, 1.0, 16, peers[:1], options, program)
     enough = 1 if kind == "broken" else 3  # who leaves each round is out when one peer has had enough of it
     hostile = liar.json_lines()[0]["maddrs"][0].rpartition("/")[2]
-    wait_until(lambda: sum("with it for a while" in peer.text for peer in peers) >= enough, 120, "bans")
+    wait_until(lambda: sum(": no rounds with it for" in peer.text for peer in peers) >= enough, 120, "bans")
     before = max(map(max, map(epochs, peers)))
     wait_until(lambda: min(map(max, map(epochs, peers))) >= before + 3, 120, "three more epochs of all")
     for peer in peers:

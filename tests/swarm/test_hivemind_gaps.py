@@ -275,7 +275,7 @@ def test_a_group_is_full_of_auxiliary_peers():
 
 
 def test_small_shares_of_equals_are_given_all_the_same():
-    """drop_small_partitions."""
+    """choose_fractions."""
     assert load_balance_peers(1010, [100.0, 100.0], min_size=600) == (505, 505)
 
 
@@ -290,7 +290,7 @@ def test_the_epochs_of_clients_do_not_count():
 
 
 def test_nobody_holds_a_step():
-    """Note 81; VerifyingAverager._step in swarm/averager.py: the next message takes the place of its task."""
+    """Note 81; EarlyStartMatchmaking.look_for_group: the next message takes the place of its task."""
     source = inspect.getsource(hivemind.DecentralizedAverager._run_internal)
     assert "task = asyncio.create_task(getattr(self, method)(*args, **kwargs))" in source
     assert "add(task" not in source and "append(task" not in source

@@ -344,12 +344,12 @@ def test_a_group_waits_for_all_then_for_most():
     step = SimpleNamespace(triggered=True)
     matchmaking.min_group_size, matchmaking.target_group_size, matchmaking.step_control = 2, None, step
 
-    def is_enough(at_least: int, *group: bytes) -> tuple[bool, bool]:
+    def is_enough(min_peers: int, *group: bytes) -> tuple[bool, bool]:
         """Whether it starts at once, and whether it may start when its time is up."""
         leader, *followers = (PeerID(peer) for peer in group)
         matchmaking.peer_id, matchmaking.current_followers = leader, dict.fromkeys(followers)
         matchmaking.expected = frozenset([b"a", b"b", b"c", b"d"]) - {group[0]}
-        matchmaking.at_least = at_least
+        matchmaking.min_peers = min_peers
         return matchmaking.is_complete(), len(group) >= matchmaking.min_group_size
 
     assert is_enough(4, b"a", b"b", b"c") == (False, False) and is_enough(4, b"a", b"b", b"c", b"d") == (True, True)
@@ -393,15 +393,17 @@ def test_a_plan_spares_the_others_a_slow_line():
     node, client, aux = AveragingMode.NODE, AveragingMode.CLIENT, AveragingMode.AUX
     bits = 8 * 28e6
     equals = plan_allreduce(bits, (1, 1, 1), (node,) * 3, (20, 20, 20))
-    assert equals.shares == (1, 1, 1) and equals.seconds == pytest.approx(ROUND_SECONDS, rel=0.01)
+    assert equals.num_partitions == (1, 1, 1) and equals.seconds == pytest.approx(ROUND_SECONDS, rel=0.01)
     slow = plan_allreduce(bits, (1, 1, 1, 1), (node,) * 4, (20, 20, 2, 20))
     # alone it would send for 112 s; the others need 17 s
-    assert slow.shares == (1, 1, 7, 1) and slow.modes == (node, node, client, node) and slow.fractions == (1, 1, 0, 1)
+    assert slow.num_partitions == (1, 1, 7, 1)
+    assert slow.modes == (node, node, client, node) and slow.fractions == (1, 1, 0, 1)
     assert slow.seconds < 25
     # a difference that costs nobody three seconds is none, nor is that to a server which helps, or is one of few
-    assert plan_allreduce(4e6, (1, 1, 1), (node,) * 3, (20, 20, 2)).shares == (1, 1, 1)
-    assert plan_allreduce(bits, (1, 1, 1, 1), (node, node, aux, aux), (20, 20, 1000, 1000)).shares == (1, 1, 1, 1)
-    assert plan_allreduce(bits, (1, 1, 1), (node,) * 3, (20, 20, 1000)).shares == (1, 1, 1)
+    assert plan_allreduce(4e6, (1, 1, 1), (node,) * 3, (20, 20, 2)).num_partitions == (1, 1, 1)
+    helped = plan_allreduce(bits, (1, 1, 1, 1), (node, node, aux, aux), (20, 20, 1000, 1000))
+    assert helped.num_partitions == (1, 1, 1, 1)
+    assert plan_allreduce(bits, (1, 1, 1), (node,) * 3, (20, 20, 1000)).num_partitions == (1, 1, 1)
     assert plan_allreduce(bits, (0, 1), (client, aux), (2, None)).fractions == (0, 1)
     # nor does the slowest claim that is accepted make all timeouts long
     crawling = plan_allreduce(bits, (1, 1, 1, 1), (node,) * 4, (20, 20, PLAUSIBLE_MBITS[0], 20))
