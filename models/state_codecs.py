@@ -22,7 +22,7 @@ from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer
 
 
 class Scaled16bit(CompressionBase):
-    """A codec of float16 relative to the largest number; the error is at most 2.4e-4 down to 1/16,000 of that."""
+    """A codec of float16 shares of the largest number, with relative errors up to 2.4e-4 down to 1/16,000 of it."""
 
     compression_type = runtime_pb2.FLOAT16
 
@@ -45,10 +45,7 @@ class Scaled16bit(CompressionBase):
 
 
 class Dynamic8bit(CompressionBase):
-    """A codec of 8 bits for signed numbers, or for the roots of tensors without negative ones, e.g. second moments.
-
-    In the second case, no number becomes 0 unless it is 0 (see Lamb8bit).
-    """
+    """A codec of 8 bits for signed numbers, or the roots of unsigned ones, of which only 0 becomes 0 (see Lamb8bit)."""
 
     compression_type = runtime_pb2.BLOCKWISE_8BIT
     quantizers = DynamicQuantizer(signed=True), DynamicQuantizer(signed=False)
@@ -79,10 +76,7 @@ class Dynamic8bit(CompressionBase):
 
 
 class MatrixMoments8bit(AdaptiveCompressionBase):
-    """A codec that applies Dynamic8bit to float32 matrices only.
-
-    Step counts, the few moments of norms and biases, and the moments of Lamb8bit, which are bytes, stay as they are.
-    """
+    """A codec of Dynamic8bit for float32 matrices; step counts, norms, biases and Lamb8bit's bytes stay as they are."""
 
     matrix, other = Dynamic8bit(), NoCompression()
 
