@@ -17,10 +17,7 @@ PIECE = 2**18  # elements processed at once: a multiple of BLOCK_SIZE that fits 
 
 
 def make_dynamic_values(signed: bool) -> torch.Tensor:
-    """Return the 256 values of the codes, ascending: 0, 1 and seven decades, and the negative ones if signed.
-
-    They are float32. Each decade has twice as many values as the one below it.
-    """
+    """Return the 256 values of the codes: 0, 1, seven decades, each denser by 2, and the negative ones if signed."""
     decades = []
     for exponent in range(-6, 1):
         borders = torch.linspace(0.1, 1, 2 ** (exponent + 6 + (not signed)) + 1, dtype=torch.float64)
@@ -34,7 +31,7 @@ def make_dynamic_values(signed: bool) -> torch.Tensor:
 
 
 class DynamicQuantizer:
-    """Quantization of float32 to 8 bits: each block of 256 is divided by its maximum, and rounded to 256 values.
+    """A quantizer of float32 to 8 bits, which divides each block of 256 by its maximum, and rounds to 256 values.
 
     :param signed: whether numbers may be negative
     """

@@ -172,7 +172,7 @@ def project(
 
 
 class RecomputedLinear(torch.autograd.Function):
-    """The function project(prepare(*inputs), ...) for a cheap `prepare`, which backward calls again.
+    """The autograd function project(prepare(*inputs), ...), whose backward pass calls the cheap `prepare` again.
 
     It only keeps the inputs. Autograd would also keep the result of `prepare`, and its intermediate tensors.
     """

@@ -363,7 +363,7 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
             raise UserError(f"{where}: weight must be a number greater than 0; remove the source to exclude it")
         for name in entry.keys() - {"path", "weight"}:
             if not isinstance(entry[name], str):
-                raise UserError(f"{where}: {name} must be a text")
+                raise UserError(f"{where}: {name} must be a string")
         source = Source(**{"sentence_splitter": sentence_splitter, **entry})
         if source.format not in ("jsonl", "text", "parquet", "hub"):
             raise UserError(f"{where}: format must be jsonl, text, parquet or hub, not {source.format}")

@@ -51,10 +51,7 @@ def make_dataset(
 
 
 def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict[str, list[list[str]]]:
-    """Split off random documents for validation, none larger than that share of the text if possible.
-
-    A single document is cut near its end, at a paragraph or sentence.
-    """
+    """Split off random documents for validation, if possible within its share; cut a single one near its end."""
     fraction = args.validation_fraction
     if len(documents) == 1:
         kind, units = "paragraphs", documents[0]
