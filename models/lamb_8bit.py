@@ -17,7 +17,7 @@ PIECE = 2**18  # elements processed at once: a multiple of BLOCK_SIZE that fits 
 
 
 def make_dynamic_values(signed: bool) -> torch.Tensor:
-    """Return the 256 values of the codes: 0, 1, seven decades, each denser by 2, and the negative ones if signed."""
+    """Return the 256 values of the codes: 0, 1, seven decades of doubling density, and the negative ones if signed."""
     decades = []
     for exponent in range(-6, 1):
         borders = torch.linspace(0.1, 1, 2 ** (exponent + 6 + (not signed)) + 1, dtype=torch.float64)
