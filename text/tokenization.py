@@ -197,7 +197,7 @@ def load_hub_splits(
     for split in [name for name in ("train", "validation") if name in found]:
         if text_column not in found[split].column_names:
             columns = ", ".join(found[split].column_names)
-            raise UserError(f"{what} has no column {text_column}, but {columns}: give another --text_column")
+            raise UserError(f"{what} has only the columns {columns}: give one of them as --text_column")
         texts = [text or "" for text in found[split][text_column]]
         if any(not isinstance(text, str) for text in texts):
             raise UserError(f"{what}: column {text_column} is not text: give another --text_column")
