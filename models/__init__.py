@@ -1,1 +1,1 @@
-"""Models, optimizers and codecs that torch, transformers and hivemind lack."""
+"""Models, optimizers and codecs that are not in torch, transformers or hivemind."""

@@ -1,4 +1,4 @@
-"""Build a transformers model from its configuration or a pretrained folder, and say in words what it is."""
+"""Build a transformers model from a configuration or a pretrained folder, and describe its architecture."""
 
 import contextlib
 import hashlib
@@ -23,11 +23,11 @@ logger = logging.getLogger("model")
 
 
 def load_config(args: ModelArguments) -> PreTrainedConfig:
-    """What --model_name_or_path or --config_path names; a UserError where that cannot be loaded."""
+    """Load the configuration that --model_name_or_path or --config_path names; raise a UserError if that fails."""
     flag = "--model_name_or_path" if args.model_name_or_path else "--config_path"
     name = args.model_name_or_path or args.config_path
     if name.endswith(".json") and args.model_name_or_path:
-        raise UserError(f"{flag} {name} holds no weights: give a folder or a name on the Hub, or --config_path {name}")
+        raise UserError(f"{flag} {name} has no weights: give a folder or a name on the Hub, or --config_path {name}")
     if name.endswith(".json") and not os.path.isfile(name):
         raise UserError(f"{flag} {name} does not exist: choose one of configs/*.json")
     try:
@@ -38,14 +38,14 @@ def load_config(args: ModelArguments) -> PreTrainedConfig:
         return config
     except UserError:
         raise
-    except Exception as e:  # of many kinds: each model's configuration looks at its values by itself
+    except Exception as e:  # many types, because each configuration class validates its own values
         raise UserError(f"{flag} {name} is not the configuration of a model ({first_line(e)})") from e
 
 
 def check_config(config: PreTrainedConfig, what: str, given: Collection[str]) -> None:
-    """A UserError about heads that do not fit, or a field that nothing reads: the model would have the default size.
+    """Raise a UserError for an unknown field, which would have no effect, or for heads that do not fit.
 
-    :param given: fields that somebody has written; what transformers has saved may hold those of its other versions
+    :param given: the fields of a hand-written file; files that transformers saved may have those of other versions
     """
     known = vars(type(config)()).keys() | config.attribute_map.keys()
     # some classes read more fields than they declare
@@ -62,10 +62,10 @@ def check_config(config: PreTrainedConfig, what: str, given: Collection[str]) ->
 
 
 def is_text_alone(config: PreTrainedConfig) -> bool:
-    """Whether the whole model is one that reads a text: no images or sounds, and no text to translate."""
+    """Return whether the whole model reads a single text: no images, no sounds, no encoder with a decoder."""
     try:
         return not config.is_encoder_decoder and config.get_text_config() is config
-    except ValueError:  # several parts of it read texts
+    except ValueError:  # several parts of it read text
         return False
 
 
@@ -74,7 +74,7 @@ def find_masked_class(config: PreTrainedConfig) -> type | None:
 
 
 def find_causal_class(config: PreTrainedConfig) -> type | None:
-    # where a type has both, is_decoder is what keeps a position from seeing those after it
+    # if a type has both classes, is_decoder selects causal attention
     is_causal = not find_masked_class(config) or hasattr(config, "is_decoder")
     has_class = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForCausalLM if has_class and is_causal else None
@@ -83,7 +83,7 @@ def find_causal_class(config: PreTrainedConfig) -> type | None:
 def take_over_tokens(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | int, vocab_size: int, is_causal: bool
 ) -> None:
-    """Have a configuration name the tokenizer's special tokens: RoBERTa, for one, counts positions by its padding."""
+    """Copy the tokenizer's special token ids (RoBERTa's positions need them); if it is a number, remove invalid ids."""
     if is_causal and hasattr(config, "is_decoder"):
         config.is_decoder = True
     names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
@@ -94,23 +94,23 @@ def take_over_tokens(
             value = getattr(config, name)
             value = None if isinstance(value, int) and value >= vocab_size else value
         if name == "pad_token_id" and is_causal and value == getattr(config, "eos_token_id", None):
-            value = None  # the token of padding gets no gradient, and the end of a text needs one
+            value = None  # the embedding of padding gets no gradient, but that of the end token needs one
         try:
             setattr(config, name, value)
-        except StrictDataclassError:  # it must be a number
+        except StrictDataclassError:  # the field must be a number
             setattr(config, name, getattr(tokenizer, "eos_token_id", None) or 0)
 
 
 def build_model(model_class: type, config: PreTrainedConfig, args: ModelArguments, vocab_size: int) -> PreTrainedModel:
-    """The model at epoch 0, with the same weights on every peer: pretrained, or random ones of the seed. Its attribute
-    `initial_weights` describes them in words, for the contract; `seed` is that of the random ones. A UserError where it
-    cannot be made.
+    """Build the model at epoch 0, with the same weights on every peer: pretrained, or random ones that the seed sets.
 
-    :param model_class: one of transformers' Auto classes, or of its models
-    :param vocab_size: of the tokenizer
+    The model's attributes `initial_weights`, a description, and `seed` are for the contract.
+
+    :param model_class: one of transformers' Auto classes or model classes
+    :raises UserError: the model cannot be built
     """
     name, rows = args.model_name_or_path or args.config_path, config.vocab_size
-    options = {"dtype": torch.float32}  # a GPU's half precision is autocast's affair
+    options = {"dtype": torch.float32}  # autocast handles half precision
     where = ""
     if args.attn_implementation:
         options["attn_implementation"] = args.attn_implementation
@@ -127,7 +127,7 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                     raise ValueError(f"its weights have different shapes than its config.json says: {mismatched[0]}")
                 initial_weights = f"pretrained {digest_weights(model, report['missing_keys'])}"
                 warn_of_weights(name, model, report["missing_keys"], report["unexpected_keys"])
-                # rows of a pretrained vocabulary that was rounded up stay
+                # a pretrained vocabulary that was rounded up keeps its rows
                 if vocab_size > rows:
                     model.resize_token_embeddings(vocab_size, mean_resizing=False)
             else:
@@ -135,7 +135,7 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                 is_auto = not issubclass(model_class, PreTrainedModel)
                 options |= dict(trust_remote_code=False) if is_auto else {}
                 model = (model_class.from_config if is_auto else model_class._from_config)(config, **options)
-    except Exception as e:  # of many kinds: of files, of values, of what is not installed
+    except Exception as e:  # many types: from files, values and missing packages
         raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e
     model.train()
     model.initial_weights, model.seed = initial_weights, args.seed
@@ -143,9 +143,9 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
 
 
 def warn_of_weights(name: str, model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """A warning for the weights that a pretrained model lacks, and one for those that nothing here reads.
+    """Warn about the weights that a pretrained model lacks, and about those that are not used.
 
-    :param name: the folder or the id of the pretrained model
+    :param name: the folder or the Hub id of the pretrained model
     """
     saved = ", ".join(model.config.architectures or ()) or "no named class"
     what = f"{name} (saved by {saved}, opened by {type(model).__name__})"
@@ -156,13 +156,13 @@ def warn_of_weights(name: str, model: PreTrainedModel, missing: Iterable[str], u
 
 
 def list_names(names: Iterable[str]) -> str:
-    """The first ten, and how many more there are."""
+    """Return the first ten names, and the count of the others, as text."""
     names = sorted(names)
     return ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
 
 
 def digest_weights(model: PreTrainedModel, left_out: Iterable[str]) -> str:
-    """A short hash of the weights but those that are random: these may differ in their last bits between machines."""
+    """Return a short hash of the weights without random ones, whose last bits may differ between machines."""
     total, left_out = hashlib.sha256(), set(left_out)
     for name, param in model.named_parameters():
         if name not in left_out:
@@ -170,8 +170,7 @@ def digest_weights(model: PreTrainedModel, left_out: Iterable[str]) -> str:
     return total.hexdigest()[:12]
 
 
-#: fields of a configuration that do not decide what the weights compute, or that the contract has elsewhere: the
-#: vocabulary is the tokenizer's
+#: fields of a configuration that do not affect the computation, or that the contract has elsewhere, like the vocabulary
 NOT_ARCHITECTURE = {
     *("architectures", "auto_map", "_name_or_path", "transformers_version", "dtype", "torch_dtype", "model_type"),
     *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id"),
@@ -182,10 +181,10 @@ NOT_ARCHITECTURE = {
 
 
 def describe_architecture(model: PreTrainedModel) -> str:
-    """What peers must agree on beside the shapes of the weights: 4 layers and 12 may share the same ones.
+    """Describe the architecture, on which peers must agree: different models may have weights of the same shapes.
 
-    Of the configuration all that its own class has another default for: a later version of transformers may add fields.
-    A model from a pretrained folder and one from its configuration alone are the same architecture.
+    The description covers the fields that differ from their defaults, because later versions of transformers may add
+    fields. A pretrained folder and its configuration alone have the same architecture.
     """
     config, defaults = model.config, type(model.config)().to_dict()
     fields = {
@@ -200,18 +199,18 @@ def describe_architecture(model: PreTrainedModel) -> str:
 
 
 def digest(value: object) -> str:
-    """A short hash that is the same on every machine, unlike Python's hash()."""
+    """Return a short hash that is the same on every machine, unlike Python's hash()."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
 def find_longest_sequence(model: PreTrainedModel) -> float:
-    """Tokens that the model takes at most: the size of its table of positions, or infinite without one."""
+    """Return the maximum number of tokens: the size of the table of positions, or infinity without one."""
     if getattr(model.config, "position_embedding_type", "absolute") == "rotary":
         return math.inf
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     if longest <= 0:
         return math.inf
-    # RoBERTa and similar models count from behind the number of the token of padding
+    # RoBERTa and similar models count positions from the padding id + 1
     tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
     offsets = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
     return longest - max(offsets, default=0)

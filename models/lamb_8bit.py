@@ -1,25 +1,23 @@
 """LAMB (arxiv.org/abs/1904.00962) whose two moments take one byte per parameter each, and 4 bytes per block of 256.
 
-The step is that of torch_optimizer's Lamb, which --optim lamb takes. Between two steps the moments are kept in 8 bits,
-with the block-wise dynamic quantization of arxiv.org/abs/2110.02861. In plain torch, the same on CPU and GPU, as no
-library has it (benchmarks/bench_optimizer.py measures them): bitsandbytes' LAMB8bit leaves the trust ratio out and
-moves parameters as its AdamW8bit does; torchao has AdamW alone, in tensors of a class of its own; and the kernels of
-both quantize more slowly on a CPU, where the swarm's optimizer steps.
+The step is that of torch_optimizer's Lamb, the optimizer of --optim lamb. Between steps the moments have 8 bits, by the
+block-wise dynamic quantization of arxiv.org/abs/2110.02861. This implementation is plain torch, the same on CPU and
+GPU. No library has it (benchmarks/bench_optimizer.py): bitsandbytes' LAMB8bit omits the trust ratio, like AdamW8bit,
+and torchao has AdamW only, with its own tensor class. Both quantize more slowly on a CPU, where the swarm steps.
 
-The state is made of plain tensors, whose shapes and types follow from those of the parameters, as peers exchange it by
-position: codes (uint8, of the parameter's shape) and scales (float32, one for each block).
+The state consists of plain tensors, whose shapes and types follow from the parameters, because peers exchange them by
+position: codes (uint8, in the parameter's shape) and scales (float32, one per block).
 """
 
 import torch
 from torch.nn.functional import pad
 
 BLOCK_SIZE = 256
-PIECE = 2**18  # elements that are processed at once: of whole blocks, few enough for a CPU's cache
+PIECE = 2**18  # elements processed at once: a multiple of BLOCK_SIZE that fits a CPU's cache
 
 
 def make_dynamic_values(signed: bool) -> torch.Tensor:
-    """The 256 numbers that the codes stand for, ascending: 0, 1 and seven decades, each with twice as many numbers as
-    the one below it. Float32; from -1 on if signed."""
+    """Return the 256 values of the codes: 0, 1, seven decades of doubling density, and the negative ones if signed."""
     decades = []
     for exponent in range(-6, 1):
         borders = torch.linspace(0.1, 1, 2 ** (exponent + 6 + (not signed)) + 1, dtype=torch.float64)
@@ -27,27 +25,26 @@ def make_dynamic_values(signed: bool) -> torch.Tensor:
     positive = torch.cat(decades)
     values = torch.cat([*([-positive] if signed else []), torch.tensor([0.0, 1.0]), positive]).sort().values.float()
     if signed:
-        # the published numbers end at -0.993: a block's largest number would lose 0.7 % at each step, if negative
+        # the published values end at -0.993: a block's largest number, if negative, would lose 0.7 % at each step
         values[0] = -1.0
     return values
 
 
 class DynamicQuantizer:
-    """From float32 to 8 bits and back: each block of 256 elements is divided by its largest, the rest is rounded to the
-    nearest of 256 values.
+    """A quantizer of float32 to 8 bits, which divides each block of 256 by its maximum, and rounds to 256 values.
 
     :param signed: whether numbers may be negative
     """
 
     def __init__(self, signed: bool):
         self.values = make_dynamic_values(signed)
-        # A table of all float16 numbers replaces the search for the nearest value: twice as fast on a CPU. 11 bits
-        # before 8: the error grows by 1e-6 of itself.
+        # A table of all float16 numbers replaces the search for the nearest value, twice as fast on a CPU. Rounding to
+        # 11 bits before 8 increases the error by 1e-6 of itself.
         halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
         self.table = torch.bucketize(halves, (self.values[1:] + self.values[:-1]) / 2).to(torch.uint8)
 
     def quantize(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scales); what is not finite makes its block's scale so."""
+        """Return (codes, scales); a number that is not finite makes its block's scale not finite."""
         self.values, self.table = self.values.to(tensor.device), self.table.to(tensor.device)
         blocks = pad(tensor.flatten(), (0, -tensor.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
         scales = blocks.abs().amax(1)
@@ -66,7 +63,7 @@ class DynamicQuantizer:
 class Lamb8bit(torch.optim.Optimizer):
     """LAMB with 8-bit moments for tensors of at least `min_8bit_size` elements, and 32-bit ones for smaller tensors.
 
-    :param clamp_value: upper bound of the weight norm in the trust ratio
+    :param clamp_value: the upper bound of the weight norm in the trust ratio
     """
 
     def __init__(
@@ -74,8 +71,8 @@ class Lamb8bit(torch.optim.Optimizer):
     ):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
         self.clamp_value, self.min_8bit_size = clamp_value, min_8bit_size
-        # Of the second moment the root is kept, as its numbers differ half as much: beside a gradient 2,500 times as
-        # large, as frequent words have, a square would be 0, and a step of the first moment divided by that a leap.
+        # The state has the root of the second moment, which has half the range on a log scale. Next to a gradient 2,500
+        # times as large, as frequent tokens have, a square would round to 0, and the step divided by it would be huge.
         self.quantizers = {"exp_avg": DynamicQuantizer(signed=True), "exp_avg_sq_root": DynamicQuantizer(signed=False)}
 
     @torch.no_grad()
@@ -86,6 +83,7 @@ class Lamb8bit(torch.optim.Optimizer):
                     self.update(param, **group)
 
     def update(self, param: torch.Tensor, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, **_):
+        """Make the step of one parameter."""
         state = self.state[param] or self.make_state(param)
         state["step"] += 1
         gradient, step = param.grad.flatten(), torch.empty(param.numel(), device=param.device)
@@ -114,7 +112,7 @@ class Lamb8bit(torch.optim.Optimizer):
         return state
 
     def read(self, state: dict, piece: slice) -> list[torch.Tensor]:
-        """The two moments of these elements of a parameter in 32 bits, to be changed in place."""
+        """Return the two moments of these elements of a parameter in 32 bits, which the caller changes in place."""
         if "exp_avg" in state:
             return [state[name].view(-1)[piece] for name in ("exp_avg", "exp_avg_sq")]
         mean, root = (
@@ -123,7 +121,7 @@ class Lamb8bit(torch.optim.Optimizer):
         return [mean, root.square_()]
 
     def write(self, state: dict, piece: slice, *moments: torch.Tensor) -> None:
-        """Put the first moment and the root of the second one back, unless they are the state's own."""
+        """Store the first moment and the root of the second one, unless they are already the state's tensors."""
         if "exp_avg" in state:
             return
         for (name, quantizer), moment in zip(self.quantizers.items(), moments, strict=True):
@@ -132,13 +130,13 @@ class Lamb8bit(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         super().load_state_dict(state_dict)
-        # torch has cast all of it to the parameters' type, which leaves whole numbers exact
+        # torch has cast the codes to the parameters' type, in which whole numbers are exact
         for state in self.state.values():
             for name in state.keys() & {f"{name}_codes" for name in self.quantizers}:
                 state[name] = state[name].to(torch.uint8)
 
 
 def slice_moment(state: dict, name: str, piece: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of these elements, which begin with a block."""
+    """Return the codes and scales of these elements, which begin with a block."""
     blocks = slice(piece.start // BLOCK_SIZE, piece.stop // BLOCK_SIZE)
     return state[f"{name}_codes"].view(-1)[piece], state[f"{name}_scales"][blocks]

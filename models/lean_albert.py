@@ -1,19 +1,19 @@
 """LeanALBERT: an ALBERT that keeps little for the backward pass, so that long sequences fit on a volunteer's GPU.
 
 The architecture is RuLeanALBERT's: factorized embeddings, pre-norm blocks whose weights may be shared between layers,
-rotary positions, gated feed-forward, sandwich norm; models/ruleanalbert.py opens its checkpoints. To see one:
+rotary positions, gated feed-forward, sandwich norm. models/ruleanalbert.py loads its checkpoints. To print a model:
 
     python -c "from models.lean_albert import *; print(LeanAlbertForPreTraining(LeanAlbertConfig(hidden_size=512, \\
         num_hidden_layers=6, num_hidden_groups=1, num_attention_heads=8, intermediate_size=2048)))"
 
-What a layer keeps: its two inputs, which are parts of the residual stream, and what the first product of its
-feed-forward gave; with sandwich norm, also what goes into those two norms. The other norms, activations and attention,
-with its query/key/value projection, are computed once more in the backward pass (`RecomputedLinear`): they are cheap
-beside the products that are not. With gradient checkpointing the feed-forward's first product is computed again too.
+A layer keeps its two inputs, which are parts of the residual stream, and the output of the feed-forward's first matrix;
+with sandwich norm, also the inputs of those two norms. The backward pass recomputes the other norms, the activations
+and the attention with its query/key/value projection (`RecomputedLinear`), which are cheap compared to the other matrix
+products. With gradient checkpointing, it also recomputes the feed-forward's first product.
 
-Importing this file registers the model with transformers' Auto classes: folders that hold one open with AutoModel,
-AutoModelForMaskedLM and so on. save_pretrained puts a copy of this file beside the weights: they also open where nobody
-has imported it, with trust_remote_code=True.
+Importing this file registers the model with transformers' Auto classes, so that AutoModel, AutoModelForMaskedLM and so
+on open its folders. save_pretrained also copies this file there. With trust_remote_code=True, such a folder opens
+without the import.
 """
 
 import math
@@ -38,25 +38,25 @@ from transformers.utils import ModelOutput
 
 
 class LeanAlbertConfig(PreTrainedConfig):
-    """Shape of a LeanALBERT; the names, and what they mean, are those of RuLeanALBERT's config.json.
+    """The shape of a LeanALBERT; names and meanings are those of RuLeanALBERT's config.json.
 
     - embedding_size: width of the embeddings, which a projection widens to hidden_size
-    - num_hidden_layers: times that a group runs; num_hidden_groups groups of num_inner_groups layers each have weights
-      of their own, and layers of equal weights follow each other. None: as many groups as layers
+    - num_hidden_layers: number of times that a group runs. Each of the num_hidden_groups groups has its own weights for
+      num_inner_groups layers; runs of the same group are consecutive. None: as many groups as layers
     - position_embedding_type: "rotary" (arxiv.org/abs/2104.09864), with rotary_embedding_base, takes any length;
       "absolute" takes max_position_embeddings tokens
     - hidden_act, hidden_act_gated: the activation, and whether it gates a second projection (arxiv.org/abs/2002.05202)
-    - sandwich_norm: a norm behind attention and feed-forward too (arxiv.org/abs/2105.13290)
+    - sandwich_norm: whether norms also follow attention and feed-forward (arxiv.org/abs/2105.13290)
     - attn_qkv_bias, out_proj_bias: whether these projections have a bias. None: output projections have one unless
-      sandwich_norm is there, which has its own
-    - share_large_matrices: number of sets of the four large matrices that the layers share, each for consecutive ones
-      (True: 1; 0: each layer has its own); num_inner_matrices: sets of such a part that take turns
-    - adapter_dim: rank of what each layer adds to the shared matrices (arxiv.org/abs/2106.09685)
+      there is a sandwich norm, which has its own
+    - share_large_matrices: number of parts of consecutive layers that share the four large matrices (True: 1; 0: each
+      layer has its own); num_inner_matrices: sets of matrices in such a part, which its layers use in turn
+    - adapter_dim: rank of each layer's addition to the shared matrices (arxiv.org/abs/2106.09685)
     - initializer_range: standard deviation of initial weights. None: SmallInit, sqrt(2 / (5 hidden_size))
       (arxiv.org/abs/1910.05895, section 2.2)
-    - classifier_dropout_prob: dropout in front of a classifier in fine-tuning; there is no other dropout
+    - classifier_dropout_prob: dropout before a classifier in fine-tuning; there is no other dropout
 
-    :raises ValueError: sizes that do not fit together, or what this implementation does not have
+    :raises ValueError: sizes do not fit together, or a feature is not implemented
     """
 
     model_type = "lean_albert"
@@ -102,10 +102,10 @@ class LeanAlbertConfig(PreTrainedConfig):
             self.out_proj_bias = not self.sandwich_norm
         if self.initializer_range is None:
             self.initializer_range = math.sqrt(2 / (5 * self.hidden_size))
-        # for all of the Auto classes, not only for the model that happens to be saved
+        # for all Auto classes, not only for the saved model's
         kwargs["auto_map"] = {name: f"lean_albert.{model.__name__}" for name, model in AUTO_CLASSES.items()}
         super().__post_init__(**kwargs)
-        choose_activation(self.hidden_act)  # an unknown one is the config's error, not the model's
+        choose_activation(self.hidden_act)  # raises if it is unknown, before the model is built
         layers, groups, heads = self.num_hidden_layers, self.num_hidden_groups, self.num_attention_heads
         own_layers = groups * self.num_inner_groups
         head_size, remainder = divmod(self.hidden_size, heads)
@@ -120,24 +120,24 @@ class LeanAlbertConfig(PreTrainedConfig):
                 "num_inner_groups and num_inner_matrices must be at least 1, share_large_matrices at least 0"
             )
         if not 1 <= groups <= layers:
-            raise ValueError(f"num_hidden_groups {groups} must lie between 1 and num_hidden_layers {layers}")
+            raise ValueError(f"num_hidden_groups {groups} must be between 1 and num_hidden_layers {layers}")
         if (self.adapter_dim or self.num_inner_matrices > 1) and not self.share_large_matrices:
             raise ValueError("adapter_dim and num_inner_matrices need share_large_matrices: there is nothing to adapt")
         if self.share_large_matrices * self.num_inner_matrices > own_layers:
             raise ValueError(
                 f"share_large_matrices {int(self.share_large_matrices)} x num_inner_matrices {self.num_inner_matrices} "
-                f"are more sets of matrices than the {own_layers} layers that have weights"
+                f"are more sets of matrices than the {own_layers} layers with their own weights"
             )
 
     def find_matrices(self, layer: int) -> int:
-        """Which set of matrices this layer (of num_hidden_groups x num_inner_groups) uses."""
+        """Return the index of the matrices that a layer (of num_hidden_groups x num_inner_groups) uses."""
         if not self.share_large_matrices:
             return layer
         part = layer * self.share_large_matrices // (self.num_hidden_groups * self.num_inner_groups)
         return part * self.num_inner_matrices + layer % self.num_inner_matrices
 
     def order_layers(self) -> list[int]:
-        """The layers in the order in which they run: num_hidden_layers times all layers of one group."""
+        """Return the layers in the order in which they run: num_hidden_layers times all layers of one group."""
         order = []
         for step in range(self.num_hidden_layers):
             group = step * self.num_hidden_groups // self.num_hidden_layers
@@ -146,7 +146,7 @@ class LeanAlbertConfig(PreTrainedConfig):
 
 
 def choose_activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that a config names. GELU's approximation by tanh has four names and one fast implementation."""
+    """Return the activation of this name; GELU's tanh approximation has four names and one fast implementation."""
     if name in ("gelu_fused", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
         return partial(gelu, approximate="tanh")
     if name not in ACT2FN:
@@ -154,13 +154,13 @@ def choose_activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACT2FN[name]
 
 
-# ---------------------------------------------------------------- products that keep no copy of what they multiply
+# ---------------------------------------------------------------- products that do not keep their inputs
 
 
 def project(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter_first: Tensor | None, adapter_second: Tensor | None
 ) -> Tensor:
-    """A linear map, with a low-rank one (arxiv.org/abs/2106.09685) on top unless the adapters are None.
+    """Apply a linear map, plus a low-rank one (arxiv.org/abs/2106.09685) unless the adapters are None.
 
     :param hidden: [..., in]
     :param weight: [out, in]; adapter_first [rank, in], adapter_second [out, rank]
@@ -172,9 +172,9 @@ def project(
 
 
 class RecomputedLinear(torch.autograd.Function):
-    """project(prepare(*inputs), ...) for a cheap `prepare`: keeps the inputs and prepares once more in backward.
+    """The autograd function project(prepare(*inputs), ...), whose backward pass calls the cheap `prepare` again.
 
-    Autograd would keep what was prepared as well, and whatever `prepare` needs on its way there.
+    It only keeps the inputs. Autograd would also keep the result of `prepare`, and its intermediate tensors.
     """
 
     @staticmethod
@@ -217,15 +217,15 @@ class RecomputedLinear(torch.autograd.Function):
 
 
 def apply_recomputed(prepare: Callable[..., Tensor], parameters: tuple[Tensor | None, ...], *inputs) -> Tensor:
-    """RecomputedLinear, in words that a compiler understands where there is one.
+    """Apply RecomputedLinear, or an equivalent for torch.compile while compiling.
 
     :param parameters: the last four arguments of `project`
     """
     if not torch.compiler.is_compiling():
         return RecomputedLinear.apply(prepare, *parameters, *inputs)
 
-    # the compiler leaves out of the second computation what backward does not need: here, the product. As it sees all
-    # segments at once, it keeps little but the residual stream
+    # The compiler does not recompute the product, because backward does not need it. As it sees all segments at once,
+    # it keeps little but the residual stream.
     def segment(*tensors):
         return project(prepare(*tensors[4:]), *tensors[:4])
 
@@ -238,7 +238,7 @@ Rotation = tuple[Tensor, Tensor] | None  # cosines and sines, see `rotate`
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (arxiv.org/abs/2104.09864): turns each pair (i, i + size / 2) of a head by its angle.
+    """Apply rotary positions (arxiv.org/abs/2104.09864): rotate each pair (i, i + size / 2) of a head by its angle.
 
     :param states: [..., length, size]; cos and sin: [length, size / 2], fp32 or better
     """
@@ -248,10 +248,10 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(states: Tensor, num_heads: int, mask: Tensor | None, rotation: Rotation) -> Tensor:
-    """Attention of each token to all tokens.
+    """Compute the attention of each token to all tokens.
 
     :param states: [batch, length, 3 x hidden]: queries, keys, values
-    :param mask: [batch, 1, 1, length], what to add to the scores of each key
+    :param mask: [batch, 1, 1, length], added to the scores of each key
     :returns: [batch, length, hidden]
     """
     query, key, value = states.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -261,7 +261,7 @@ def attend(states: Tensor, num_heads: int, mask: Tensor | None, rotation: Rotati
 
 
 class SharedLinear(nn.Module):
-    """What a layer has of its own of a linear map: bias and adapters. The matrix itself may belong to many layers."""
+    """A layer's own part of a linear map: bias and adapters. The matrix may belong to many layers."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, adapter_dim: int):
         super().__init__()
@@ -270,12 +270,12 @@ class SharedLinear(nn.Module):
         self.adapter_second = nn.Parameter(torch.zeros(out_features, adapter_dim)) if adapter_dim else None
 
     def with_matrix(self, weight: Tensor) -> tuple[Tensor | None, ...]:
-        """The last four arguments of `project`."""
+        """Return the last four arguments of `project`."""
         return weight, self.bias, self.adapter_first, self.adapter_second
 
 
 class LeanAlbertMatrices(nn.Module):
-    """The four large matrices of a layer, or of all layers that share them, each [out, in]."""
+    """The four large matrices, each [out, in], of a layer or of all layers that share them."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
@@ -287,7 +287,7 @@ class LeanAlbertMatrices(nn.Module):
 
 
 class LeanAlbertLayer(nn.Module):
-    """Attention and feed-forward, each after a norm and added to what came in."""
+    """A layer of attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
@@ -321,9 +321,9 @@ class LeanAlbertLayer(nn.Module):
         rotation: Rotation,
         keep_wide: bool,
     ) -> Tensor:
-        """
-        :param hidden: [batch, length, hidden]; mask and rotation: see `attend`
-        :param keep_wide: keep what the feed-forward's first product gave for backward, or compute it again
+        """Return the new hidden states, [batch, length, hidden] like `hidden`; mask and rotation: see `attend`.
+
+        :param keep_wide: whether to keep the output of the feed-forward's first product, or recompute it in backward
         """
 
         def mix(hidden, norm_weight, norm_bias, *parameters):
@@ -353,7 +353,7 @@ class LeanAlbertLayer(nn.Module):
 
 
 class LeanAlbertEmbeddings(nn.Module):
-    """Sum of a token's embeddings, normalized, and widened to the hidden size."""
+    """The sum of a token's embeddings, normalized, and widened to the hidden size."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
@@ -373,17 +373,17 @@ class LeanAlbertEmbeddings(nn.Module):
             length, longest = input_ids.shape[1], self.position_embeddings.num_embeddings
             if length > longest:
                 raise ValueError(
-                    f"a sequence of {length} tokens is longer than max_position_embeddings {longest}: cut it, or train "
-                    "with position_embedding_type rotary, which takes any length"
+                    f"a sequence of {length} tokens is longer than max_position_embeddings {longest}: truncate it, or "
+                    "train with position_embedding_type rotary, which takes any length"
                 )
             embeddings = embeddings + self.position_embeddings.weight[:length]
         embeddings = self.layer_norm(embeddings)
-        # all layers add to this: under autocast it stays in fp32
+        # fp32 even under autocast, because all layers add to it
         return self.embedding_hidden_mapping(embeddings).to(embeddings.dtype)
 
 
 class LeanAlbertPreTrainedModel(PreTrainedModel):
-    """Initial weights, and what transformers wants to know of all models of this kind."""
+    """The base class of all LeanALBERT models, with their initialization and transformers' class attributes."""
 
     config_class = LeanAlbertConfig
     base_model_prefix = "albert"
@@ -405,12 +405,12 @@ class LeanAlbertPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.adapter_second)
 
     def load_state_dict(self, state_dict: dict[str, Tensor], *args, **kwargs):
-        """As in torch; names of RuLeanALBERT's are understood too."""
+        """Load a state dict like torch, but accept RuLeanALBERT's names too."""
         return super().load_state_dict(rename_ruleanalbert(state_dict, self.config), *args, **kwargs)
 
 
 class LeanAlbertModel(LeanAlbertPreTrainedModel):
-    """The encoder alone."""
+    """The encoder without a head."""
 
     def __init__(self, config: LeanAlbertConfig, add_pooling_layer: bool = True):
         super().__init__(config)
@@ -429,17 +429,17 @@ class LeanAlbertModel(LeanAlbertPreTrainedModel):
     ) -> BaseModelOutputWithPooling:
         """
         :param input_ids: [batch, length] int64, as is token_type_ids (default: 0)
-        :param attention_mask: [batch, length], 0 where there is padding. None: nowhere, which permits faster attention.
-            A row of padding alone attends to all of it: what it gives means nothing, but is finite
+        :param attention_mask: [batch, length], 0 at padding. None: no padding, which allows faster attention. The
+            output of a row that is all padding is meaningless, but finite
         :returns: last_hidden_state [batch, length, hidden], and pooler_output [batch, hidden] of the first token
-        :raises ValueError: a sequence longer than the table of absolute positions
+        :raises ValueError: a sequence is longer than the table of absolute positions
         """
         hidden = self.embeddings(input_ids, token_type_ids)
         mask = None
         if attention_mask is not None:
             device = hidden.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-            # not -inf: a row of them has no softmax
+            # not -inf, because the softmax of a row of -inf is NaN
             mask = torch.zeros(attention_mask.shape, dtype=dtype, device=hidden.device)
             mask = mask.masked_fill(attention_mask == 0, torch.finfo(dtype).min)[:, None, None, :]
         rotation = self.make_rotation(hidden) if self.config.position_embedding_type == "rotary" else None
@@ -452,10 +452,10 @@ class LeanAlbertModel(LeanAlbertPreTrainedModel):
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
 
     def make_rotation(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [length, head size / 2] of the angles of `rotate`, in fp32 or better."""
+        """Return the cosines and sines [length, head size / 2] of the angles of `rotate`, in fp32 or better."""
         size = self.config.hidden_size // self.config.num_attention_heads
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        # fp64: the angle of a late position must not lose its fraction
+        # fp64, because the angles of late positions are large, and their fraction matters
         steps = torch.arange(0, size, 2, dtype=torch.float64, device=hidden.device) / size
         positions = torch.arange(hidden.shape[1], dtype=torch.float64, device=hidden.device)
         angles = positions[:, None] * self.config.rotary_embedding_base**-steps
@@ -463,7 +463,7 @@ class LeanAlbertModel(LeanAlbertPreTrainedModel):
 
 
 class LeanAlbertMLMHead(nn.Module):
-    """Hidden states to vocabulary logits, through the transposed word embeddings."""
+    """The head from hidden states to vocabulary logits, through the transposed word embeddings."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__()
@@ -477,32 +477,32 @@ class LeanAlbertMLMHead(nn.Module):
 
 
 def to_float32(logits: Tensor) -> Tensor:
-    """In fp32 at least: half precision is too coarse for a softmax over a vocabulary."""
+    """Convert logits to at least fp32, because half precision is too coarse for a softmax over a vocabulary."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def find_labelled_positions(labels: Tensor) -> Tensor:
-    """Indices into the flattened [batch, length] labels where there is one (not -100), int64."""
+    """Return the int64 indices of labels other than -100 in the flattened [batch, length] labels."""
     return (labels.flatten() != -100).nonzero().squeeze(1)
 
 
 def masked_lm_loss(hidden: Tensor, head: nn.Module, labels: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loss, and the logits [labels, vocabulary] where there is a label: nobody reads those of the other positions,
-    and they are most of a small model's work and memory.
+    """Return the loss, and the logits [labels, vocabulary] of labelled positions only.
 
-    :param hidden: [batch, length, hidden]
-    :param positions: as of `find_labelled_positions`; looking for them here would make a GPU wait for the host
-    :returns: mean over the labels in nats, 0 where there is none
+    The logits of all positions would take most of a small model's work and memory, and are not used.
+
+    :param positions: the result of `find_labelled_positions`; None: find them here, where a GPU waits for the host
+    :returns: the mean over the labels in nats, or 0 without labels
     """
     positions = find_labelled_positions(labels) if positions is None else positions
     logits = head(hidden.flatten(0, 1)[positions])
-    # sum / count: the mean over no label at all would be 0 / 0
+    # not the mean, which would be 0 / 0 without labels
     loss = cross_entropy(to_float32(logits), labels.flatten()[positions], reduction="sum") / max(1, len(positions))
     return loss, logits
 
 
 class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
-    """What models with `predictions` have in common: its decoder is the transposed word embeddings."""
+    """The base class of models with `predictions`, whose decoder is the transposed word embeddings."""
 
     _tied_weights_keys = {"predictions.decoder.weight": "albert.embeddings.word_embeddings.weight"}
 
@@ -514,7 +514,7 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
     def predict(
         self, hidden: Tensor, labels: Tensor | None, positions: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
-        """Loss and logits: where there are labels, in training or with their positions, of these alone."""
+        """Return loss and logits; in training, or with positions, only the logits of labelled positions."""
         if labels is None:
             return None, self.predictions(hidden)
         loss, logits = masked_lm_loss(hidden, self.predictions, labels, positions)
@@ -529,7 +529,7 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
 
 @dataclass
 class LeanAlbertForPreTrainingOutput(ModelOutput):
-    """loss is the sum of both others, which carry no gradient; the logits are described at the model."""
+    """The output of LeanAlbertForPreTraining: `loss` is the sum of the other two losses, which have no gradient."""
 
     loss: Tensor | None = None
     mlm_loss: Tensor | None = None
@@ -539,11 +539,11 @@ class LeanAlbertForPreTrainingOutput(ModelOutput):
 
 
 class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
-    """Masked LM and sentence order: what run_trainer.py trains."""
+    """The model that run_trainer.py trains: masked LM and sentence order."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__(config, add_pooling_layer=True)
-        # are the two segments in their order (0) or swapped (1)?
+        # classes: the two segments are in order (0) or swapped (1)
         self.sop_classifier = nn.Sequential(OrderedDict(classifier=nn.Linear(config.hidden_size, 2)))
         self.post_init()
 
@@ -558,8 +558,8 @@ class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
     ) -> LeanAlbertForPreTrainingOutput:
         """
         :param labels: [batch, length] int64, -100: no label. In training, or with labelled_positions, prediction_logits
-            are those of the labels alone, [labels, vocabulary]; else [batch, length, vocabulary]
-        :param sentence_order_label: [batch] int64, 1 where the two segments were swapped
+            are [labels, vocabulary], those of the labels only; otherwise [batch, length, vocabulary]
+        :param sentence_order_label: [batch] int64, 1: the two segments are swapped
         :param labelled_positions: see `masked_lm_loss`
         """
         outputs = self.albert(input_ids, attention_mask, token_type_ids)
@@ -578,7 +578,7 @@ class LeanAlbertForPreTraining(LeanAlbertWithMLMHead):
 
 
 class LeanAlbertForMaskedLM(LeanAlbertWithMLMHead):
-    """Masked LM alone; opens folders of LeanAlbertForPreTraining."""
+    """The model for masked LM only, which also loads folders of LeanAlbertForPreTraining."""
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__(config, add_pooling_layer=False)
@@ -591,15 +591,15 @@ class LeanAlbertForMaskedLM(LeanAlbertWithMLMHead):
         token_type_ids: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> MaskedLMOutput:
-        """As LeanAlbertForPreTraining, without the order of sentences."""
+        """Return the same as LeanAlbertForPreTraining, without the order of sentences."""
         loss, logits = self.predict(self.albert(input_ids, attention_mask, token_type_ids).last_hidden_state, labels)
         return MaskedLMOutput(loss=loss, logits=logits)
 
 
 class LeanAlbertForClassification(LeanAlbertPreTrainedModel):
-    """What models with a `classifier` have in common."""
+    """The base class of models with a `classifier`."""
 
-    is_pooled: bool  # whether one class is of the whole text, by the pooled first token
+    is_pooled: bool  # whether there is one class for the whole text, from the pooled first token
 
     def __init__(self, config: LeanAlbertConfig):
         super().__init__(config)
@@ -616,9 +616,9 @@ class LeanAlbertForClassification(LeanAlbertPreTrainedModel):
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
         """
-        :param labels: [batch] int64 classes, or float numbers, see config.problem_type; or [batch, length] int64, -100:
+        :param labels: [batch] int64 classes or float numbers, see config.problem_type; or [batch, length] int64, -100:
             no label
-        :returns: logits [batch, labels], or [batch, length, labels]
+        :returns: the logits, [batch, labels] or [batch, length, labels]
         """
         outputs = self.albert(input_ids, attention_mask, token_type_ids)
         logits = self.classifier(self.dropout(outputs.pooler_output if self.is_pooled else outputs.last_hidden_state))
@@ -629,13 +629,13 @@ class LeanAlbertForClassification(LeanAlbertPreTrainedModel):
 
 
 class LeanAlbertForSequenceClassification(LeanAlbertForClassification):
-    """A text's class, or a number where config.num_labels is 1."""
+    """The model for a class per text, or a number if config.num_labels is 1."""
 
     is_pooled = True
 
 
 class LeanAlbertForTokenClassification(LeanAlbertForClassification):
-    """A class for each token."""
+    """The model for a class per token."""
 
     is_pooled = False
 
@@ -656,8 +656,8 @@ for auto_class, model_class in AUTO_CLASSES.items():
 
 # ---------------------------------------------------------------- RuLeanALBERT's checkpoints
 
-#: RuLeanALBERT's names -> ours, where they differ. {layer} is group x num_inner_groups + number within the group; all
-#: copies of a shared matrix are one here
+#: RuLeanALBERT's names -> ours, if they differ. Our layer number is group x num_inner_groups + number in the group; our
+#: state has a single copy of each shared matrix
 RULEANALBERT_LAYER = re.compile(r"albert\.transformer\.layer_groups\.(\d+)\.layers\.(\d+)\.(\w+\.\w+)\.(.+)")
 RULEANALBERT_MODULES = {
     "attention.layer_norm": "attention_norm",
@@ -669,14 +669,14 @@ RULEANALBERT_MODULES = {
     "ffn.dense_i2h": "ffn_input",
     "ffn.dense_h2o": "ffn_output",
 }
-# a constant; equal to the decoder's bias
+# a constant, and a copy of the decoder's bias
 RULEANALBERT_LEFT_OUT = ("albert.embeddings.position_ids", "predictions.bias")
 
 
 def rename_ruleanalbert(state: dict[str, Tensor], config: LeanAlbertConfig) -> dict[str, Tensor]:
-    """A state dict with RuLeanALBERT's names, or ours, by our names.
+    """Return a state dict with our names, from one with RuLeanALBERT's names or ours.
 
-    :raises ValueError: copies of a shared matrix that differ: the config is not that of this state
+    :raises ValueError: copies of a shared matrix differ, so the config does not belong to this state
     """
     renamed = {}
     for name, tensor in state.items():
@@ -688,7 +688,7 @@ def rename_ruleanalbert(state: dict[str, Tensor], config: LeanAlbertConfig) -> d
             if rest == "shared_matrix.weight":
                 new = f"albert.matrices.{config.find_matrices(layer)}.{RULEANALBERT_MODULES[module]}"
         if new in renamed and not torch.equal(renamed[new], tensor):
-            raise ValueError(f"{name} should be shared with other layers, but differs: is the config the state's?")
+            raise ValueError(f"{name} should be shared with other layers, but differs: use the state's own config")
         if name not in RULEANALBERT_LEFT_OUT:
             renamed[new] = tensor
     return renamed

@@ -1,4 +1,4 @@
-"""RuLeanALBERT's checkpoints, as LeanALBERTs.
+"""Load RuLeanALBERT's checkpoints as LeanALBERT models.
 
 python -c "from models.ruleanalbert import *; print(load_ruleanalbert('config.json', 'state.pth'))"
 """
@@ -15,12 +15,12 @@ from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 
 
 def load_ruleanalbert(config_path: str | Path, state_path: str | Path) -> LeanAlbertForPreTraining:
-    """The model of a RuLeanALBERT checkpoint, in eval mode.
+    """Load the model of a RuLeanALBERT checkpoint, in eval mode.
 
-    :param config_path: its config.json
+    :param config_path: the checkpoint's config.json
     :param state_path: its state.pth, {"model": state dict, ...} or the state dict itself, or a .safetensors file
-    :raises OSError: a file that cannot be read
-    :raises ValueError: a state that does not belong to the config; it names the tensors
+    :raises OSError: a file cannot be read
+    :raises ValueError: a file is invalid, or the state does not match the config; the text names the tensors
     """
     try:
         config = LeanAlbertConfig(**json.loads(Path(config_path).read_text(encoding="utf-8")))
@@ -37,9 +37,9 @@ def load_ruleanalbert(config_path: str | Path, state_path: str | Path) -> LeanAl
     words = "albert.embeddings.word_embeddings.weight"
     if words not in state:
         raise ValueError(f"{state_path} has no {words}: it is not a state of RuLeanALBERT")
-    # the config may be from before the tokenizer was final
+    # the config may be older than the final tokenizer
     config.vocab_size = len(state[words])
-    # safetensors keep one of the names of tied weights
+    # safetensors files keep only one name of tied weights
     state = {"predictions.decoder.weight": state[words], **state}
     if "predictions.bias" in state:
         state = {"predictions.decoder.bias": state["predictions.bias"], **state}

@@ -1,9 +1,8 @@
-"""What the names of compressions stand for; and a state on its way to a peer that joins: parameters in 16 bits, moments
-in 8, a third of the bytes.
+"""The codecs of the compression flags, and those of a state transfer: parameters in 16 bits, moments in 8.
 
-Moments take the block-wise dynamic quantization of arxiv.org/abs/2110.02861, in which lamb_8bit.py keeps its own.
-hivemind's codecs do not suit: 16 bits end at 6e-8, where biases begin and second moments are, and its 8 bits are of one
-step for a whole tensor. A second moment becomes 0 beside a first one that is not, and the next step leaps.
+A state takes a third of the bytes. Moments use the block-wise dynamic quantization of arxiv.org/abs/2110.02861, as
+lamb_8bit.py does. hivemind's codecs are too coarse: its 16 bits end at 6e-8, in the range of biases and second moments,
+and its 8 bits are linear. If a second moment becomes 0 but the first one does not, the next step is huge.
 """
 
 import torch
@@ -23,7 +22,7 @@ from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer
 
 
 class Scaled16bit(CompressionBase):
-    """Shares of the largest number, in 16 bits: an error of 2.4e-4 at most, for those of up to 1/16,000 of it."""
+    """A codec of float16 shares of the largest number, with relative errors up to 2.4e-4 down to 1/16,000 of it."""
 
     compression_type = runtime_pb2.FLOAT16
 
@@ -34,7 +33,7 @@ class Scaled16bit(CompressionBase):
         return runtime_pb2.Tensor(compression=self.compression_type, buffer=buffer, size=tensor.shape, dtype="float32")
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """:raises ValueError: the bytes are not those of a tensor of this size"""
+        """Decode a tensor, or raise a ValueError if the bytes do not match its size."""
         data, shape = bytearray(serialized_tensor.buffer), torch.Size(serialized_tensor.size)
         if len(data) != 4 + 2 * shape.numel() or not shape.numel():
             raise ValueError(f"{len(data)} bytes for {shape.numel()} elements in 16 bits")
@@ -46,8 +45,7 @@ class Scaled16bit(CompressionBase):
 
 
 class Dynamic8bit(CompressionBase):
-    """Numbers that may be negative, or the roots of numbers that are not: of second moments (see Lamb8bit), whose
-    numbers are squares. What is not 0 does not become 0 there."""
+    """A codec of 8 bits for signed numbers, or the roots of unsigned ones, of which only 0 becomes 0 (see Lamb8bit)."""
 
     compression_type = runtime_pb2.BLOCKWISE_8BIT
     quantizers = DynamicQuantizer(signed=True), DynamicQuantizer(signed=False)
@@ -57,12 +55,12 @@ class Dynamic8bit(CompressionBase):
         is_root = not (numbers < 0).any()
         codes, scales = self.quantizers[is_root].quantize(numbers.sqrt() if is_root else numbers)
         if is_root:
-            codes[(numbers > 0) & (codes == 0)] = 1  # of the values the smallest that is not 0
+            codes[(numbers > 0) & (codes == 0)] = 1  # the smallest value above 0
         buffer = bytes([is_root]) + scales.numpy().tobytes() + codes.numpy().tobytes()
         return runtime_pb2.Tensor(compression=self.compression_type, buffer=buffer, size=tensor.shape, dtype="float32")
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """:raises ValueError: the bytes are not those of a tensor of this size"""
+        """Decode a tensor, or raise a ValueError if the bytes do not match its size."""
         is_root, data = serialized_tensor.buffer[:1] == b"\1", bytearray(serialized_tensor.buffer[1:])
         shape = torch.Size(serialized_tensor.size)
         blocks = -(-shape.numel() // BLOCK_SIZE)
@@ -78,8 +76,7 @@ class Dynamic8bit(CompressionBase):
 
 
 class MatrixMoments8bit(AdaptiveCompressionBase):
-    """Dynamic8bit for matrices of 32-bit numbers; as they are: a step's number, the few moments of norms and biases,
-    and the moments of Lamb8bit, which are bytes already."""
+    """A codec of Dynamic8bit for float32 matrices; step counts, norms, biases and Lamb8bit's bytes stay as they are."""
 
     matrix, other = Dynamic8bit(), NoCompression()
 
@@ -92,14 +89,14 @@ class MatrixMoments8bit(AdaptiveCompressionBase):
 COMPRESSIONS = {
     "none": NoCompression(),
     "float16": Float16Compression(),
-    "sparse": Float16Compression(),  # as long as all peers step together
-    # 8 bits need a codebook per tensor, which small tensors are not worth: those of up to 2**16 elements
+    "sparse": Float16Compression(),  # while all peers step together
+    # 8 bits need a codebook per tensor, which does not pay off for small tensors of up to 2**16 elements
     "8bit": SizeAdaptiveCompression(
         threshold=2**16 + 1, less=Float16Compression(), greater_equal=Uniform8BitQuantization()
     ),
 }
 
-# --load_state_compression: how a state comes to a peer that joins, and a step to one that has missed it
+# --load_state_compression: for the state that a joining peer loads, and the step that a peer has missed
 LOAD_STATE_COMPRESSIONS = {
     "none": NoCompression(),
     "float16": RoleAdaptiveCompression(parameter=Scaled16bit(), gradient=Scaled16bit()),

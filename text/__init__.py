@@ -1,1 +1,1 @@
-"""From text to batches."""
+"""The data pipeline, from text to batches."""

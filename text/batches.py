@@ -1,4 +1,4 @@
-"""Endless batches of similar length: of a stored split, of its shards, or of a stream of text."""
+"""Endless batches of sequences of similar length, from a stored split, its shards, or a stream of text."""
 
 import functools
 import hashlib
@@ -24,24 +24,25 @@ from text.workers import prepare_in_workers
 
 logger = logging.getLogger("batches")
 
-#: (columns of the instances, what the width of batches is a multiple of) -> collator
+#: (columns of the dataset, multiple of the batch width) -> collator
 CollatorMaker = Callable[[list[str], int], DataCollator]
 
 
 def data_seed(peer_id: str, seed: int, epoch: int = 0) -> int:
-    """Seed of one peer's data order, 63 bits: the same in every process, unlike hash().
+    """Return the 63-bit seed of a peer's data order, which is the same in every process, unlike that of hash().
 
-    :param epoch: where the peer begins: one that continues from a checkpoint does not read the first batches once more
+    :param epoch: the peer's first epoch; after a resume, another order avoids a second read of the first batches
     """
     start = f":{epoch}" if epoch else ""
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}{start}".encode()).digest()[:8], "big") >> 1
 
 
 def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions: float) -> None:
-    """A UserError where instances are longer than the model takes, or cannot be masked as asked for; a line in the log
-    where --max_sequence_length asks for longer ones than there are.
+    """Raise a UserError if the model cannot take sequences of this length, or the tokenizer cannot mask whole words.
 
-    :param positions: max_position_embeddings of the model
+    If --max_sequence_length exceeds the longest sequence, log a warning.
+
+    :param positions: the model's max_position_embeddings
     """
     if KINDS[corpus.get("objective", PAIRS.name)].is_masked:
         DataCollatorForWholeWordMask(tokenizer, whole_word_mask=args.whole_word_mask)
@@ -49,19 +50,19 @@ def check_data_arguments(args: DataArguments, tokenizer, corpus: dict, positions
     if min(stored, most or stored) > positions:
         source = "--streaming" if args.streaming else args.train_file or args.dataset_name or args.dataset_path
         raise UserError(
-            f"{source} gives instances of {stored} tokens, the model takes {positions}: add --max_sequence_length "
+            f"{source} has sequences of {stored} tokens, the model takes {positions}: add --max_sequence_length "
             f"{positions}"
         )
     if most and most > positions:
         raise UserError(f"--max_sequence_length {most} is more than the model takes: give at most {positions}")
     if most and most > stored:
-        logger.warning(f"no instance has the {most} tokens of --max_sequence_length: the longest ones have {stored}")
+        logger.warning(f"no sequence has the {most} tokens of --max_sequence_length: the longest ones have {stored}")
 
 
 def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
-    """Tokens of an instance, at most, at this epoch of the swarm; the same on every peer. None: as in the dataset.
+    """Return the maximum number of tokens of a sequence at this epoch, the same on every peer; None: no maximum.
 
-    Linear from initial_sequence_length to max_sequence_length, rounded down to what tensor cores like.
+    It grows linearly from initial_sequence_length to max_sequence_length, rounded down to suit tensor cores.
     """
     if args.initial_sequence_length is None or epoch >= args.sequence_length_warmup_steps:
         return args.max_sequence_length
@@ -71,19 +72,18 @@ def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
 
 
 def choose_multiple(args: DataArguments, longest: int) -> int:
-    """What the width of batches is a multiple of: tensor cores like 8, but on short rows that would be up to a seventh
-    of padding."""
+    """Return the multiple for the width of batches: 8 suits tensor cores, but pads short rows by up to a seventh."""
     return args.pad_to_multiple_of or (8 if longest >= 128 else 1)
 
 
 def cut_rows(
     flat: dict[str, np.ndarray], lengths: np.ndarray, sequence_length: int
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Columns and lengths of rows, joined end to end, with no row longer than sequence_length.
+    """Truncate rows to sequence_length; return their columns, joined end to end, and their lengths.
 
-    [CLS] A [SEP] B [SEP] stays that: each segment keeps its first tokens and its [SEP], and the longer one gives first.
-    With the end of A kept, text would continue from A to B in unswapped pairs only, which would tell them apart. A
-    block keeps its first tokens, and its [SEP] if it has one.
+    [CLS] A [SEP] B [SEP] keeps this form: each segment keeps its first tokens and its [SEP], and the longer segment is
+    cut first. If the end of A were kept, text would continue from A to B only in pairs that are not swapped, which
+    would reveal the label. A block keeps its first tokens, and its [SEP] if it has one.
     """
     if lengths.max() <= sequence_length:
         return flat, lengths
@@ -106,8 +106,7 @@ def cut_rows(
 
 
 class IndexedBatches:
-    """Random access to batches of a split: (row numbers, seed of the masks, sequence length or None) -> batch. State:
-    the open Arrow table."""
+    """Random access to the batches of a split, by (row numbers, mask seed, sequence length or None)."""
 
     def __init__(self, dataset, make_collator: CollatorMaker, args: DataArguments):
         import pyarrow.compute
@@ -119,12 +118,12 @@ class IndexedBatches:
         )
         self.longest = int(min(self.lengths.max(), args.max_sequence_length or math.inf))
         multiple = choose_multiple(args, self.longest)
-        # batches are grouped by these: more rows to choose from for a batch, and no more padding
+        # grouping by padded length leaves more rows to choose from, at the same amount of padding
         self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
         self.collator = make_collator(self.columns, multiple)
 
     def read_rows(self, rows: np.ndarray, sequence_length: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Columns of the rows, joined end to end as int64, and the rows' lengths."""
+        """Return the columns of these rows, joined end to end as int64, and the rows' lengths."""
         table = self.dataset[rows.tolist()]
         columns = {name: table[name].combine_chunks() for name in self.columns}
         flat = {
@@ -134,7 +133,7 @@ class IndexedBatches:
         return cut_rows(flat, self.lengths[rows], sequence_length)
 
     def order(self, batch_size: int, seed: int) -> Iterator[tuple[np.ndarray, list[int]]]:
-        """Endless keys, but the sequence length, pass after pass."""
+        """Yield keys without the sequence length, endlessly, pass after pass."""
         generator, number = np.random.default_rng(seed), itertools.count()
         while True:
             for rows in group_by_length(self.padded_lengths, batch_size, generator):
@@ -148,9 +147,9 @@ class IndexedBatches:
 
 
 def list_batches(batches: IndexedBatches, batch_size: int, max_samples: int | None = None) -> list[dict]:
-    """All batches of a split, or those of max_samples random rows of it, in order of length.
+    """Return the batches of a split, or of max_samples random rows of it, sorted by length.
 
-    Rows and masks are the same at each call and on each peer, whatever the batch size: losses can be compared.
+    Rows and masks are the same at each call, on each peer and at any batch size, so that losses are comparable.
     """
     generator = np.random.default_rng(0)
     rows = generator.permutation(len(batches.lengths))[:max_samples]
@@ -169,27 +168,27 @@ def list_batches(batches: IndexedBatches, batch_size: int, max_samples: int | No
 def group_by_length(
     lengths: np.ndarray, batch_size: int, generator: np.random.Generator, keep_rest: bool = False
 ) -> list[np.ndarray]:
-    """Batches as row numbers: shuffled, grouped by length, and the groups shuffled again. Rows beyond a multiple of
-    batch_size sit out; fewer than one batch repeat.
+    """Shuffle rows, group them by length into batches, shuffle the batches, and return their row numbers.
 
-    :param keep_rest: have each row once instead, in a shorter batch where it must be
+    Rows beyond a multiple of batch_size are dropped; if there is less than one batch, rows repeat.
+
+    :param keep_rest: whether to use each row exactly once instead, so that one batch may be shorter
     """
     order = generator.permutation(len(lengths))
     if not keep_rest:
         order = np.resize(order, max(len(order) // batch_size, 1) * batch_size)
     order = order[np.argsort(lengths[order], kind="stable")]
     cuts = np.arange(batch_size, len(order), batch_size)
-    if rest := len(order) % batch_size:  # the longest rows are not always those of the shorter batch
+    if rest := len(order) % batch_size:  # otherwise the shorter batch would always have the longest rows
         cuts[generator.integers(len(cuts) + 1) :] -= batch_size - rest
     batches = np.split(order, cuts)
     return [batches[number] for number in generator.permutation(len(batches))]
 
 
 class ShardedBatches:
-    """As IndexedBatches, of a ShardedSplit: the keys have the shard's folder in front. Each process opens one shard at
-    a time for itself.
+    """Random access like IndexedBatches, but of a ShardedSplit; each process opens one shard at a time.
 
-    :param stop: ends the wait for a shard
+    :param stop: an event that ends the wait for a shard
     """
 
     def __init__(self, split: ShardedSplit, make_collator: CollatorMaker, args: DataArguments, stop: threading.Event):
@@ -197,7 +196,7 @@ class ShardedBatches:
         self.open = functools.lru_cache(1)(lambda folder: IndexedBatches(split.load(folder), make_collator, args))
 
     def order(self, batch_size: int, seed: int) -> Iterator[tuple[Path, np.ndarray, list[int]]]:
-        """Endless keys, but the sequence length: a pass over one shard, then the next."""
+        """Yield IndexedBatches' keys after the shard's folder, endlessly: a pass over one shard, then the next."""
         number = itertools.count()
         for visit, folder in enumerate(self.split.visit(self.stop)):
             lengths, generator = self.open(folder).padded_lengths, np.random.default_rng([seed, visit])
@@ -210,14 +209,14 @@ class ShardedBatches:
 
 
 class BatchLoader:
-    """Endless batches as tensors, prepared by num_workers processes, or by this one."""
+    """Endless batches as tensors, prepared by num_workers processes, or by this process if there are none."""
 
     def __init__(self, batches: IndexedBatches | ShardedBatches, batch_size: int, seed: int, num_workers: int):
         self.batches, self.batch_size, self.seed, self.num_workers = batches, batch_size, seed, num_workers
         self.sequence_length: int | None = None
 
     def set_sequence_length(self, sequence_length: int | None) -> None:
-        """From the next batch on, truncate instances to this many tokens (None: do not)."""
+        """Truncate sequences to this many tokens from the next batch on; None: do not truncate."""
         if sequence_length != self.sequence_length:
             logger.info(
                 f"sequences of {f'up to {sequence_length} tokens' if sequence_length else 'any length'} from now on"
@@ -225,7 +224,7 @@ class BatchLoader:
         self.sequence_length = sequence_length
 
     def __iter__(self) -> Iterator[dict]:
-        under_way = deque()  # keys whose batches nobody has taken yet
+        under_way = deque()  # keys of batches that are not yet taken
 
         def give_keys() -> Iterator[tuple]:
             for key in self.batches.order(self.batch_size, self.seed):
@@ -234,24 +233,25 @@ class BatchLoader:
 
         for batch in prepare_in_workers(self.batches, give_keys(), self.num_workers):
             *key, sequence_length = under_way.popleft()
-            if sequence_length != self.sequence_length:  # prepared before it was set: made anew
+            if sequence_length != self.sequence_length:  # prepared for another length: made again
                 batch = self.batches[(*key, self.sequence_length)]
             yield to_tensors(batch)
 
 
 class StreamedBatches:
-    """Endless batches of a TrainingDataset. This process reads, its workers tokenize what it hands out, in turn: the
-    same for the same seed, whatever num_workers.
+    """Endless batches of a TrainingDataset, which depend on its seed but not on num_workers.
 
-    Instances gather in a pool. When it has `shuffle_buffer` of them (the first pools are smaller, not to keep a start
-    waiting), its batches are those of `group_by_length`, and the next pool gathers while they are taken. State: where
-    the documents of the present pool begin, and how many of its batches have been taken. From there the same batches
-    follow, once each. Where batch size, sequence length or shuffle_buffer are others, the pool starts over instead;
-    where a source was late, part of the pool may be lost or come twice.
+    This process reads the text; the workers tokenize chunks of it in turn. Sequences fill a pool of `shuffle_buffer`
+    (the first pools are smaller, for a quick start), and `group_by_length` divides the pool into batches. The next pool
+    fills while these batches are taken.
 
-    :param collator: (instances, seed of the masks, sequence length) -> a batch
-    :param stop: ends the iteration when it is set while data is waited for
-    :param state: where to continue; None: at the beginning
+    The state is the position in the text at which the current pool begins, and the number of its batches taken. From
+    there the same batches follow, once each. If batch size, sequence length or shuffle_buffer have changed, the pool
+    starts over instead; if a source was late, part of the pool may be lost or repeated.
+
+    :param collator: a function (sequences, mask seed, sequence length) -> batch
+    :param stop: an event that ends the iteration during a wait for data
+    :param state: the state to continue from; None: start at the beginning
     """
 
     def __init__(
@@ -269,15 +269,15 @@ class StreamedBatches:
         self.sequence_length = dataset.max_sequence_length
 
     def set_sequence_length(self, length: int) -> None:
-        """As BatchLoader's. What was prepared for another length is given up."""
+        """Set the length of the next batches; sequences prepared for another length are dropped."""
         self.sequence_length = length
 
     def state(self) -> dict | None:
-        """For JSON: what to begin with to continue after the batch that was taken last; None before the first."""
+        """Return the state after the last batch taken, for JSON; None before the first batch."""
         return self.progress
 
     def describe(self) -> dict:
-        """What the batches of a pool depend on, beside its documents."""
+        """Return the values, other than its documents, that determine a pool's batches."""
         return {
             "seed": self.dataset.seed,
             "batch_size": self.batch_size,
@@ -289,7 +289,7 @@ class StreamedBatches:
         dataset, saved = self.dataset, self.progress
 
         def hand_out() -> Iterator[tuple]:
-            # DataLoader asks for so many while its workers start: text may be long in coming, and Ctrl-C must wait then
+            # DataLoader takes 2 keys per worker while it starts; a long wait for text there would block Ctrl-C
             for _ in range(2 * self.num_workers):
                 yield self.sequence_length, None, []
             for begin, chunk in stream_documents(dataset.sources, dataset.seed, saved, self.stop):
@@ -299,7 +299,7 @@ class StreamedBatches:
         chunks = prepare_in_workers(tokenizer, hand_out(), self.num_workers)
 
         def gather(pool: dict, count: int) -> bool:
-            """Whether the pool has this many instances now; False when there are no more."""
+            """Fill the pool up to this many sequences; return False if the stream has ended before that."""
             while len(pool["instances"]) < count and (result := next(chunks, None)):
                 length, begin, columns, lengths = result
                 if length == self.sequence_length and len(lengths):
@@ -333,7 +333,7 @@ class StreamedBatches:
 
 
 def load_stream_state(path: Path) -> dict | None:
-    """What the callback has written: see StreamedBatches. None where there is nothing, or nothing to be read."""
+    """Load the state of StreamedBatches that the callback saved; return None if it is missing or damaged."""
     if not path.exists():
         return None
     try:
@@ -342,5 +342,5 @@ def load_stream_state(path: Path) -> dict | None:
         logger.info(f"{path}: continuing after document {count:,}")
         return state
     except (OSError, ValueError, KeyError, TypeError) as e:
-        logger.warning(f"{path} is damaged ({type(e).__name__}): starting over with the text")
+        logger.warning(f"{path} is damaged ({type(e).__name__}): starting over at the beginning of the text")
         return None

@@ -1,4 +1,4 @@
-"""Instances to a padded batch with labels, masked anew each time."""
+"""Collators that make a padded batch with labels of sequences, with a new mask at each call."""
 
 import math
 
@@ -7,13 +7,13 @@ import numpy as np
 from support.console import UserError
 from text.tokenizers import find_word_beginnings
 
-IGNORED_LABEL = -100  # what torch's cross_entropy leaves out by default
+IGNORED_LABEL = -100  # the default ignore_index of torch's cross_entropy
 
 
 def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, int]:
-    """(number of each token's word, from 1 on, or 0 for special tokens; number of words), of rows joined end to end.
+    """Return the number of each token's word, from 1 on and 0 for special tokens, and the count of words.
 
-    :param begins_word: what find_word_beginnings says of each token; what follows a special token begins one as well
+    :param begins_word: find_word_beginnings' value for each token; a token after a special token also begins a word
     """
     begins_word = begins_word.copy()
     begins_word[1:] |= ~is_ordinary[:-1]
@@ -23,22 +23,23 @@ def number_words(begins_word: np.ndarray, is_ordinary: np.ndarray, lengths: np.n
 
 
 class DataCollator:
-    """From instances to a padded batch with labels: the one place where that is done, for every kind of data.
+    """The base class of the collators, which make a padded batch with labels for every kind of data.
 
-    :param pad_to_multiple_of: round the width of batches up to a multiple of this
+    :param pad_to_multiple_of: the number whose multiples are the widths of batches
     """
 
     def __init__(self, tokenizer, pad_to_multiple_of: int | None = None):
-        #: by the column of a batch, what fills it up where a row has no more
+        #: padding value of each column
         self.padding = {"input_ids": tokenizer.pad_token_id, "labels": IGNORED_LABEL}
         self.pad_to_multiple_of = pad_to_multiple_of or 1
 
     def __call__(self, instances: list[dict], seed: int | list[int] | None = None, longest: float = math.inf) -> dict:
-        """The batch, as tensors (see make_train_batches), of instances with input_ids and, if they have them,
-        token_type_ids, special_tokens_mask and sentence_order_label: lists, arrays or tensors.
+        """Return the batch as tensors.
 
-        :param seed: of the masks; without, they come from torch's own generator
-        :param longest: width beyond which nothing is padded: a model may have no position for it
+        :param instances: dictionaries of lists, arrays or tensors: input_ids, and optionally token_type_ids,
+            special_tokens_mask and sentence_order_label
+        :param seed: the seed of the masks; None: use torch's global generator
+        :param longest: the maximum width, because a model may have no position beyond it
         """
         import torch
 
@@ -55,13 +56,13 @@ class DataCollator:
         return to_tensors(self.collate(flat, lengths, np.random.default_rng(seed), longest))
 
     def collate(self, flat: dict, lengths: np.ndarray, generator: np.random.Generator, longest: float) -> dict:
-        """The batch, as arrays, of rows whose columns are joined end to end; see `add_labels` and `pad`."""
+        """Return the batch, as arrays, of rows whose columns are joined end to end; see `add_labels` and `pad`."""
         return self.pad(self.add_labels(flat, lengths, generator), lengths, longest)
 
     def pad(self, flat: dict[str, np.ndarray], lengths: np.ndarray, longest: float) -> dict[str, np.ndarray]:
-        """Arrays [rows, width] of int64; width is the longest row's length, rounded up to pad_to_multiple_of.
+        """Return int64 arrays [rows, width]; width is the longest row's length, rounded up to pad_to_multiple_of.
 
-        :param longest: but no more than this: a model may have no position for it
+        :param longest: the maximum width, because a model may have no position beyond it
         """
         width = int(min(-(-lengths.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of, longest))
         is_filled = np.arange(width) < lengths[:, None]
@@ -75,26 +76,25 @@ class DataCollator:
 
 
 class DataCollatorForCausalLM(DataCollator):
-    """Labels are the tokens themselves, as transformers' models take them: they shift them. All are to be predicted but
-    the first of a row, which nothing is before."""
+    """A collator whose labels are the tokens themselves, but the first of a row; transformers' models shift labels."""
 
     def add_labels(
         self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
     ) -> dict[str, np.ndarray]:
-        """Rows joined end to end with the labels: IGNORED_LABEL where there is none."""
+        """Add the labels to rows joined end to end; IGNORED_LABEL marks tokens without a label."""
         labels = flat["input_ids"].copy()
         labels[np.cumsum(lengths) - lengths] = IGNORED_LABEL
         return {**flat, "labels": labels}
 
 
 class DataCollatorForWholeWordMask(DataCollator):
-    """BERT's masking (arxiv.org/abs/1810.04805, section 3.1), of whole words as in its later models.
+    """A collator with BERT's masking (arxiv.org/abs/1810.04805, section 3.1), of whole words as in its later models.
 
-    Each word is chosen with mlm_probability, whatever its length, so that each token is, too. What becomes of the
-    chosen tokens is drawn for each by itself, as in BERT's code: 80 % become [MASK], 10 % a random token, 10 % stay.
-    Special tokens are never chosen, and end a word. At least one word of a batch is chosen, or its loss had no value.
+    Each word is chosen with mlm_probability at any length, and so is each token. As in BERT's code, the fate of each
+    chosen token is independent: 80 % become [MASK], 10 % a random token, 10 % stay. Special tokens are never chosen,
+    and end a word. At least one word of a batch is chosen, because the loss would be undefined otherwise.
 
-    :param whole_word_mask: False chooses tokens, each by itself
+    :param whole_word_mask: whether to choose whole words; otherwise single tokens
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class DataCollatorForWholeWordMask(DataCollator):
         self.begins_word = find_word_beginnings(tokenizer) if whole_word_mask else np.ones(len(tokenizer), dtype=bool)
         if self.begins_word is None:
             raise UserError(
-                f"where words begin cannot be told from the pieces of the tokenizer {tokenizer.name_or_path}: add "
-                "--no_whole_word_mask, or use one of ALBERT or BERT"
+                f"the tokens of the tokenizer {tokenizer.name_or_path} do not show where words begin: add "
+                "--no_whole_word_mask, or use a tokenizer of ALBERT or BERT"
             )
 
     def add_labels(
         self, flat: dict[str, np.ndarray], lengths: np.ndarray, generator: np.random.Generator
     ) -> dict[str, np.ndarray]:
-        """Rows joined end to end with masked input_ids, and the labels: IGNORED_LABEL where nothing was chosen."""
+        """Mask the input_ids of rows joined end to end, and add the labels: IGNORED_LABEL for tokens not chosen."""
         input_ids = flat["input_ids"].copy()
         special = flat["special_tokens_mask"] if "special_tokens_mask" in flat else self.is_special[input_ids]
         words, count = number_words(self.begins_word[input_ids], special == 0, lengths)

@@ -1,4 +1,4 @@
-"""From files to documents, and on to sentence-order pairs or full blocks: the part of the data's way that is gone once.
+"""Read files as documents, and turn documents into sentence-order pairs or full blocks.
 
 A document is a list of paragraphs. To see a file's sentences:
 
@@ -32,11 +32,11 @@ SAMPLE_TITLE = re.compile(
     r"EMMA|MANSFIELD PARK|NORTHANGER ABBEY|Persuasion|PRIDE AND PREJUDICE|SENSE AND SENSIBILITY|VOLUME [IVX]+"
 )
 SAMPLE_CHAPTER = re.compile(r"(?:CHAPTER|Chapter) (?:[IVXLC]+|\d+)")
-PART_CHARACTERS = 50_000  # of a document that are encoded at once: some tokenizers take memory by the square of a text
+PART_CHARACTERS = 50_000  # encoded at once, because some tokenizers need memory that grows with the square of a text
 
 
 def read_text(path: str | Path) -> str:
-    """A whole UTF-8 file, plain, .gz or .xz. What cannot be read is a UserError."""
+    """Read a whole UTF-8 file, plain, .gz or .xz; raise a UserError if it cannot be read."""
     path = Path(path)
     open_file = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
@@ -59,8 +59,7 @@ def read_text(path: str | Path) -> str:
 
 
 def split_paragraphs(text: str) -> list[str]:
-    """Paragraphs without their line breaks. They are set apart by blank lines or, where most text lies in lines too
-    long to be hard-wrapped, each line is one."""
+    """Split text into paragraphs: at blank lines, or at every line break if most of it is not hard-wrapped."""
     lines = text.split("\n")
     is_wrapped = sum(len(line) for line in lines if len(line) > 200) * 2 <= len(text)
     blocks = re.split(r"\n\s*\n", text) if is_wrapped else lines
@@ -68,17 +67,17 @@ def split_paragraphs(text: str) -> list[str]:
 
 
 def split_articles(lines: list[str]) -> list[list[str]]:
-    """Documents of text in WikiText format: an article begins at ` = Title = ` between blank lines.
+    """Split text in WikiText format into documents: an article begins at ` = Title = ` between blank lines.
 
-    The marks of headings go; ` @-@ `, ` @,@ ` and ` @.@ `, WikiText's way to write a hyphen, comma or point within a
-    word or number, become that character again: ALBERT's vocabulary would spend four pieces on each.
+    The marks of headings are removed. ` @-@ `, ` @,@ ` and ` @.@ ` become the hyphen, comma or point within a word or
+    number that they stand for, because ALBERT's vocabulary needs four tokens for each.
     """
     articles: list[list[str]] = []
     for position, line in enumerate(lines):
         text = " ".join(re.sub(r" @([-,.])@ ", r"\1", line).split())
         if not text:
             continue
-        # a formula in the text can look like a title, but does not stand alone
+        # a formula can look like a title, but has no blank lines around it
         is_alone = not any(neighbour.strip() for neighbour in lines[max(position - 1, 0) : position + 2 : 2])
         if position == 0:
             is_alone = not any(neighbour.strip() for neighbour in lines[1:2])
@@ -89,7 +88,7 @@ def split_articles(lines: list[str]) -> list[list[str]]:
 
 
 def split_chapters(text: str) -> list[list[str]]:
-    """Documents of the sample corpus: a chapter, with the title page of its novel or volume if it is the first."""
+    """Split the sample corpus into chapters; the first one includes the title page of its novel or volume."""
     chapters: list[list[str]] = []
     for paragraph in split_paragraphs(text):
         is_chapter = SAMPLE_CHAPTER.fullmatch(paragraph)
@@ -101,12 +100,14 @@ def split_chapters(text: str) -> list[list[str]]:
 
 
 def read_documents(path: str | Path, text_column: str = "text") -> list[list[str]]:
-    """Documents of a user's file, which may also be packed (.gz, .xz): each line of .jsonl (.json) is one, and each row
-    of .csv and .tsv, whose first row names the columns; any other file is one, but a file in WikiText format is split
-    into its articles. What is wrong with it is a UserError."""
+    """Read the documents of a user's file, which may be compressed (.gz, .xz); raise a UserError if it is invalid.
+
+    Each line of .jsonl (.json) is a document, and each row of .csv and .tsv, whose first row names the columns. A file
+    in WikiText format is split into its articles. Any other file is a single document.
+    """
     kinds = find_kinds(path)
     if other := kinds & {".parquet", ".arrow", ".zst", ".zip"}:
-        raise UserError(f"{path}: {other.pop()} is not read here: put it into a folder and give that as --dataset_name")
+        raise UserError(f"{path}: {other.pop()} is not supported: put it into a folder and give that as --dataset_name")
     if kinds & {".jsonl", ".json", ".csv", ".tsv"}:
         documents = []
         for number, record in read_records(path):
@@ -122,16 +123,14 @@ def read_documents(path: str | Path, text_column: str = "text") -> list[list[str
 
 
 def find_kinds(path: str | Path) -> set[str]:
-    """What a file is, and how it is packed: its last two suffixes."""
+    """Return the last two suffixes of a file, which show its format and compression."""
     return {suffix.lower() for suffix in Path(path).suffixes[-2:]}
 
 
 def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[int, object]]:
-    """(number of the line where it ends, record) of a .csv or .tsv file, or of JSON lines. What is wrong with it is a
-    UserError.
+    """Yield (number of its last line, record) from a .csv or .tsv file or JSON lines; raise a UserError if invalid.
 
-    :param is_strict: these are records, not text: refuse rows of more columns than the header, and quotation marks that
-        are not where csv has them
+    :param is_strict: whether to refuse rows with more columns than the header, and quotation marks that csv forbids
     """
     text, kinds = read_text(path), find_kinds(path)
     if kinds & {".csv", ".tsv"}:
@@ -159,22 +158,22 @@ def read_records(path: str | Path, is_strict: bool = False) -> Iterator[tuple[in
 
 
 def take_text(record: object, column: str) -> str:
-    """:raises ValueError: it has none; the error says why, as the rest of a sentence that begins with the record"""
+    """Return the text in a column of a record, or raise a ValueError whose message begins with a verb."""
     if not isinstance(record, dict) or column not in record:
         found = ", ".join(map(str, record)) if isinstance(record, dict) else "no field at all"
         raise ValueError(f"has no {column} (there is {found[:200]})")
     if not isinstance(record[column], str):
         raise ValueError(f"has a {column} that is not text")
-    # JSON can spell half of a surrogate pair, which no tokenizer takes
+    # JSON can contain half of a surrogate pair, which no tokenizer accepts
     return record[column].encode("utf-8", "replace").decode()
 
 
 @functools.cache
 def load_sentence_splitter(language: str, splitter: str = "auto") -> Callable[[str], list[str]]:
-    """What divides a paragraph into sentences. An unknown language is a UserError.
+    """Return a function that splits a paragraph into sentences; raise a UserError if the language is unknown.
 
-    :param splitter: punkt (Kiss and Strunk, 2006), with a model of each language; razdel, which has rules for Russian
-        and leaves its abbreviations whole; or auto: razdel for Russian, else punkt
+    :param splitter: punkt (Kiss and Strunk, 2006), with a model of each language; razdel, with rules for Russian and
+        its abbreviations; or auto: razdel for Russian, punkt for other languages
     """
     if splitter == "razdel" or (splitter == "auto" and language == "russian"):
         import razdel
@@ -188,7 +187,7 @@ def load_sentence_splitter(language: str, splitter: str = "auto") -> Callable[[s
 
 
 def split_sentences(paragraphs: Iterable[str], language: str = "english", splitter: str = "auto") -> list[str]:
-    """Sentences of one document; none crosses a paragraph."""
+    """Split the paragraphs of one document into sentences."""
     split = load_sentence_splitter(language, splitter)
     return [sentence for paragraph in paragraphs for sentence in split(paragraph)]
 
@@ -197,22 +196,21 @@ def split_sentences(paragraphs: Iterable[str], language: str = "english", splitt
 
 
 def make_document_random(seed: int, split: str, index: int) -> random.Random:
-    """The randomness of one document, whichever process works on it and when."""
+    """Return a document's random generator, the same in every process and at any time."""
     return random.Random(hashlib.sha256(f"{seed}:{split}:{index}".encode()).digest())
 
 
 def make_sentence_pairs(
     sentences: list[list[int]], seq_length: int, generator: random.Random
 ) -> list[tuple[list[int], list[int], int]]:
-    """Sentence-order pairs (arxiv.org/abs/1909.11942, section 3.1) of one document, given as ids of its sentences.
+    """Return sentence-order pairs (arxiv.org/abs/1909.11942, section 3.1) of a document as (first, second, label).
 
-    Consecutive sentences fill up to seq_length - 3 ids (three special tokens come on top) and are cut at a random
-    sentence into segments A and B. Returns (first, second, sentence_order_label): label 0 is A, B; label 1, half of
-    them, is B, A. All text is kept: a sentence longer than half of the room is divided, and the cut falls inside a
-    sentence only where there is no other place for it.
+    Consecutive sentences fill up to seq_length - 3 ids, which leaves room for three special tokens. A random sentence
+    boundary divides them into segments A and B. Label 0 is A, B; label 1, half of the pairs, is B, A. All text is kept:
+    sentences over half of the room are divided. The boundary is inside a sentence only if there is no other.
     """
     room = seq_length - 3
-    pieces: list[tuple[bool, list[int]]] = []  # does it begin a sentence, ids
+    pieces: list[tuple[bool, list[int]]] = []  # (whether it begins a sentence, ids)
     for ids in sentences:
         parts = -(-len(ids) // (room // 2))
         for part in range(parts):
@@ -227,7 +225,7 @@ def make_sentence_pairs(
             length = 0
         chunks[-1].append(piece)
         length += len(piece[1])
-    # two pieces always fit, so that only a document's last chunk can be left with a single one
+    # two pieces always fit, so only a document's last chunk can have a single piece
     if chunks and len(chunks[-1]) == 1:
         begins, ids = chunks[-1][0]
         if len(chunks) > 1 and len(chunks[-2]) > 2:
@@ -249,12 +247,12 @@ def make_sentence_pairs(
 
 
 def count_within(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, 2, ... for each row of these lengths, joined end to end."""
+    """Return 0, 1, 2, ... for each row of these lengths, joined end to end."""
     return np.arange(lengths.sum()) - (lengths.cumsum() - lengths).repeat(lengths)
 
 
 def make_text_encoder(tokenizer):
-    """The tokenizer's own engine, in a copy that takes text for text: "[SEP]" too, and of any length."""
+    """Copy the tokenizer's backend for text of any length, in which "[SEP]" is ordinary text too."""
     encoder = copy.deepcopy(tokenizer.backend_tokenizer)
     encoder.no_truncation()
     encoder.no_padding()
@@ -265,13 +263,12 @@ def make_text_encoder(tokenizer):
 def make_instances(
     documents: list[list[str]], generators: list[random.Random], seq_length: int, tokenizer, encoder
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Instances for the model from sentences: (columns joined end to end, lengths of the instances).
+    """Make pairs for the model from sentences; return their columns, joined end to end, and their lengths.
 
-    Every sentence is tokenized once, all of them in one batch; pairs are put together from ids.
+    All sentences are tokenized once, in one batch; pairs are then made from ids.
 
-    :param documents: each as its sentences
-    :param generators: for each document, of make_document_random
-    :param encoder: of make_text_encoder
+    :param documents: the sentences of each document
+    :param generators: the result of make_document_random for each document
     """
     sentences = list(itertools.chain.from_iterable(documents))
     encodings = iter(encoder.encode_batch_fast(sentences, add_special_tokens=False))
@@ -288,7 +285,7 @@ def make_instances(
     columns = {
         "input_ids": input_ids,
         "token_type_ids": is_second.astype(np.int8),
-        # <unk> too: nobody should learn to predict it
+        # includes <unk>, which the model should not learn to predict
         "special_tokens_mask": np.isin(input_ids, tokenizer.all_special_ids).astype(np.int8),
         "sentence_order_label": np.array(labels, dtype=np.int8),
     }
@@ -299,10 +296,10 @@ def make_instances(
 
 
 def encode_documents(documents: list[list[str]], kind: InstanceKind, tokenizer, encoder) -> np.ndarray:
-    """Ids of documents, each a list of paragraphs, end to end: int32. Behind each stands [SEP] where they are to be
-    masked and paragraphs are not told apart; else an end token, and paragraphs are lines.
+    """Return the ids of documents, joined end to end, as int32.
 
-    :param encoder: of make_text_encoder
+    For masking, [SEP] follows each document, and a space joins paragraphs. Otherwise an end token follows each
+    document, and a line break joins paragraphs.
     """
     joint, end = (" ", tokenizer.sep_token_id) if kind.is_masked else ("\n", tokenizer.eos_token_id)
     parts, are_last = [], []
@@ -326,11 +323,12 @@ def encode_documents(documents: list[list[str]], kind: InstanceKind, tokenizer, 
 def cut_blocks(
     ids: np.ndarray, seq_length: int, kind: InstanceKind, tokenizer, keep_rest: bool = False
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Instances of seq_length ids each from endless text (of encode_documents): (columns joined end to end, lengths
-    of the instances). To be masked, [CLS] and [SEP] are two of them, and each block begins where the one before ended
-    (the full sentences of arxiv.org/abs/1907.11692, section 4.2, but that a block may begin and end within a sentence).
+    """Cut ids into blocks of seq_length; return their columns, joined end to end, and their lengths.
 
-    :param keep_rest: have what does not fill a block as a shorter one; it is also kept where it is all there is
+    Blocks for masking include [CLS] and [SEP]. Each block begins at the end of the previous one, as in the full
+    sentences of arxiv.org/abs/1907.11692, section 4.2, but also within a sentence.
+
+    :param keep_rest: whether the rest becomes a shorter block; if there is no full block, it always does
     """
     room = seq_length - 2 if kind.is_masked else seq_length
     count, rest = divmod(len(ids), room)

@@ -1,12 +1,14 @@
-"""Data from elsewhere: archives and shards, fetched over HTTP, checked, unpacked safely; and packed, to be hosted.
+"""Download archives and shards of data over HTTP, verify them, and unpack them safely into a cache.
 
     python tokenize_wikitext103.py --archive wikitext.tar.gz        # prints the sha256
     python run_trainer.py --dataset_path https://example.org/wikitext.tar.gz --dataset_sha256 2c26b46b... ...
 
-In the cache folder each archive has a name of its own, made from its own sha256 where that is known, else from its
-address: NAME/ is the unpacked archive, complete or not there at all; NAME.part is a download that is not finished,
-NAME.part.json what its server said of it; NAME.json the index of an archive in shards; NAME.lock keeps a second
-trainer waiting instead of fetching the same.
+In the cache folder the name of an archive comes from its sha256 if that is known, otherwise from its address:
+
+    NAME/                   the unpacked archive, always complete
+    NAME.part, .part.json   an unfinished download, and the facts that its server reported
+    NAME.json               the index of an archive in shards
+    NAME.lock               a lock that makes a second trainer wait for the same download
 """
 
 import contextlib
@@ -34,18 +36,18 @@ from text.http import FIRST_DELAY, ChangedError, HttpError, HttpFile, is_url
 
 logger = logging.getLogger("fetch")
 
-PATIENCE = 60.0  # seconds without a byte, over all tries, before a start gives up
-KEEP_FREE = 10**9  # bytes of the disk, which is not ours alone
-MAX_HEADER = 2**20  # bytes of what an archive says of a file
+PATIENCE = 60.0  # seconds without a byte, over all attempts, before the start fails
+KEEP_FREE = 10**9  # bytes of the disk that stay free for other programs
+MAX_HEADER = 2**20  # bytes of a file's header in an archive
 
 
 class NoRoomError(UserError):
-    """The disk of the cache is full."""
+    """The error of a cache whose disk is full."""
 
 
 @dataclass
 class Shard:
-    """One archive of an index."""
+    """An archive that an index lists."""
 
     source: str  # URL or path
     sha256: str
@@ -53,19 +55,19 @@ class Shard:
 
 @dataclass
 class FetchedDataset:
-    """What --dataset_path stands for."""
+    """The local folders of the dataset that --dataset_path names."""
 
     dataset: Path  # folder with corpus.json
-    tokenizer: Path | None = None  # folder of the tokenizer that came in the archive
-    shards: list[Shard] = field(default_factory=list)  # where the train split is, if not in the folder
+    tokenizer: Path | None = None  # folder of the archive's tokenizer
+    shards: list[Shard] = field(default_factory=list)  # the train split, if it is not in the folder
     cache_dir: Path = Path()
 
 
 def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedDataset:
-    """Fetch and unpack what --dataset_path names, or find it in the cache. A UserError where that fails.
+    """Download and unpack the dataset that --dataset_path names, or find it in the cache; on failure, a UserError.
 
     :param path: a folder, an archive, an index of shards, or the http(s) URL of one
-    :param sha256: of that file, 64 hexadecimal digits; None: do not check
+    :param sha256: the file's sha256, 64 hexadecimal digits; None: do not check it
     """
     cache_dir = Path(cache_dir)
     if "://" in path:
@@ -88,17 +90,17 @@ def fetch_data(path: str, sha256: str | None, cache_dir: str | Path) -> FetchedD
 
 
 def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PATIENCE, is_shown: bool = True) -> Path:
-    """The folder in the cache that holds the unpacked archive, or the index file if it is one.
+    """Return the cache's folder of the unpacked archive, or its index file, after a download if necessary.
 
-    :param patience: seconds without a byte, over all tries, before it gives up
-    :param is_shown: whether progress is shown
-    :raises UserError: it cannot be had, is not what sha256 says, or cannot be unpacked
+    :param patience: the seconds without a byte, over all attempts, before an error
+    :param is_shown: whether to show progress
+    :raises UserError: the file cannot be downloaded or unpacked, or has another sha256
     """
     sha256 = sha256.lower() if sha256 else None
     folder = cache_dir / make_name(source, sha256)
     index, partial = folder.with_suffix(".json"), folder.with_suffix(".part")
     try:
-        # without the lock at first: a cache that others have filled may be read-only
+        # at first without the lock, because a shared cache may be read-only
         if found := find_fetched(folder, index, source):
             return found
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -126,10 +128,10 @@ def fetch(source: str, sha256: str | None, cache_dir: Path, patience: float = PA
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NoRoomError(
-                f"no room for {source} in {cache_dir}, where {format_bytes(KEEP_FREE)} stay free: make some, or give "
-                "another --dataset_cache_dir; the same command continues from there"
+                f"no room for {source} in {cache_dir}, where {format_bytes(KEEP_FREE)} stay free: free some space, or "
+                "give another --dataset_cache_dir; the same command continues from there"
             ) from e
-        raise UserError(f"{source} cannot be put into {cache_dir} ({e}): give another --dataset_cache_dir") from e
+        raise UserError(f"cannot store {source} in {cache_dir} ({e}): give another --dataset_cache_dir") from e
 
 
 def find_fetched(folder: Path, index: Path, source: str) -> Path | None:
@@ -140,7 +142,7 @@ def find_fetched(folder: Path, index: Path, source: str) -> Path | None:
 
 
 def make_name(source: str, sha256: str | None) -> str:
-    """Name in the cache: part of the source's own, and what tells it from others."""
+    """Return the name in the cache: part of the source's name, and a hash."""
     if not sha256:
         text = source
         if not is_url(source):
@@ -152,13 +154,13 @@ def make_name(source: str, sha256: str | None) -> str:
 
 
 def pin(folder: Path) -> IO | None:
-    """Keep `evict_oldest` of any process from removing a folder of the cache, as long as the returned file is open.
+    """Protect a folder of the cache from `evict_oldest` of any process, as long as the returned file is open.
 
-    :returns: None for a folder that this user may not write to: whose it is may keep it, or remove it at any time
-    :raises FileNotFoundError: it has just been removed
+    :returns: the open file; None for a folder of another user, who may remove it at any time
+    :raises FileNotFoundError: the folder has just been removed
     """
     try:
-        file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until it is let go)
+        file = open(folder / ".in_use", "a")  # noqa: SIM115 (open until the caller closes it)
     except OSError as e:
         if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return None
@@ -171,17 +173,17 @@ def pin(folder: Path) -> IO | None:
 
 
 def evict_oldest(shards: list[Shard], cache_dir: Path) -> bool:
-    """Remove the shard that was read longest ago, of those that nobody has pinned; False: there is none."""
+    """Remove the least recently read shard that is not pinned; return False if there is none."""
     folders = [cache_dir / make_name(shard.source, shard.sha256) for shard in shards]
     try:
         marks = [folder / ".in_use" for folder in folders if (folder / ".in_use").exists()]
         for mark in sorted(marks, key=lambda mark: mark.stat().st_mtime):
-            # in use, or of another user
+            # the shard is pinned, or belongs to another user
             with contextlib.suppress(BlockingIOError, PermissionError), open(mark, "a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                logger.info(f"no room for the next shard: {mark.parent} goes")
+                logger.info(f"no room for the next shard: removing {mark.parent}")
                 removed = mark.parent.with_suffix(".removed")
-                shutil.rmtree(removed, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(removed, ignore_errors=True)  # left by a killed process
                 mark.parent.rename(removed)
                 shutil.rmtree(removed)
                 return True
@@ -194,9 +196,9 @@ def evict_oldest(shards: list[Shard], cache_dir: Path) -> bool:
 
 
 def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
-    """Fetch url to the file `partial`, from where an earlier try, or an earlier process, was cut off.
+    """Download a URL to the file `partial`, from the byte at which an earlier attempt or process stopped.
 
-    :raises UserError: it cannot be had; what has come so far is kept
+    :raises UserError: the download failed; the bytes received so far are kept
     """
     facts_file = partial.with_suffix(".part.json")
     largest, reached = file_size(partial), time.monotonic()
@@ -214,16 +216,16 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
                 copy_rest(source, partial, is_shown)
                 facts_file.write_text(json.dumps({"url": url, **source.facts, "size": source.position}))
         except OSError:
-            if source.facts.get("size") is None:  # it may have no end
+            if source.facts.get("size") is None:  # the file may be endless
                 discard(partial)
             raise
         except ChangedError as e:
             if file_size(partial) > largest:
                 largest, reached = file_size(partial), time.monotonic()
             discard(partial)
-            # it could change each time
+            # the file could change at each attempt
             if time.monotonic() + FIRST_DELAY - reached > min(patience, PATIENCE):
-                raise UserError(f"{url}: {e}: the same command fetches it anew") from e
+                raise UserError(f"{url}: {e}: the same command downloads it again") from e
             logger.warning(f"{url}: {e}: starting over")
             time.sleep(FIRST_DELAY)
             continue
@@ -238,7 +240,7 @@ def download(url: str, partial: Path, patience: float, is_shown: bool) -> None:
 
 
 def copy_rest(source: HttpFile, partial: Path, is_shown: bool) -> None:
-    """Append what a file does not have yet."""
+    """Append the missing rest of the source to a file."""
     received, total = source.seek(file_size(partial)), source.find_size()
     name = PurePosixPath(urllib.parse.urlsplit(source.url).path).name
     with contextlib.ExitStack() as stack:
@@ -250,13 +252,13 @@ def copy_rest(source: HttpFile, partial: Path, is_shown: bool) -> None:
         while piece := source.read(1 << 16):
             check_room(partial.parent, len(piece))
             file.write(piece)
-            file.flush()  # what has come is there when this process is killed
+            file.flush()  # keeps the bytes if this process is killed
             if is_shown:
                 bar.update(len(piece))
 
 
 def check_room(folder: Path, size: int) -> None:
-    """The OSError of a full disk, if with so many bytes more it would have less than KEEP_FREE."""
+    """Raise the OSError of a full disk if another `size` bytes would leave less than KEEP_FREE."""
     if shutil.disk_usage(folder).free - size < KEEP_FREE:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -275,24 +277,24 @@ def file_size(path: Path) -> int:
 
 
 def check_sha256(file: Path, source: str, sha256: str | None) -> None:
+    """Raise a UserError if the file's sha256 is not this one; None: only log it."""
     found = hash_file(file)
     if sha256 is None:
-        logger.info(f"{source} has sha256 {found}: with --dataset_sha256 you are sure of what you get")
+        logger.info(f"{source} has sha256 {found}: pass it as --dataset_sha256 to verify the next download")
     elif found != sha256:
         raise UserError(
-            f"{source} has sha256 {found}, not {sha256}, and is not used: compare with what its publisher says, "
-            "then try again"
+            f"{source} has sha256 {found}, not {sha256}, and is not used: check it with the publisher, then try again"
         )
 
 
 def read_index(file: Path, source: str) -> list[Shard]:
-    """The archives that an index lists, the common one first; they lie beside the index, wherever that came from.
+    """Return the archives that an index lists, the common one first; they are in the same place as the index.
 
-    :raises UserError: it is no such index
+    :raises UserError: the file is not an index of shards
     """
     shards = []
     try:
-        if file.stat().st_size > 10**7:  # of 60,000 shards
+        if file.stat().st_size > 10**7:  # bytes; enough for 60,000 shards
             raise ValueError("it has more than 10 MB")
         index = json.loads(file.read_text())
         for entry in [index["common"], *index["shards"]]:
@@ -311,7 +313,7 @@ def read_index(file: Path, source: str) -> list[Shard]:
 
 
 class BoundedInfo(tarfile.TarInfo):
-    """A member of an archive; tarfile reads headers of any size into memory."""
+    """A member of an archive whose headers are bounded; tarfile reads headers of any size into memory."""
 
     @classmethod
     def frombuf(cls, *args) -> tarfile.TarInfo:
@@ -322,16 +324,14 @@ class BoundedInfo(tarfile.TarInfo):
 
 
 def unpack(file: Path, source: str, folder: Path) -> None:
-    """Unpack an archive to `folder`, which appears when it is complete.
+    """Unpack an archive, in which links and devices are forbidden, to `folder`, which appears once it is complete.
 
-    It may hold files and folders only: no links, whose targets could lie anywhere, and no devices.
-
-    :raises UserError: it is damaged, holds anything else, or no dataset
+    :raises UserError: the archive is damaged, or contains anything else, or no dataset
     """
     unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     unfinished.mkdir()
-    # Python before 3.11.4 has no filters; what they refuse is refused below
+    # Python before 3.11.4 has no filters; the checks below refuse the same members
     options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     try:
         with tarfile.open(file, "r:*", tarinfo=BoundedInfo) as archive:
@@ -339,8 +339,8 @@ def unpack(file: Path, source: str, folder: Path) -> None:
                 path = PurePosixPath(member.name)
                 if not (member.isreg() or member.isdir()) or path.is_absolute() or ".." in path.parts:
                     raise UserError(
-                        f"{source} holds {member.name!r}, which is a link, a device or outside its folder, and is not "
-                        "used: whoever packed it should pack plain files (tokenize_wikitext103.py --archive does)"
+                        f"{source} contains {member.name!r}, which is a link, a device or outside its folder, and is "
+                        "not used: ask its publisher for plain files (tokenize_wikitext103.py --archive packs these)"
                     )
                 check_room(unfinished, member.size)
                 archive.extract(member, unfinished, **options)
@@ -358,9 +358,9 @@ def unpack(file: Path, source: str, folder: Path) -> None:
 
 
 def locate_dataset(folder: Path, source: str | None = None) -> tuple[Path, Path | None]:
-    """(folder of the dataset, folder of the tokenizer or None) in an unpacked archive, however it was packed."""
+    """Return the folders of the dataset and of the tokenizer or None, at any depth of an unpacked archive."""
     corpora, tokenizers = (sorted(folder.rglob(name)) for name in ("corpus.json", "tokenizer_config.json"))
     if len(corpora) != 1:
         number = "more than one dataset" if corpora else "no dataset"
-        raise UserError(f"{source or folder} holds {number}: make it with python tokenize_wikitext103.py --archive")
+        raise UserError(f"{source or folder} contains {number}: make it with python tokenize_wikitext103.py --archive")
     return corpora[0].parent, tokenizers[0].parent if len(tokenizers) == 1 else None

@@ -1,4 +1,4 @@
-"""Pack a dataset and its tokenizer for volunteers to fetch: one archive, or shards and an index.
+"""Pack a dataset and its tokenizer for volunteers to download: one archive, or shards and an index.
 
 python tokenize_wikitext103.py --archive wikitext.tar.gz        # prints the sha256
 """
@@ -21,7 +21,7 @@ from text.tokenizers import load_tokenizer
 
 
 def name_shards(archive: Path, count: int) -> list[Path]:
-    """The files of an archive in `count` shards: its index, what all peers need, then the shards."""
+    """Return the files of an archive in `count` shards: the index, the part that all peers need, and the shards."""
     stem, suffix = archive.name.split(".", 1)
     names = [f"{stem}.json", f"{stem}-common.{suffix}"]
     names += [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(count)]
@@ -29,6 +29,7 @@ def name_shards(archive: Path, count: int) -> list[Path]:
 
 
 def check_archive(archive: Path, args: TokenizeArguments):
+    """Raise a UserError if a file of the archive exists, or its folder does not."""
     for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
         if os.path.lexists(path):
             raise UserError(f"{path} already exists: remove it, or give another --archive")
@@ -37,12 +38,12 @@ def check_archive(archive: Path, args: TokenizeArguments):
 
 
 def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArguments):
-    """Pack dataset and tokenizer into one archive, or into shards and an index, and say what to give to a trainer.
+    """Pack dataset and tokenizer into one archive, or into shards and an index, and print the flags for a trainer.
 
-    Row number r goes into shard r modulo their number: each shows the whole corpus.
+    Row r goes into shard r modulo the number of shards, so that each shard represents the whole corpus.
     """
     kind = PAIRS
-    with contextlib.suppress(OSError, ValueError, KeyError):  # load_tokenized_dataset says what is wrong there
+    with contextlib.suppress(OSError, ValueError, KeyError):  # load_tokenized_dataset reports these errors
         kind = KINDS[json.loads((dataset_path / "corpus.json").read_text()).get("objective", kind.name)]
     tokenizer = load_tokenizer(tokenizer_path, kind)
     dataset, corpus = load_tokenized_dataset(dataset_path, tokenizer)
@@ -62,7 +63,7 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
             path.unlink(missing_ok=True)
         if isinstance(e, OSError):
             raise UserError(
-                f"cannot write {archive} ({e}): free some space, then run the same command again to pack what is there"
+                f"cannot write {archive} ({e}): free some space, then run the same command again to pack the dataset"
             ) from e
         raise
     size = sum(path.stat().st_size for path in made)
@@ -74,7 +75,7 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
 
 
 def make_shards(names: list[Path], dataset: dict, corpus: dict, tokenizer_path: Path) -> str:
-    """Write the files of `name_shards`; returns the sha256 of the index."""
+    """Write the files of `name_shards`, and return the sha256 of the index."""
     from tqdm import tqdm
 
     index, *archives = names
@@ -94,7 +95,7 @@ def make_shards(names: list[Path], dataset: dict, corpus: dict, tokenizer_path: 
 
 
 def select_rows(dataset, count: int, number: int):
-    """Arrow table of each `count`th row of a Dataset, from row `number` on."""
+    """Return every `count`th row of a Dataset from row `number` on, as an Arrow table."""
     import pyarrow
 
     parts, start = [], number
@@ -105,10 +106,10 @@ def select_rows(dataset, count: int, number: int):
 
 
 def pack(archive: Path, parts: dict[str, Path]) -> str:
-    """Write an archive of folders, under the names given; returns its sha256.
+    """Write an archive of folders by their names in it, which appears once it is complete; return its sha256.
 
-    The same files give the same bytes on each machine: sorted, without owners and times. (That of a .tar.gz depends on
-    the version of zlib too.) It appears when it is complete.
+    The same files result in the same bytes on every machine, because they are sorted, without owners and times. (The
+    bytes of a .tar.gz also depend on the version of zlib.)
     """
     unfinished = archive.with_name(f".{archive.name}.packing-{os.getpid()}")
     try:

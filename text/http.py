@@ -1,4 +1,4 @@
-"""Files on web servers, read from any place on; a connection that is cut, refused or silent is tried again.
+"""Files on web servers, readable from any position, with retries if a connection is cut, refused or silent.
 
 python -c "from text.http import HttpFile; print(HttpFile('https://example.org', patience=60).read(100))"
 """
@@ -17,22 +17,22 @@ from collections.abc import Callable
 
 logger = logging.getLogger("http")
 
-STALL_SECONDS = 30.0  # without a byte in one connection, or that it may be late, see PacedReader
-LEAST_SPEED = 1000  # bytes a second, of a server that does not just keep its readers waiting
-FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds between two tries
-TEMPORARY_ANSWERS = {408, 425, 429}  # and 500 to 599
+STALL_SECONDS = 30.0  # without a byte on one connection; also the maximum delay of a slow one, see PacedReader
+LEAST_SPEED = 1000  # bytes per second; a slower server counts as stalled
+FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds between two attempts
+TEMPORARY_ANSWERS = {408, 425, 429}  # also 500 to 599
 
 
 class HttpError(Exception):
-    """The file cannot be had; the text says why."""
+    """The error of a file that cannot be read; its text is the reason."""
 
 
 class ChangedError(HttpError):
-    """The file at this address is another one than before."""
+    """The error of a file that has changed since an earlier request."""
 
 
 def is_strong(etag: str | None) -> bool:
-    """Whether it is another one for each content: a weak one means "much the same"."""
+    """Return whether an ETag identifies the exact bytes; a weak one (W/) only means similar content."""
     return bool(etag) and not etag.startswith("W/")
 
 
@@ -41,15 +41,14 @@ def is_url(source: str) -> bool:
 
 
 def still_late(late: float, since: float, count: int) -> float:
-    """Seconds of waiting that no bytes have made up for, after so many have come since then."""
+    """Update a transfer's delay in seconds, relative to LEAST_SPEED, by `count` bytes since the time `since`."""
     return max(0.0, late + time.monotonic() - since - count / LEAST_SPEED)
 
 
 class PacedReader(socket.SocketIO):
-    """What comes over a connection; a TimeoutError where it comes too slowly: the timeout of a socket begins anew with
-    each byte, where here STALL_SECONDS may be missing in all."""
+    """A socket stream whose timeout is STALL_SECONDS of total delay; a socket's own timeout restarts at each byte."""
 
-    late, most = 0.0, 2**17  # most: bytes of headers, and of interim answers before them
+    late, most = 0.0, 2**17  # most: bytes of headers, and of interim responses before them
 
     def readinto(self, buffer) -> int:
         start = time.monotonic()
@@ -64,31 +63,35 @@ class PacedReader(socket.SocketIO):
 
 
 class PacedResponse(http.client.HTTPResponse):
+    """A response that is read by a PacedReader."""
+
     def begin(self) -> None:
-        self.fp.raw.__class__ = PacedReader  # http.client makes it, and takes no other one
+        self.fp.raw.__class__ = PacedReader  # http.client creates the reader, and accepts no other one
         super().begin()
         self.fp.raw.most = float("inf")
 
 
 class PacedHandler(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.request.HTTPRedirectHandler):
+    """A handler of PacedResponses that follows redirects to http(s) addresses only."""
+
     def do_open(self, connection: type, request: urllib.request.Request, **options):
         return super().do_open(type("Paced", (connection,), {"response_class": PacedResponse}), request, **options)
 
     def redirect_request(self, request, response, code, reason, headers, url):
-        response.close()  # its body would be read, to an end that may not come
+        response.close()  # urllib would read the whole body, which may be endless
         if not is_url(url):
             raise HttpError(f"leads to {url}, which is not an http(s) address: check the address")
         return super().redirect_request(request, response, code, reason, headers, url)
 
 
 class HttpFile(io.RawIOBase):
-    """A file on a web server. What is read comes as it arrives: a stall keeps nothing back.
+    """A file on a web server. A read returns the bytes that have arrived, without a wait for more.
 
-    :param patience: seconds without a byte, over all tries, before a read gives up; LEAST_SPEED says how few are none
-    :param stop: ends the wait between two tries
-    :param facts: the attribute of this name of an earlier HttpFile: the file has to be that one still
-    :param is_one: all that is read has to be of one file: a ChangedError where a server that begins anew does not tell
-    :ivar facts: size (None: not told) and, where they were told, etag and last_modified; empty before the first answer
+    :param patience: the seconds without a byte, over all attempts, before a read fails; slower than LEAST_SPEED counts
+    :param stop: an event that ends the wait between two attempts
+    :param facts: the attribute `facts` of an earlier HttpFile; the file must be the same as then
+    :param is_one: whether all bytes must be of one file, so that an unverifiable restart is a ChangedError
+    :ivar facts: size (None: unknown) and, if reported, etag and last_modified; empty before the first response
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class HttpFile(io.RawIOBase):
     ):
         self.url, self.patience, self.stop, self.facts = url, patience, stop or threading.Event(), facts or {}
         self.is_one = is_one
-        self.response, self.arrived = None, 0  # arrived: the response's place in the file
+        self.response, self.arrived = None, 0  # arrived: the response's position in the file
         self.position, self.late = 0, 0.0  # late: over all connections
 
     def readable(self) -> bool:
@@ -113,7 +116,7 @@ class HttpFile(io.RawIOBase):
         return self.position
 
     def find_size(self) -> int | None:
-        """In bytes; None where the server does not say."""
+        """Return the size in bytes, or None if the server does not report it."""
         if not self.facts:
             self.retry(lambda: b" ")
         return self.facts["size"]
@@ -140,6 +143,7 @@ class HttpFile(io.RawIOBase):
         super().close()
 
     def connect(self) -> None:
+        """Open a connection, and skip to the current position if the server starts at the beginning."""
         request = urllib.request.Request(self.url, headers={"User-Agent": "collaborative-training"})
         if self.position:
             request.add_header("Range", f"bytes={self.position}-")
@@ -152,15 +156,15 @@ class HttpFile(io.RawIOBase):
         if self.response.status == http.client.PARTIAL_CONTENT:
             match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", headers["Content-Range"] or "")
             if not match or int(match[1]) != self.position:
-                raise ChangedError("its server answers with a range that was not asked for")
+                raise ChangedError("its server sent another range than requested")
             told["size"], self.arrived = None if match[2] == "*" else int(match[2]), self.position
-        else:  # from the beginning: at first, from a server that knows no ranges, or because the file has changed
+        else:  # from the beginning: the first request, a server without ranges, or a changed file
             told["size"], self.arrived = int(headers["Content-Length"]) if headers["Content-Length"] else None, 0
             if self.is_one and self.position and not self.facts.keys() & {"etag", "last_modified"}:
                 raise ChangedError("was cut off, and its server does not tell whether it is still the same")
         if is_strong(told["etag"]) and is_strong(self.facts.get("etag")):
-            told["last_modified"] = None  # the machines of a CDN need not agree on it
-        # a server need not repeat all that it has said
+            told["last_modified"] = None  # the machines of a CDN may disagree on it
+        # a server may omit values that it has reported before
         told = {name: value for name, value in told.items() if value is not None}
         if any(self.facts.get(name) not in (None, value) for name, value in told.items()):
             raise ChangedError("has changed in the meantime")
@@ -177,9 +181,9 @@ class HttpFile(io.RawIOBase):
         self.response = None
 
     def retry(self, read: Callable[[], bytes]) -> bytes:
-        """The result of `read` over a connection; nothing only at the end of the file.
+        """Call `read` on a connection, with retries; return its bytes, which are empty only at the end of the file.
 
-        :raises HttpError: also a ChangedError
+        :raises HttpError: the file cannot be read, or has changed (ChangedError)
         """
         delay, start = FIRST_DELAY, time.monotonic()
         while True:
@@ -203,7 +207,7 @@ class HttpFile(io.RawIOBase):
                 if isinstance(e, (ValueError, http.client.InvalidURL)):
                     raise HttpError(f"{reason}: check the address") from e
                 if isinstance(why, ssl.SSLCertVerificationError):
-                    raise HttpError(f"{reason}: its certificate is not to be trusted, or this machine's clock") from e
+                    raise HttpError(f"{reason}: its certificate or this machine's clock is wrong") from e
             self.disconnect()
             if self.late + time.monotonic() + delay - start > self.patience or self.stop.is_set():
                 raise HttpError(f"{reason}; gave up")

@@ -1,24 +1,23 @@
-"""What an instance of a dataset is: a pair of segments, a block between special tokens, or a block of plain text."""
+"""The kinds of training instances: pairs of segments, blocks between special tokens, and blocks of plain text."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class InstanceKind:
-    """Its name is a value of --objective and stands in corpus.json; its columns are those of the dataset."""
+    """A kind of instance: its name, for --objective and corpus.json, and the columns of its datasets."""
 
     name: str
     columns: tuple[str, ...]
 
     @property
     def has_pairs(self) -> bool:
-        """Whether it has two segments, in half of the instances swapped."""
+        """Return whether instances have two segments, which are swapped in half of them."""
         return "sentence_order_label" in self.columns
 
     @property
     def is_masked(self) -> bool:
-        """Whether it has [CLS] and [SEP], and tokens are to be masked; else it is text, with an end token behind each
-        document, as a model that predicts the next word reads it."""
+        """Return whether instances have [CLS] and [SEP], for masking; otherwise an end token follows each document."""
         return "special_tokens_mask" in self.columns
 
 

@@ -1,4 +1,4 @@
-"""A train split in shards, each fetched while the one before is read."""
+"""A train split in shards, each of which is downloaded while the previous one is read."""
 
 import json
 import logging
@@ -15,14 +15,11 @@ from text.fetch import FetchedDataset, NoRoomError, evict_oldest, fetch, locate_
 
 logger = logging.getLogger("shards")
 
-RETRY_SECONDS = 30.0  # until the next try, when a shard could not be had
+RETRY_SECONDS = 30.0  # between two attempts to download a shard
 
 
 class ShardedSplit:
-    """A train split in shards, each fetched while the one before is read. State: the order, and the fetch under way.
-
-    The order of shards depends on the seed alone: a shard that is late is waited for, not passed over.
-    """
+    """A train split in shards, whose order depends on the seed alone: a late shard is awaited, not skipped."""
 
     def __init__(self, found: FetchedDataset, corpus: dict, columns: list[str]):
         self.shards, self.cache_dir, self.corpus, self.columns = found.shards, found.cache_dir, corpus, columns
@@ -32,21 +29,21 @@ class ShardedSplit:
         return self.corpus["instances"]["train"]
 
     def begin(self, seed: int) -> None:
-        """Choose the order of shards and fetch the first one; a UserError where that cannot be had."""
+        """Choose the order of shards and download the first one; raise a UserError if that fails."""
         self.seed = seed
         shard = self.shards[next(self.order())]
         logger.info(f"{len(self.shards)} shards of data; the first one is {shard.source}")
         fetch(shard.source, shard.sha256, self.cache_dir)
 
     def order(self) -> Iterator[int]:
-        """Endless numbers of shards, pass after pass, each in an order of its own."""
+        """Yield numbers of shards endlessly, in a different order in each pass."""
         number = 0
         while True:
             yield from map(int, np.random.default_rng([self.seed, number]).permutation(len(self.shards)))
             number += 1
 
     def visit(self, stop: threading.Event) -> Iterator[Path]:
-        """Endless folders of unpacked shards; ends when `stop` is set while one is waited for."""
+        """Yield folders of unpacked shards endlessly, until `stop` is set during a wait for one."""
         order = self.order()
         coming = ShardFetch(self, next(order), stop)
         while folder := coming.wait():
@@ -56,19 +53,22 @@ class ShardedSplit:
                 current.pinned.close()
 
     def load(self, folder: Path):
-        """The instances of one shard, a Dataset of its columns that is mapped into memory, not read."""
+        """Return the instances of one shard as a memory-mapped Dataset."""
         from datasets import load_from_disk
 
         path, _ = locate_dataset(folder)
         corpus = json.loads((path / "corpus.json").read_text())
         if corpus["tokenizer_fingerprint"] != self.corpus["tokenizer_fingerprint"]:
-            raise UserError(f"the shard in {folder} was made by another tokenizer than the others: tell who hosts it")
+            raise UserError(f"the shard in {folder} was made by another tokenizer than the others: tell its publisher")
         return load_from_disk(str(path))["train"].select_columns(self.columns)
 
 
 class ShardFetch(threading.Thread):
-    """The fetch of one shard while another one is read. A failure is a warning and another try later; where the disk is
-    full, shards go that were read before, but not this one until `pinned` is closed."""
+    """A thread that downloads one shard while another one is read.
+
+    After a failure it logs a warning and retries. If the disk is full, it removes shards that were read before, but
+    not this one until `pinned` is closed.
+    """
 
     def __init__(self, split: ShardedSplit, number: int, stop: threading.Event):
         super().__init__(daemon=True)
@@ -88,17 +88,17 @@ class ShardFetch(threading.Thread):
                     if not evict_oldest(self.split.shards, cache_dir):
                         raise
             except FileNotFoundError:
-                continue  # another trainer has made room meanwhile
+                continue  # another trainer has removed this shard
             except (UserError, OSError) as e:
                 logger.warning(f"{e}; trying again in {RETRY_SECONDS:g} s")
                 self.stop.wait(RETRY_SECONDS)
 
     def wait(self) -> Path | None:
-        """The folder of the shard, or None when `stop` is set first."""
+        """Wait for the shard and return its folder, or None if `stop` is set first."""
         next_line = time.monotonic() + 5
         while self.is_alive() and not self.stop.is_set():
             self.join(0.1)
             if self.is_alive() and time.monotonic() > next_line:
                 next_line = time.monotonic() + 60
-                logger.warning(f"the data of this peer is used up: waiting for {self.shard.source}")
+                logger.warning(f"this peer has used all its data: waiting for {self.shard.source}")
         return self.folder

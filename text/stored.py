@@ -1,4 +1,4 @@
-"""Tokenized datasets on disk: a DatasetDict of train and validation, and corpus.json, which tells what it is."""
+"""Tokenized datasets on disk: a DatasetDict of train and validation, and corpus.json, which describes it."""
 
 import json
 from collections.abc import Iterator
@@ -15,13 +15,11 @@ from text.tokenizers import tokenizer_fingerprint
 
 
 def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: InstanceKind | None = None) -> tuple:
-    """What tokenize_wikitext103.py wrote: (its splits train and validation by name, the corpus.json as a dictionary).
+    """Load a dataset of tokenize_wikitext103.py; return its splits, by name, and its corpus.json as a dictionary.
 
-    A missing or foreign folder, or one made by another tokenizer or of other instances, is a UserError. Where blocks
-    are wanted, pairs of segments will do.
-
-    :param found: what fetch_data has found, or just a folder
-    :param kind: whose columns to give; None: those that are there
+    :param found: the result of fetch_data, or a folder
+    :param kind: the kind of instances to load, None: the stored kind; stored pairs can also be loaded as blocks
+    :raises UserError: there is no such dataset, or it has another tokenizer or kind of instances
     """
     from datasets import load_from_disk
 
@@ -43,11 +41,11 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
     if corpus.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
         raise UserError(
             f"{path} was made by another tokenizer than the one in {tokenizer.name_or_path}: give the --tokenizer_path "
-            f"of that run, or tokenize again with --tokenizer {tokenizer.name_or_path}"
+            f"of this dataset, or tokenize again with --tokenizer {tokenizer.name_or_path}"
         )
     if kind != stored and (kind, stored) != (BLOCKS, PAIRS):
         raise UserError(
-            f"{path} was made for --objective {stored.name}, and the model learns by {kind.name}: tokenize again with "
+            f"{path} was made for --objective {stored.name}, but the model needs {kind.name}: tokenize again with "
             f"--objective {kind.name}, or train another model"
         )
     if found.shards:
@@ -56,8 +54,11 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
 
 
 def describe_corpus(tables: dict, tokenizer, args: TokenizeArguments) -> dict:
-    """The contents of corpus.json. unigram_entropy, in nats, is that of the validation split's own tokens, special
-    ones left out: no model without context can have a lower loss there."""
+    """Return the contents of corpus.json.
+
+    unigram_entropy, in nats, is the entropy of the validation split's tokens without special ones: a lower bound on the
+    loss of a model without context.
+    """
     ids = np.concatenate([chunk.flatten().to_numpy() for chunk in tables["validation"]["input_ids"].chunks])
     counts = np.bincount(ids[~np.isin(ids, tokenizer.all_special_ids)])
     shares = counts[counts > 0] / counts.sum()
@@ -77,7 +78,7 @@ def describe_corpus(tables: dict, tokenizer, args: TokenizeArguments) -> dict:
 
 
 def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
-    """Arrow table of instances: lists from columns joined end to end, and sentence_order_label as it is."""
+    """Return an Arrow table of instances from columns joined end to end; sentence_order_label has one value each."""
     import pyarrow
 
     offsets = pyarrow.array(np.concatenate([[0], lengths.cumsum()]), pyarrow.int32())
@@ -88,7 +89,7 @@ def make_table(columns: dict[str, np.ndarray], lengths: np.ndarray):
 
 
 def make_tables(columns: dict[str, np.ndarray], lengths: np.ndarray, most: int = 2**30) -> Iterator:
-    """Arrow tables of full blocks, of at most so many elements each: offsets in a list column have 32 bits."""
+    """Yield Arrow tables of at most `most` elements, because the offsets in a list column have 32 bits."""
     rows = most // int(lengths.max())
     for start in range(0, len(lengths), rows):
         part = lengths[start : start + rows]
@@ -101,7 +102,7 @@ def write_dataset(tables: dict, corpus: dict, folder: Path):
     from datasets.table import InMemoryTable
 
     datasets.disable_progress_bars()
-    # a fingerprint of its own: datasets would hash all the data, and name it anew each time
+    # without a fingerprint, datasets would hash all the data, and name it differently each time
     name = "-".join(str(corpus[key]) for key in ("tokenizer_fingerprint", "seed", "seq_length"))[-16:]
     splits = {split: datasets.Dataset(InMemoryTable(table), fingerprint=name) for split, table in tables.items()}
     datasets.DatasetDict(splits).save_to_disk(str(folder))

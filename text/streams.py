@@ -1,4 +1,4 @@
-"""Text that is read, tokenized and shuffled while the model trains on it: an endless mixture of sources.
+"""An endless mixture of text sources, which is read, tokenized and shuffled during training.
 
     python run_trainer.py --streaming --sources configs/sources.json --experiment_prefix my_albert
 
@@ -10,11 +10,11 @@ To look at the first documents of a mixture:
 docs/data.md describes the file of sources. A document is a record, or about 10,000 characters of a text file, up to the
 next blank line.
 
-Each pass over a source has an order of its own, made from the peer's seed, of its files and of their parts: pieces of
-16 MiB of a plain file, row groups of parquet. A packed file can only be read from its beginning: divide large ones.
+In each pass over a source, the peer's seed determines a new order of its files and of their parts: 16 MiB of a plain
+file, or a row group of parquet. A compressed file can only be read from its beginning: divide large ones.
 
-A position in each source is enough to resume from: what happens to a document depends on its number and the seed alone.
-Not so in datasets' own mixtures (5.2), which moreover end at a broken line and repeat the order in each pass.
+A position in each source is enough to resume, because a document's treatment depends only on its number and the seed.
+The mixtures of datasets (5.2) cannot resume like this. They also end at a broken line, and repeat the same order.
 """
 
 import codecs
@@ -64,18 +64,18 @@ logger = logging.getLogger("streams")
 
 FORMATS = {"jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl", "txt": "text", "text": "text", "parquet": "parquet"}
 PART_BYTES = 2**24  # of a plain file
-LONGEST_LINE = 2**26  # bytes; a longer one is broken, not a reason to run out of memory
-TEXT_CHARACTERS = 10_000  # of a text file that make a document
-CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # that a worker gets at a time: a tenth of a second
+LONGEST_LINE = 2**26  # bytes; longer lines are broken, so that they cannot exhaust the memory
+TEXT_CHARACTERS = 10_000  # of a text file, for one document
+CHUNK_CHARACTERS, CHUNK_DOCUMENTS = 100_000, 256  # the maximum that a worker gets at a time: a tenth of a second
 READ_AHEAD = 64  # documents of each source
-LATE_SECONDS = 10.0  # until the others continue without a source
-START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a byte, over all tries, before a file is given up
+LATE_SECONDS = 10.0  # the wait for a source before the others continue without it
+START_PATIENCE, PATIENCE = 20.0, 600.0  # seconds without a byte, over all attempts, before a file is skipped
 EMPTY_SECONDS = 60.0  # until the next pass over a source without any text
-BAD_START = 100  # broken records at the begin of a source, after which it is the user's turn
+BAD_START = 100  # broken records at the beginning of a source that make the start fail
 
 
 class Broken(Exception):
-    """A record, or the rest of a file, that cannot be used; the text says why."""
+    """The error of an unusable record or rest of a file; its text is the reason."""
 
 
 READ_ERRORS = (
@@ -85,14 +85,14 @@ READ_ERRORS = (
 
 
 class Position(NamedTuple):
-    """Where a source is to be read on."""
+    """The position at which to continue in a source."""
 
-    number: int = 0  # of the pass
-    files: int = 0  # that the source had, 0 where the pass has not begun
-    place: int = 0  # in that pass's order of the files
-    part: int = 0  # in its order of that file's parts
-    offset: int = 0  # in the part: bytes of text from the file's beginning, or records; 0: not begun
-    record: int = 0  # of the part: those behind
+    number: int = 0  # number of the pass
+    files: int = 0  # number of the source's files; 0: the pass has not begun
+    place: int = 0  # index in the order of the files in this pass
+    part: int = 0  # index in the order of this file's parts
+    offset: int = 0  # bytes of text from the file's beginning, or records of the part; 0: not begun
+    record: int = 0  # number of the part's records that were read
 
 
 # ---------------------------------------------------------------- files, local and http
@@ -111,7 +111,7 @@ def is_packed(path: str) -> bool:
 
 
 def open_file(path: str, stop: threading.Event, patience: float) -> BinaryIO:
-    """A local file or URL to read bytes from, unpacked; errors are of READ_ERRORS."""
+    """Open a local file or URL to read decompressed bytes; errors are of READ_ERRORS."""
     file = io.BufferedReader(HttpFile(path, patience, stop), 2**18) if is_url(path) else open(path, "rb")  # noqa: SIM115
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=file)
@@ -121,7 +121,7 @@ def open_file(path: str, stop: threading.Event, patience: float) -> BinaryIO:
 
 
 def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
-    """The parts of a file of lines as (begin, end), in bytes."""
+    """Return the parts of a file of lines as (begin, end), in bytes."""
     if is_packed(path):
         return [(0, sys.maxsize)]
     try:
@@ -132,7 +132,7 @@ def list_line_parts(file: BinaryIO, path: str) -> list[tuple[int, int]]:
 
 
 def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> Iterator[tuple[bytes, int]]:
-    """(line, offset after it) of the lines that begin within the part, from the offset `start` on if it is not 0."""
+    """Yield (line, offset after it) for lines that begin in the part, from the offset `start` on if it is not 0."""
     begin, end = part
     position = start or max(begin - 1, 0)
     if is_packed(path):
@@ -140,19 +140,19 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
     else:
         file.seek(position)
     if begin and not start:
-        position += len(file.readline())  # the line that begins in the part before, or just its end
+        position += len(file.readline())  # a line of the previous part, or only its line break
     while position < end and (line := file.readline(LONGEST_LINE)):
         text = line.removeprefix(codecs.BOM_UTF8) if position == 0 else line
         position += len(line)
         if len(line) == LONGEST_LINE:
-            text = b""  # not JSON either
+            text = b""  # broken, because it is not JSON
             while not line.endswith(b"\n") and (line := file.readline(LONGEST_LINE)):
                 position += len(line)
         yield text, position
 
 
 def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[object, int, int]]:
-    """(record or Broken, offset after it, number of the line) of each line; the first is behind `record`."""
+    """Yield (record or Broken, offset after it, number of the line); the first line number is `record` + 1."""
     for number, (line, offset) in enumerate(lines, start=record + 1):
         if line.isspace():
             continue
@@ -164,7 +164,7 @@ def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tupl
 
 
 def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[object, int, int]]:
-    """As read_jsonl, of a text file's paragraphs: TEXT_CHARACTERS and more, to a blank line, or twice as many."""
+    """Yield like read_jsonl, but documents of at least TEXT_CHARACTERS, to a blank line, or twice as many."""
     kept, characters, number, offset = [], 0, 0, 0
     for number, (line, offset) in enumerate(lines, start=record + 1):
         try:
@@ -184,7 +184,7 @@ def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> I
 def read_parquet(
     table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int
 ) -> Iterator[tuple[object, int, int]]:
-    """As read_jsonl, of the rows of one group from row `start` on."""
+    """Yield like read_jsonl, but the rows of one row group, from row `start` on."""
     if column not in table.schema_arrow.names:
         raise Broken(f"no {column} (there is {', '.join(table.schema_arrow.names)[:200]}): give another text_column")
     first = 0
@@ -200,7 +200,7 @@ def read_parquet(
 
 
 def read_examples(shard, start: int) -> Iterator[tuple[object, int, int]]:
-    """As read_jsonl, of a datasets.IterableDataset from record `start` on."""
+    """Yield like read_jsonl, but the records of a datasets.IterableDataset, from record `start` on."""
     from datasets.exceptions import DatasetsError
 
     try:
@@ -215,7 +215,7 @@ def read_examples(shard, start: int) -> Iterator[tuple[object, int, int]]:
 
 @dataclass
 class Source:
-    """One entry of a file of sources. State: the Hub's answer, and how many documents and broken records it had."""
+    """An entry of a file of sources, which counts its documents and broken records."""
 
     path: str | list[str]
     name: str = ""
@@ -240,7 +240,7 @@ class Source:
 
     @contextlib.contextmanager
     def open(self, index: int, stop: threading.Event, patience: float) -> Iterator[tuple[list, Callable]]:
-        """(the file's parts, how to read one: (part, position in it) -> as read_jsonl)."""
+        """Open a file; yield its parts, and a function (part, position in it) that yields like read_jsonl."""
         if self.format == "hub":
             shard = self.dataset.shard(num_shards=len(self.files), index=index)
             yield [0], lambda _, position: read_examples(shard, position.record)
@@ -261,9 +261,9 @@ class Source:
     def read_pass(
         self, seed: int, position: Position, stop: threading.Event, patience: float = PATIENCE
     ) -> Iterator[tuple[str | Broken, Position]]:
-        """(document's text, or what is broken, position after it) from a position to the end of its pass."""
+        """Yield (document's text or Broken, position after it) from a position to the end of its pass."""
         if self.format == "hub" and not self.dataset:
-            # of a dataset on the Hub datasets reads the files, and leaves out what it cannot parse of one
+            # datasets reads the files of a dataset on the Hub, and skips the parts of a file that it cannot parse
             import datasets
 
             self.dataset = datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
@@ -271,7 +271,7 @@ class Source:
         key = [seed, zlib.crc32(self.name.encode()), position.number]
         order = np.random.default_rng(key).permutation(len(self.files))
         if position.files not in (0, len(order)):
-            return  # files have come or gone: this order is another one
+            return  # files were added or removed, so the order is different
         position = position._replace(files=len(order))
         for place in range(position.place, len(order)):
             position = position if place == position.place else Position(position.number, len(order), place)
@@ -298,7 +298,7 @@ class Source:
                 yield Broken(f"{self.files[index]}: {reason}; skipping the rest of it"), position
 
     def read(self, seed: int, position: Position, stop: threading.Event) -> Iterator[tuple[str, Position]]:
-        """Endless (document's text, position after it), pass after pass; what is broken is counted and logged."""
+        """Yield (document's text, position after it) endlessly, pass after pass; count and log broken records."""
         while not stop.is_set():
             is_empty = position.files == 0
             for text, behind in self.read_pass(seed, position, stop):
@@ -310,20 +310,18 @@ class Source:
                     is_empty = False
                     yield text, behind
             if is_empty and not stop.is_set():
-                logger.warning(
-                    f"source {self.name}: a whole pass without any text; the next one in {EMPTY_SECONDS:g} s"
-                )
+                logger.warning(f"source {self.name}: a whole pass without any text; next pass in {EMPTY_SECONDS:g} s")
                 stop.wait(EMPTY_SECONDS)
             position = Position(position.number + 1)
 
     def count_broken(self, reason: Broken) -> None:
-        """Log the first one, the tenth, the hundredth, ..."""
+        """Count a broken record, and log the first, the tenth, the hundredth, ..."""
         self.broken += 1
         if str(self.broken).strip("0") == "1":
             logger.warning(f"source {self.name}: skipped broken record number {self.broken:,}: {reason}")
 
     def find_problem(self, seed: int) -> str | None:
-        """Why its beginning gives no text; None where it does."""
+        """Return the reason why the source's beginning has no text, or None if it has."""
         problems, deadline = [], time.monotonic() + START_PATIENCE
         try:
             for text, _ in self.read_pass(seed, Position(), threading.Event(), START_PATIENCE):
@@ -334,15 +332,15 @@ class Source:
                 problems.append(str(text))
                 if len(problems) == BAD_START or time.monotonic() > deadline:
                     break
-        except READ_ERRORS as e:  # of the Hub
+        except READ_ERRORS as e:  # from the Hub
             problems.append(str(e).strip().split("\n")[0] or type(e).__name__)
         return problems[0] if problems else f"there is no text in {self.path}"
 
 
 def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Source]:
-    """The sources of a JSON file; what is wrong with it is a UserError.
+    """Read the sources of a JSON file; raise a UserError if it is invalid.
 
-    :param sentence_splitter: for sources that name none
+    :param sentence_splitter: the sentence splitter of sources that name none
     """
     kinds = [item.name for item in fields(Source)]
     try:
@@ -362,20 +360,20 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
             raise UserError(f"{where}: path must be a file, pattern, URL or Hub dataset, or a list of these")
         weight = entry.get("weight", 1)
         if type(weight) not in (int, float) or not 0 < weight < math.inf:
-            raise UserError(f"{where}: weight must be a number greater than 0; remove the source to leave it out")
+            raise UserError(f"{where}: weight must be a number greater than 0; remove the source to exclude it")
         for name in entry.keys() - {"path", "weight"}:
             if not isinstance(entry[name], str):
-                raise UserError(f"{where}: {name} must be a text")
+                raise UserError(f"{where}: {name} must be a string")
         source = Source(**{"sentence_splitter": sentence_splitter, **entry})
         if source.format not in ("jsonl", "text", "parquet", "hub"):
             raise UserError(f"{where}: format must be jsonl, text, parquet or hub, not {source.format}")
         if source.format == "hub" and (isinstance(paths, list) or is_url(paths)):
-            raise UserError(f"{where}: give a format, jsonl, text or parquet: the path does not tell it")
+            raise UserError(f"{where}: the path does not show the format: give jsonl, text or parquet")
         if source.sentence_splitter not in ("auto", "punkt", "razdel"):
             raise UserError(f"{where}: sentence_splitter must be auto, punkt or razdel")
         load_sentence_splitter(source.language, source.sentence_splitter)
         if source.name in [other.name for other in sources]:
-            raise UserError(f"{where}: two sources of this name; give each a name of its own")
+            raise UserError(f"{where}: two sources have this name: give each its own name")
         sources.append(source)
     return sources
 
@@ -384,7 +382,7 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
 
 
 class Reader(threading.Thread):
-    """Reads a source ahead, so that one that is slow does not keep the others waiting."""
+    """A thread that reads a source ahead, so that a slow source does not delay the others."""
 
     def __init__(self, source: Source, seed: int, position: Position, stop: threading.Event):
         super().__init__(daemon=True)
@@ -397,16 +395,17 @@ class Reader(threading.Thread):
         try:
             for document in self.source.read(self.seed, self.position, self.stop):
                 self.put(document)
-        except Exception as e:  # for whoever takes
+        except Exception as e:  # `take` raises it
             self.put(e)
 
     def put(self, document: tuple[str, Position] | Exception) -> None:
+        """Wait for room in the queue, and add a document or an error."""
         while not self.stop.is_set():
             with contextlib.suppress(queue.Full):
                 return self.ahead.put(document, timeout=0.2)
 
     def take(self, seconds: float) -> str:
-        """The next document; raises queue.Empty when there is none in time."""
+        """Return the next document; raise queue.Empty if there is none in time."""
         document = self.ahead.get(timeout=seconds)
         if isinstance(document, Exception):
             raise document
@@ -418,12 +417,12 @@ class Reader(threading.Thread):
 def stream_documents(
     sources: list[Source], seed: int, state: dict | None = None, interrupted: threading.Event | None = None
 ) -> Iterator[tuple[dict, list[tuple[int, int, str]]]]:
-    """Endless documents of a mixture in chunks: (state before it, [(number, of which source, text)]).
+    """Yield the documents of a mixture in chunks, endlessly: (state before it, [(number, index of its source, text)]).
 
-    From that state another stream of the same seed continues with the same chunk, unless a source was late: then the
-    others go on, and it may come in later. What is forked before the first chunk is asked for has no threads.
+    From this state, another stream with the same seed continues with the same chunk, unless a source was late. Then the
+    other sources continue, and the late one may join later. Threads start at the first chunk, so fork before it.
 
-    :param interrupted: ends the iteration when it is set
+    :param interrupted: an event that ends the iteration
     """
     interrupted, stop, positions, count = interrupted or threading.Event(), threading.Event(), {}, 0
     if state:
@@ -441,7 +440,7 @@ def stream_documents(
                 characters += len(taken[1])
                 count += 1
             yield state, chunk
-    finally:  # a reader that waits for a server ends later
+    finally:  # a reader that waits for a server stops later
         stop.set()
         for reader in readers:
             reader.join(0.5)
@@ -450,7 +449,7 @@ def stream_documents(
 def take_document(
     readers: list[Reader], generator: np.random.Generator, interrupted: threading.Event
 ) -> tuple[int, str] | None:
-    """(number of a source, its next document); None when the stream is interrupted."""
+    """Return the index of a random source and its next document, or None if the stream is interrupted."""
     weights = np.array([reader.source.weight for reader in readers])
     while not interrupted.is_set():
         for reader in readers:
@@ -471,9 +470,11 @@ def take_document(
 
 
 class ChunkTokenizer:
-    """Chunks of stream_documents to instances: (seq_length, ..., chunk) -> (seq_length, ..., columns joined end to end,
-    lengths). For DataLoader's workers. Full blocks start over with each chunk, the last of which is shorter. State: the
-    tokenizer's engine, in each process its own."""
+    """The tokenization of stream_documents' chunks, for DataLoader's workers.
+
+    It maps (seq_length, ..., chunk) to (seq_length, ..., columns joined end to end, lengths). The last block of each
+    chunk may be shorter. Each process has its own tokenizer backend.
+    """
 
     def __init__(self, sources: list[Source], tokenizer, seed: int, kind: InstanceKind):
         self.sources, self.tokenizer, self.seed, self.kind = sources, tokenizer, seed, kind
@@ -496,7 +497,7 @@ class ChunkTokenizer:
 
 
 def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[dict]:
-    """One dictionary of arrays for each instance, from columns joined end to end."""
+    """Return a dictionary of arrays for each instance, from columns joined end to end."""
     ends = lengths.cumsum()
     parts = {
         name: values.tolist() if name == "sentence_order_label" else np.split(values, ends)[:-1]
@@ -507,8 +508,7 @@ def list_instances(columns: dict[str, np.ndarray], lengths: np.ndarray) -> list[
 
 @dataclass(eq=False)
 class TrainingDataset(IterableDataset):
-    """Endless instances, see data.make_training_dataset. The trainer's own loader, batches.StreamedBatches, takes its
-    parts instead: there, one process reads for all workers, and continues where an earlier one has ended."""
+    """Endless instances, see data.make_training_dataset. The trainer's StreamedBatches uses only its attributes."""
 
     sources: list[Source]
     tokenizer: object
@@ -518,11 +518,11 @@ class TrainingDataset(IterableDataset):
     kind: InstanceKind
 
     def count_records(self) -> dict[str, dict[str, int]]:
-        """How many documents and broken records of each source this process has read."""
+        """Return the numbers of documents and broken records of each source that this process has read."""
         return {s.name: {"documents": s.documents, "broken": s.broken} for s in self.sources}
 
     def __iter__(self) -> Iterator[dict]:
-        """In a worker of a DataLoader: its share. Each worker reads all of the text and tokenizes its own."""
+        """Yield all instances, or a DataLoader worker's share: each worker reads all text, but tokenizes its share."""
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker else (0, 1)
         tokenize = ChunkTokenizer(self.sources, self.tokenizer, self.seed, self.kind)

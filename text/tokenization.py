@@ -1,4 +1,4 @@
-"""Documents to instances, by several processes: for tokenize_wikitext103.py, and for trainers that are given text."""
+"""Tokenization of documents by several processes, for tokenize_wikitext103.py and for trainers that read text files."""
 
 import contextlib
 import hashlib
@@ -37,7 +37,7 @@ CHUNK_CHARACTERS = 500_000  # of text per task: about half a second
 def make_dataset(
     source: str, splits: dict[str, list[list[str]]], tokenizer, folder: Path, args: TokenizeArguments
 ) -> dict:
-    """Tokenize the splits into a folder; the contents of its corpus.json."""
+    """Tokenize the splits into a folder, and return the contents of its corpus.json."""
     tables = tokenize_splits(splits, tokenizer, args)
     for name, table in tables.items():
         if not table.num_rows:
@@ -51,15 +51,14 @@ def make_dataset(
 
 
 def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict[str, list[list[str]]]:
-    """Hold random documents out for validation, none of them larger than that share of the text where possible. The
-    only document there is gives up its last paragraphs, or sentences."""
+    """Split off random documents for validation, if possible within its share; cut a single one near its end."""
     fraction = args.validation_fraction
     if len(documents) == 1:
         kind, units = "paragraphs", documents[0]
         if len(units) == 1:
             kind, units = "sentences", split_sentences(units, args.language, args.sentence_splitter)
         if len(units) == 1:
-            raise UserError("the text is a single sentence: give more")
+            raise UserError("the text is a single sentence: give more text")
         cut = min(max(round(len(units) * (1 - fraction)), 1), len(units) - 1)
         print(f"one document: its last {len(units) - cut} of {len(units)} {kind} become the validation split")
         return {"train": [units[:cut]], "validation": [units[cut:]]}
@@ -74,8 +73,7 @@ def split_documents(documents: list[list[str]], args: TokenizeArguments) -> dict
 
 
 class ChunkEncoder:
-    """For workers: (split, [(index, paragraphs of that document)]) -> columns of pairs, joined end to end, and their
-    lengths; or for full blocks, which reach over the end of a chunk, ids end to end."""
+    """A map for workers from (split, [(index, paragraphs)]) to columns and lengths of pairs, or to ids for blocks."""
 
     def __init__(self, tokenizer, args: TokenizeArguments):
         self.tokenizer, self.args, self.kind = tokenizer, args, KINDS[args.objective]
@@ -91,7 +89,7 @@ class ChunkEncoder:
 
 
 def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args: TokenizeArguments) -> dict:
-    """{split: Arrow table of its instances}, in the order of the documents whatever the number of processes."""
+    """Return an Arrow table of instances for each split, in the order of the documents."""
     import pyarrow
 
     kind = KINDS[args.objective]
@@ -105,7 +103,7 @@ def tokenize_splits(splits: dict[str, list[list[str]]], tokenizer, args: Tokeniz
             for (name, chunk), part in zip(chunks, results, strict=True):
                 parts[name].append(part)
                 progress.update(sum(count_characters(document) for _, document in chunk))
-    except UserError as e:  # from a worker with its traceback in front
+    except UserError as e:  # from a worker, whose traceback precedes the text
         raise UserError(str(e).rpartition("UserError: ")[2].strip()) from None
     except RuntimeError as e:
         if not str(e).startswith("DataLoader worker"):
@@ -136,17 +134,16 @@ def count_characters(document: list[str]) -> int:
 def tokenize_for_trainer(
     source: str, splits: dict, tokenizer, kind: InstanceKind, seed: int, args: DataArguments
 ) -> Path:
-    """Folder of the dataset made of these documents, in the cache: made at the first start, found there later on, by
-    other trainers too. The same text and flags give the same rows on every peer.
+    """Return the cache's folder of these documents' dataset, which is made if it is not there.
 
-    :param source: where the documents are from, for corpus.json
-    :param splits: documents, each a list of paragraphs, for train and, unless some are to be held out, validation
+    :param source: the origin of the documents, for corpus.json
+    :param splits: the documents, as lists of paragraphs, for train and optionally for validation
     """
     load_sentence_splitter(args.language, args.sentence_splitter)
     for name, documents in splits.items():
         if not documents:
             where = args.validation_file if name == "validation" and args.validation_file else source
-            raise UserError(f"there is no text for the {name} split in {where}: give files that are not empty")
+            raise UserError(f"no text for the {name} split in {where}: give files that are not empty")
     options = TokenizeArguments(
         objective=kind.name,
         seq_length=args.max_sequence_length,
@@ -177,15 +174,16 @@ def tokenize_for_trainer(
 def load_hub_splits(
     name: list[str], text_column: str, cache_dir: str | Path | None, alternative: str
 ) -> tuple[str, dict[str, list[list[str]]]]:
-    """(name, documents of the train split, and of the validation split if there is one): a record is a document, but
-    text in WikiText format is split into its articles.
+    """Return a dataset's name, and the documents of its train split and validation split if there is one.
 
-    :param name: of a dataset on the Hub or in a folder, and of its configuration if one is to be named
-    :param alternative: flags that need no connection
+    A record is a document, but text in WikiText format is split into its articles.
+
+    :param name: the name of a dataset on the Hub or of a folder, and optionally that of its configuration
+    :param alternative: the flags that need no connection, for the error text
     """
     what, is_folder = f"the dataset {name[0]}", Path(name[0]).is_dir()
     with contextlib.nullcontext() if is_folder else hub(what, alternative):
-        import datasets  # now: it looks once whether there is a connection
+        import datasets  # not earlier, because it decides at import whether it is offline
 
         try:
             found = datasets.load_dataset(*name, cache_dir=cache_dir)
@@ -194,15 +192,15 @@ def load_hub_splits(
                 raise
             raise UserError(f"{what} cannot be read ({first_line(e)})") from e
     if "train" not in found:
-        raise UserError(f"{what} has no split train, but {', '.join(found)}: use another one")
+        raise UserError(f"{what} has no split train, but {', '.join(found)}: use another dataset")
     splits = {}
     for split in [name for name in ("train", "validation") if name in found]:
         if text_column not in found[split].column_names:
             columns = ", ".join(found[split].column_names)
-            raise UserError(f"{what} has the columns {columns}: give one in --text_column")
+            raise UserError(f"{what} has only the columns {columns}: give one of them as --text_column")
         texts = [text or "" for text in found[split][text_column]]
         if any(not isinstance(text, str) for text in texts):
-            raise UserError(f"{what}: {text_column} is not text: give --text_column")
+            raise UserError(f"{what}: column {text_column} is not text: give another --text_column")
         first = next((text for text in texts if text.strip()), "")
         if WIKITEXT_TITLE.match(first.strip("\n")):
             splits[split] = split_articles(texts)

@@ -1,4 +1,4 @@
-"""Tokenizers: load one, check that it suits the objective, tell it from others, train one.
+"""Load tokenizers, check that they suit the objective, compute their fingerprints, and train them.
 
     python -c "from text.tokenizers import load_tokenizer; \
         print(load_tokenizer('data/tokenizer').tokenize('It was a truth universally acknowledged'))"
@@ -24,7 +24,7 @@ from text.instances import PAIRS, InstanceKind
 
 logger = logging.getLogger("tokenizers")
 
-# a text that tokenizers treat in ways of their own
+# a text that tokenizers treat differently: capitals, accents, quotes, digits, Cyrillic, Chinese
 PROBE = "``Déjà vu'', said MR. O'Neill\u2019s 2nd  friend\u2014Ёлка, йод\u0306, 3.14 \uff21 漢字 [MASK] unbelievably"
 
 
@@ -34,16 +34,15 @@ def load_tokenizer(
     cache_dir: str | None = None,
     alternative: str = "a folder that exists",
 ):
-    """The tokenizer in a folder, or of that name on the Hub, with the special tokens that such instances need, or one
-    line that names the cure.
+    """Load a tokenizer from a folder or the Hub; raise a UserError if it lacks special tokens of these instances.
 
-    :param alternative: to the Hub, where that cannot be reached
+    :param alternative: the error text's alternative to the Hub
     """
     from transformers import AutoTokenizer
 
     is_folder = Path(path).is_dir()
     is_default = str(path) == DEFAULT_TOKENIZER_PATH
-    # a name on the Hub is NAME or ORG/NAME, and nobody means that by data/tokeniser beside a folder data
+    # a name on the Hub is NAME or ORG/NAME; but if there is a folder data, data/tokeniser means a folder in it
     is_name = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(path)) and not os.path.isdir(os.path.dirname(path))
     if not is_folder and (is_default or not is_name):
         raise UserError(
@@ -63,8 +62,10 @@ def load_tokenizer(
 
 
 def check_tokenizer(tokenizer, name, kind: InstanceKind = PAIRS):
-    """Return the tokenizer; a UserError when it lacks what such instances need: masking and pairs their special
-    tokens, text an end token, which then also pads where no other one does."""
+    """Return the tokenizer, or raise a UserError if it lacks special tokens that these instances need.
+
+    Text without masks needs an end token, which also serves as padding if the tokenizer has no other token for it.
+    """
     if not kind.is_masked:
         tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -72,24 +73,23 @@ def check_tokenizer(tokenizer, name, kind: InstanceKind = PAIRS):
     lacking = [token for token in needed if getattr(tokenizer, f"{token}_token_id") is None]
     if lacking or not tokenizer.is_fast:
         reason = f"no {lacking[0]} token" if lacking else "no tokenizer.json"
-        cure = "one of ALBERT or BERT" if kind.is_masked else "one of GPT-2 or Llama"
+        cure = "that of ALBERT or BERT" if kind.is_masked else "that of GPT-2 or Llama"
         raise UserError(
             f"the tokenizer {name} has {reason}: use {cure}, or --train_tokenizer (--objective {kind.name})"
         )
     if not kind.is_masked and tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
-        # training texts end with it alone
-        logger.warning(f"the tokenizer {name} ends each prompt too: generate text with add_special_tokens=False")
+        # in training, the end token follows whole documents only
+        logger.warning(f"the tokenizer {name} also ends prompts: generate text with add_special_tokens=False")
     if (last := max(tokenizer.get_vocab().values())) >= len(tokenizer):
-        raise UserError(f"the tokenizer {name} numbers {len(tokenizer)} pieces up to {last}: use one without gaps")
+        raise UserError(f"the tokenizer {name} has {len(tokenizer)} tokens, but ids up to {last}: use one without gaps")
     if kind.has_pairs:
-        # transformers 5 leaves token_type_ids out for ALBERT, without which A and B look alike in fine-tuning
+        # transformers 5 omits ALBERT's token_type_ids, which distinguish A from B in fine-tuning
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     return tokenizer
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
-    """sha256 of what defines a tokenizer: which id is which piece, the special ones, and how it treats a probe text
-    (capitals, accents, quotes, digits, Cyrillic, Chinese). The same under any version of the libraries."""
+    """Return a sha256 of a tokenizer's vocabulary, special tokens and ids of PROBE, the same in any library version."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     special = {
         name: tokenizer.convert_tokens_to_ids(str(token)) for name, token in tokenizer.special_tokens_map.items()
@@ -99,15 +99,17 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 
 def find_word_beginnings(tokenizer) -> np.ndarray | None:
-    """Which ids begin a word, bool [vocabulary]: in SentencePiece those that begin with "▁", in byte-level BPE those
-    with "Ġ", a space, in WordPiece those that do not begin with "##". None where the tokenizer's pieces do not tell."""
+    """Return, as bool [vocabulary], whether each token begins a word; None if the tokens do not show it.
+
+    Such tokens start with "▁" in SentencePiece, with "Ġ" in byte-level BPE, and without "##" in WordPiece.
+    """
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if prefix := getattr(getattr(backend, "model", None), "continuing_subword_prefix", None):
         return np.array([not piece.startswith(prefix) for piece in pieces])
     for mark in "▁Ġ":
         begins_word = np.array([piece.startswith(mark) for piece in pieces])
-        # a vocabulary may hold the sign itself, or marks in a language without spaces: that is no way to find words
+        # a few tokens with the mark prove nothing: it may be a character of the text, or the language has no spaces
         if begins_word.mean() > 0.01:
             return begins_word
     return None
@@ -117,10 +119,10 @@ SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's o
 
 
 def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
-    """An ALBERT-style Unigram tokenizer. May have fewer pieces than asked for: small text does not yield more.
+    """Train an ALBERT-style Unigram tokenizer; from a small text, it has fewer tokens than requested.
 
-    It is built on AlbertTokenizer's own normalizer and pre-tokenizer, because loading a saved tokenizer as
-    AlbertTokenizer replaces any other ones without a word (transformers 5.23).
+    It uses AlbertTokenizer's normalizer and pre-tokenizer, because AlbertTokenizer silently replaces any others when it
+    loads a saved tokenizer (transformers 5.23).
     """
     from tokenizers.trainers import UnigramTrainer
     from transformers import AlbertTokenizer
@@ -129,7 +131,7 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
     letters = [character for character in text if character.isalpha()]
     marked = sum(len(unicodedata.normalize("NFKD", character)) > 1 for character in letters)
     if not args.keep_accents and marked > 0.01 * len(letters):
-        print(f"{marked / len(letters):.1%} of the letters lose their marks (a short i becomes an i): --keep_accents")
+        print(f"{marked / len(letters):.1%} of the letters lose their accents (short i becomes i): see --keep_accents")
 
     flags = {"do_lower_case": not args.cased, "keep_accents": args.keep_accents}
     backend = AlbertTokenizer(**flags).backend_tokenizer
@@ -139,15 +141,15 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
         unk_token="<unk>",
         show_progress=sys.stderr.isatty(),
     )
-    print(f"training a tokenizer of {args.vocab_size:,} pieces", flush=True)
+    print(f"training a tokenizer of {args.vocab_size:,} tokens", flush=True)
     backend.train_from_iterator((paragraph for document in documents for paragraph in document), trainer)
     pieces = json.loads(backend.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
     if not pieces:
-        raise UserError("there is too little text to train a tokenizer: give more, or use --tokenizer")
+        raise UserError("too little text to train a tokenizer: give more text, or use --tokenizer")
 
-    # The trainer (tokenizers 0.23) walks through hash tables: from run to run, single characters that it did not keep
-    # but must include get other scores above the lowest one, 1e-4 apart, sums differ in their last digits, and with
-    # them the order, which gives the ids. Peers who tokenize the same text must arrive at the same tokenizer.
+    # Peers that tokenize the same text need the same tokenizer. But the trainer (tokenizers 0.23) iterates over hash
+    # tables, so single characters that it must include get other scores in each run, 1e-4 apart above the lowest one,
+    # and sums differ in their last digits. The order of the scores determines the ids.
     lowest = min(score for _, score in pieces)
     highest_filler = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
     pieces = [(p, round(lowest if len(p) == 1 and score <= highest_filler else score, 4)) for p, score in pieces]
@@ -158,7 +160,7 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
 
 
 def train_byte_tokenizer(documents: list[list[str]], args: TokenizeArguments):
-    """A tokenizer of GPT-2's kind: BPE of bytes, and one special token, behind documents."""
+    """Train a tokenizer like GPT-2's: byte-level BPE, with one special token that follows documents."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.trainers import BpeTrainer
     from transformers import GPT2Tokenizer
@@ -171,7 +173,7 @@ def train_byte_tokenizer(documents: list[list[str]], args: TokenizeArguments):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    print(f"training a tokenizer of {args.vocab_size:,} pieces", flush=True)
+    print(f"training a tokenizer of {args.vocab_size:,} tokens", flush=True)
     backend.train_from_iterator(("\n".join(document) for document in documents), trainer)
     model = json.loads(backend.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]

@@ -1,29 +1,27 @@
-"""Processes that prepare batches, and never see Ctrl-C."""
+"""Worker processes that prepare batches. They ignore Ctrl-C, because the trainer uses batches while it shuts down."""
 
 import os
 from collections.abc import Iterator
 
 import numpy as np
 
-import support.signals  # noqa: F401  forked processes become helpers by it
+import support.signals  # noqa: F401  makes forked processes ignore Ctrl-C
 
 
 def keep_arrays(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What workers send. Tensors would travel in shared memory, of which containers have little, through threads that
-    print tracebacks when the trainer ends first; arrays go through a pipe."""
+    """Return the batch as arrays: tensors need shared memory, scarce in containers, and threads, noisy at exit."""
     return batch
 
 
 def keep_to_one_core(_: int) -> None:
-    # a tokenizer's threads do not survive a fork; and the number of processes is what the user wants to spend
+    # a tokenizer's threads do not survive a fork, and the number of processes is the user's limit
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def prepare_in_workers(prepared, keys, num_workers: int) -> Iterator:
-    """prepared[key] for each of the keys, in their order, from num_workers processes, or from this one. Workers never
-    see Ctrl-C: the trainer still needs batches, or a quiet end of the workers, while it shuts down.
+    """Yield prepared[key] for each of the keys, in their order, from num_workers processes; 0: from this process.
 
-    :raises RuntimeError: "DataLoader worker ...": one was killed
+    :raises RuntimeError: a worker was killed; the text begins with "DataLoader worker"
     """
     if not num_workers:
         return map(prepared.__getitem__, keys)
