@@ -10,8 +10,8 @@ no central server. Here they learn to predict the next byte of six novels by Jan
 
 The first command prints its address. The second one, in another terminal or on another machine of the same network,
 joins with that address, and so does every further peer. A CPU is enough: two peers on two cores make an epoch in about
-five seconds. The loss starts at 5.8, and 3.09 is the best that byte frequencies alone can reach. After 40 epochs, or
-three minutes, it is near 2.5. Ctrl-C ends a peer; the others continue.
+five seconds. The loss starts at 5.8, and 3.09 is the best that byte frequencies alone can reach. After 45 epochs, or
+four minutes, it is near 2.5. Ctrl-C ends a peer; the others continue.
 
 This is the idea that hivemind's ALBERT example had, and the rest of this repository is what a run over the internet
 needs beyond it. This file imports none of that:
