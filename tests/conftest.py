@@ -22,7 +22,7 @@ SECONDS = {
     "archive": 95, "families": 80, "averaging": 70, "aux_peer": 65, "devices": 60, "checkpoint": 60, "page": 60,
     "swarm": 55, "monitor": 50, "finetune": 50, "line": 50, "lean_albert": 45, "streaming": 45, "states": 45,
     "dashboard": 40, "membership": 40, "tokenize": 40, "networks": 35, "hosting": 30, "attestation": 30,
-    "evaluation": 30, "preflight": 30, "storage": 25, "local_steps": 25, "guard": 25, "batches": 20,
+    "example": 30, "evaluation": 30, "preflight": 30, "storage": 25, "local_steps": 25, "guard": 25, "batches": 20,
     "new_experiment": 20, "trainer": 20, "arguments": 15, "metrics": 15, "sparse": 10, "fuzz": 10, "processes": 10,
     "setup": 10, "finetune_tasks": 10, "joining": 10, "show": 10, "hivemind_gaps": 5, "fetch": 5, "status": 5,
     "faults": 5,
