@@ -3,6 +3,7 @@
 import ast
 import re
 
+import pytest
 from conventions import MODULES
 from processes import LOOPBACK, ROOT, Script, wait_until
 
@@ -16,6 +17,7 @@ def read_epochs(peer: Script) -> dict[int, dict]:
     return {int(e): {"loss": float(loss), "peers": int(p), "samples": int(n)} for e, loss, p, n in lines}
 
 
+@pytest.mark.slow
 def test_two_peers_learn_together(start):
     first = start("first", EXAMPLE, *LOOPBACK, "--verbose")
     address = first.wait_for(r"(?m)^join with: --initial_peers (/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+)$")[1]
