@@ -45,6 +45,7 @@ class BatchStatistics:
         self.begins_word = np.ones(len(tokenizer), dtype=bool) if begins_word is None else begins_word
 
     def add(self, batch: dict) -> None:
+        """Count the tokens and words of a batch."""
         is_filled = batch["attention_mask"].numpy() == 1
         ids, labels = (batch[name].numpy()[is_filled] for name in ("input_ids", "labels"))
         is_chosen = labels != IGNORED_LABEL
@@ -67,6 +68,7 @@ class BatchStatistics:
         )
 
     def describe(self) -> str:
+        """Return the statistics as text."""
         c = self.counts
         padding = f"{c['padding'] / c['places']:.1%} of the batches is padding"
         if self.is_causal:
@@ -102,6 +104,7 @@ class BatchStatistics:
 
 
 def main(model_args: ModelArguments, args: DataArguments) -> None:
+    """Print batches and their statistics."""
     objective = find_objective(model_args)
     tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)

@@ -121,6 +121,7 @@ def normalize_answer(text: str) -> list[str]:
 
 
 def overlap(words: list[str], others: list[str]) -> float:
+    """Return the F1 of two lists of words."""
     common = sum((Counter(words) & Counter(others)).values())
     return 2 * common / (len(words) + len(others)) if common else 0.0
 
@@ -226,6 +227,7 @@ def read_gap(record: dict, task: "Task") -> Example:
 
 
 def check_index(record: dict, *names: str) -> None:
+    """Raise a ValueError if the record's index lacks one of these names."""
     if not isinstance(record["idx"], dict) or not all(name in record["idx"] for name in names):
         raise ValueError(f"idx {record['idx']!r} does not hold {', '.join(names)}")
 
@@ -240,6 +242,7 @@ def trim(entity: str) -> str:
 
 
 def restructure_answers(line: dict) -> list[dict]:
+    """Return a record for each answer of a MuSeRC paragraph."""
     return [
         {
             "paragraph": line["passage"]["text"],
@@ -254,10 +257,12 @@ def restructure_answers(line: dict) -> list[dict]:
 
 
 def restructure_spans(line: dict) -> list[dict]:
+    """Return an RWSD record without its nested target."""
     return [{**{name: value for name, value in line.items() if name != "target"}, **line["target"]}]
 
 
 def restructure_entities(line: dict) -> list[dict]:
+    """Return a record for each query of a RuCoS passage."""
     text = line["passage"]["text"]
     return [
         {
@@ -430,6 +435,7 @@ def read_file(task: Task, path: Path) -> list[tuple[str, object]] | None:
 
 
 def make_examples(task: Task, records: list[tuple[str, object]]) -> list[Example]:
+    """Return the examples of records, or raise a UserError that names a malformed record."""
     examples = []
     for where, record in records:
         found = list(record) if isinstance(record, dict) else []

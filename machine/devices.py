@@ -204,9 +204,9 @@ def find_batch_size(
 ) -> tuple[int, int]:
     """Return the samples per forward pass and the batches per step that suit this machine.
 
-    The batch is doubled while it uses less than FULLEST_MEMORY, passes take less than LONGEST_PASS, and samples/s rise
-    (passes below 0.25 s vary too much to compare). Then enough batches are accumulated for a step of a second. The
-    gradients are zero afterwards, and the random state is unchanged.
+    The batch is doubled while it fits FULLEST_MEMORY and LONGEST_PASS and samples/s rise. Passes below 0.25 s vary too
+    much to compare. Then enough batches are accumulated for a step of a second. The gradients are zero afterwards, and
+    the random state is unchanged.
 
     :param batch: the longest sequence, from make_trial_batch
     :param largest_step: the maximum number of samples per step

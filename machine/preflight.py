@@ -178,6 +178,7 @@ async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode
 
 
 def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: int) -> Check:
+    """Check that other peers can connect to this one."""
     where = " and ".join(seen_at)
     if is_reachable is None:
         finding = "no peer could test whether others can reach this one"

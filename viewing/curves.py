@@ -74,6 +74,7 @@ def choose_marker(history: History) -> str | None:
 
 
 def describe_last(history: History, prefix: str) -> str:
+    """Return a title with the values of the newest epoch."""
     last = history[-1]
     peers = last["alive_peers"]
     text = f"{prefix}: loss {last['loss']:.3f} at epoch {last['epoch']:,}, {peers} peer{'s'[: peers != 1]}"

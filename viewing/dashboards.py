@@ -87,6 +87,7 @@ def make_run_name(prefix: str) -> str:
 
 
 def select_public(config: dict) -> dict:
+    """Return the arguments that dashboards may show."""
     return {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
 
 
@@ -132,7 +133,7 @@ def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
             os.makedirs(folder, exist_ok=True)  # otherwise wandb writes to /tmp
         settings = wandb.Settings(
             init_timeout=20,  # without a network, wandb would try for 90 s
-            login_timeout=60,  # in a terminal, wandb asks users without a key
+            login_timeout=60,  # in a terminal, wandb asks for a missing key
             finish_timeout=10,  # wandb would wait forever; the rest stays on disk for `wandb sync`
             console="off",
             disable_code=True,

@@ -49,6 +49,7 @@ class History(list):
         self.append(entry)
 
     def find_stretch(self, entry: dict) -> int:
+        """Return the number of the entry's segment."""
         return (entry["epoch"] - self[0]["epoch"]) // self.stride
 
     def make_points(self, since: int) -> dict:
@@ -65,6 +66,7 @@ class History(list):
         }
 
     def forget_from(self, epoch: int) -> None:
+        """Drop this epoch and later ones."""
         self.validation[:] = [values for values in self.validation if values["validation_epoch"] < epoch]
         self[:] = [entry for entry in self if entry["epoch"] < epoch]
         if not self:

@@ -80,7 +80,7 @@ class Observer:
         stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
         if self.page:
             self.page.serve(self.dht, self.read_progress, self.report.history)
-        # in a thread, because it waits for the DHT and the role's loop must be ready at the end of an epoch
+        # in a thread, because it waits for the DHT, while the role's loop must not wait
         self.watching = concurrent.futures.ThreadPoolExecutor(1, "watch metrics").submit(self.watch)
         return stop
 

@@ -98,6 +98,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
             return self.answers[name]
 
     def make_status(self) -> dict:
+        """Return the content of /status.json."""
         if time.monotonic() >= self.next_look:
             self.look_for_addresses()
         progress = self.read_progress()
@@ -163,6 +164,8 @@ def open_page(args: SwarmArguments) -> StatusServer | None:
 
 
 class StatusHandler(http.server.BaseHTTPRequestHandler):
+    """A handler for one visit to the status page."""
+
     timeout = VISIT_TIMEOUT
     server_version, sys_version = "status", ""
 

@@ -42,7 +42,7 @@ CURVE_PERIOD = 30.0  # seconds between two drawings, which take up to a second o
 # seconds between two tables of contributors, because dashboards show all of them; the last one follows at the end
 TABLE_PERIOD = 86400.0
 FINAL_FETCH_TIMEOUT = 1.0
-# reads of the DHT without any newer record, after which the run has started over; a single read may miss records
+# Reads of the DHT without any newer record, after which the run has started over. A single read may miss records.
 READS_BEFORE_GOING_BACK = 3
 READS_BEFORE_THE_END = 2  # reads without a trainer, of which one may have missed records
 # A run that went back is a new one up to this epoch, or up to a tenth of the epoch reached. Beyond, it has resumed from
