@@ -3,8 +3,8 @@
     python run_trainer.py --preflight --initial_peers 203.0.113.1:8080
 
 prints a table with a fix for each problem, and ends with exit code 0, or 2 if a problem is fatal. It joins the run's
-DHT like any peer, but publishes and trains nothing. A trainer runs the quick checks at its start, and logs its step
-and epoch time after the first epochs. To measure the batch size that suits this machine, run
+DHT like any peer, but publishes and trains nothing. A trainer runs the quick checks at its start, and warns of
+unsuitable step and epoch times after its first epochs. To measure the batch size that suits this machine, run
 
     python -m machine.preflight --experiment_prefix my_albert --fp16
 
