@@ -57,8 +57,8 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
     """Return the train split of --streaming: endless sequences from a mixture of sources (see text/streams.py).
 
     It yields dictionaries with input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and
-    sentence_order_label (0 or 1), or with the columns of another kind. To select or change documents, edit
-    ChunkTokenizer. Its attribute `seed`, which make_train_batches sets for each peer, decides the order and the swaps.
+    sentence_order_label (0 or 1), or with the columns of another kind. Its `seed`, which make_train_batches sets for
+    each peer, decides order, mixture, cuts and swaps. To select or change documents, edit ChunkTokenizer.
 
     :raises UserError: if a source yields no text
     """
