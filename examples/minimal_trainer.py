@@ -24,7 +24,7 @@ needs beyond it. This file imports none of that:
     cannot connect two peers behind routers                   swarm/reachability.py
     lets one malicious or broken peer spoil all weights       swarm/guard.py, swarm/trust.py
     mixes peers whose model or settings differ                swarm/contract.py
-    takes the state from one donor, unchecked                 swarm/states.py, swarm/downloads.py
+    takes the state from one donor, unchecked                 swarm/state_download.py
     needs epochs longer than its matchmaking time             swarm/matchmaking.py
     leaves helper processes behind after kill -9              swarm/processes.py
     saves no checkpoint and cannot resume                     machine/checkpoint.py

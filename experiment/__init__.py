@@ -1,1 +1,1 @@
-"""What a new experiment edits: what the model reads, which model it is, what it learns, by which optimizer."""
+"""The files that a new experiment edits: its data, model, objective, optimizer and evaluation tasks."""

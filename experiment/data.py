@@ -1,8 +1,8 @@
-"""Edit me: what the model reads. Which text, cut into which documents, collated into which batches.
+"""Edit me: the model's data, from text to batches.
 
-text -> documents (lists of paragraphs) -> ids -> instances (see text/instances.py) -> batches of similar length, masked
-anew each time. Up to the instances, tokenize_wikitext103.py has done it before, or a trainer does it at its first start
-(--train_file, --dataset_name) or on the way (--streaming). To see what the model will see:
+text -> documents (lists of paragraphs) -> ids -> sequences (see text/instances.py) -> batches of similar length, with
+a new mask each time. The sequences are made by tokenize_wikitext103.py in advance, by a trainer at its first start
+(--train_file, --dataset_name), or during training (--streaming). To look at the batches:
 
     python -m experiment.show
 """
@@ -38,8 +38,10 @@ from text.tokenizers import load_tokenizer
 
 
 def load_documents(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]]:
-    """(where the text is from, documents by split) for --train_file or --dataset_name. A document is a list of
-    paragraphs; where there is no validation split, some documents are held out for it."""
+    """Return the name of the text of --train_file or --dataset_name, and its documents (lists of paragraphs) by split.
+
+    Without a validation split, some documents are held out later.
+    """
     if args.dataset_name:
         name = [args.dataset_name, *filter(None, [args.dataset_config_name])]
         cache_dir = Path(args.dataset_cache_dir) / "hub"
@@ -52,13 +54,13 @@ def load_documents(args: DataArguments) -> tuple[str, dict[str, list[list[str]]]
 
 
 def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = PAIRS) -> TrainingDataset:
-    """The train split of --streaming: endless instances of a mixture of sources (see text/streams.py), a torch
-    IterableDataset of dictionaries: input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and
-    sentence_order_label (0 or 1); for another kind its columns.
+    """Return the train split of --streaming: endless sequences from a mixture of sources (see text/streams.py).
 
-    A source that gives nothing at its beginning is a UserError. Documents may be chosen or changed in ChunkTokenizer.
-    The order, the mixture, the cuts and the swaps follow from its attribute `seed`; make_train_batches gives it the
-    peer's own.
+    It yields dictionaries with input_ids, token_type_ids, special_tokens_mask (arrays of the same length) and
+    sentence_order_label (0 or 1), or with the columns of another kind. Its `seed`, which make_train_batches sets for
+    each peer, decides order, mixture, cuts and swaps. To select or change documents, edit ChunkTokenizer.
+
+    :raises UserError: if a source yields no text
     """
     found = read_sources(args.sources, args.sentence_splitter)
     for source in found:
@@ -68,7 +70,7 @@ def make_training_dataset(tokenizer, args: DataArguments, kind: InstanceKind = P
 
 
 def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKind) -> FetchedDataset:
-    """Where the tokenized dataset is: fetched, or tokenized here and now if the flags name text."""
+    """Fetch the tokenized dataset, or tokenize the text that the flags name."""
     if not (args.train_file or args.dataset_name):
         return fetch_data(args.dataset_path, args.dataset_sha256, args.dataset_cache_dir)
     tokenizer = load_tokenizer(model_args.tokenizer_path, kind)
@@ -76,15 +78,13 @@ def find_data(model_args: ModelArguments, args: DataArguments, kind: InstanceKin
 
 
 def choose_tokenizer(found: FetchedDataset, args: ModelArguments) -> str | Path:
-    """Folder of the tokenizer: the one that came in the dataset's archive, unless another one was named, or a
-    pretrained model, whose weights know its own."""
+    """Return the tokenizer's folder: that of the dataset, unless the flags name a tokenizer or a pretrained model."""
     is_named = args.model_name_or_path or args.tokenizer_path != DEFAULT_TOKENIZER_PATH
     return args.tokenizer_path if found.tokenizer is None or is_named else found.tokenizer
 
 
 def load_data(model_args: ModelArguments, args: DataArguments, needs_validation: bool) -> tuple:
-    """(the tokenizer, splits by name, what is known of the corpus): a stored dataset, or with --streaming a stream of
-    text for training, beside a stored validation split if that is needed. All are for the model's objective."""
+    """Return the tokenizer, the splits by name (with --streaming, "train" is a stream), and facts of the corpus."""
     kind = find_objective(model_args).kind
     if args.streaming and not needs_validation:
         tokenizer, splits = load_tokenizer(model_args.tokenizer_path, kind), {}
@@ -103,7 +103,7 @@ def load_data(model_args: ModelArguments, args: DataArguments, needs_validation:
 
 
 def make_collator(columns: list[str], multiple: int, tokenizer, args: DataArguments) -> DataCollator:
-    """What makes batches with labels of instances with these columns, their width a multiple of that."""
+    """Return a collator for sequences with these columns. The width of its batches is a multiple of `multiple`."""
     if "special_tokens_mask" in columns:
         return DataCollatorForWholeWordMask(tokenizer, args.mlm_probability, multiple, args.whole_word_mask)
     return DataCollatorForCausalLM(tokenizer, multiple)
@@ -120,16 +120,16 @@ def make_train_batches(
     stop: threading.Event | None = None,
     state: dict | None = None,
 ):
-    """Endless iterable of training batches from one split; the same for the same seed, whatever num_workers.
+    """Return an endless iterable of batches from a train split, which depend on the seed but not on num_workers.
 
-    Each is a dictionary of int64 tensors: input_ids, attention_mask, labels (-100 where nothing is to be predicted),
-    and for masked models token_type_ids, all [batch_size, longest row]; for pairs sentence_order_label [batch_size] (1:
-    swapped). Sequences grow when its set_sequence_length(sequence_length_at(epoch, args)) is called.
+    Each is a dictionary of int64 tensors: input_ids, attention_mask, labels (-100: no label) and, for masked models,
+    token_type_ids, all [batch_size, longest sequence]; for pairs, sentence_order_label [batch_size] (1: swapped). Call
+    its set_sequence_length(sequence_length_at(epoch, args)) to change the length of sequences.
 
-    :param dataset: a Dataset; or a ShardedSplit: its order of shards is begun with this seed unless it has begun; or
-        what make_training_dataset has returned
-    :param stop: ends the iteration when it is set while data is waited for
-    :param state: of StreamedBatches: where to continue, and with which seed
+    :param dataset: a Dataset, a ShardedSplit, which starts its order of shards with this seed unless it has started,
+        or the result of make_training_dataset
+    :param stop: an event that ends the iteration while it waits for data
+    :param state: the state of StreamedBatches, with the position and the seed to continue with
     """
     collate = partial(make_collator, tokenizer=tokenizer, args=args)
     if isinstance(dataset, IterableDataset):
@@ -150,7 +150,9 @@ def make_train_batches(
 def make_eval_batches(
     dataset, tokenizer, args: DataArguments, *, batch_size: int, max_samples: int | None = None
 ) -> list[dict]:
-    """The batches (see make_train_batches) of one split, or of max_samples random rows of it, the same at each call;
-    rows are as long as at the end of training."""
+    """Return the batches of a split, or of max_samples random sequences, which are the same at each call.
+
+    The sequences are as long as at the end of training. See make_train_batches for the format.
+    """
     collate = partial(make_collator, tokenizer=tokenizer, args=args)
     return list_batches(IndexedBatches(dataset, collate, args), batch_size, max_samples)

@@ -1,7 +1,6 @@
-"""Edit me: which model is trained. `make_model` is the one function that builds it, for every role.
+"""Edit me: the model. All roles build it by `make_model`.
 
-transformers' Auto classes make any of its language models. For one that it does not have, or with a head of your own,
-add a class to OWN_MODELS.
+Any language model of transformers' Auto classes works. For another model or head, add a class to OWN_MODELS.
 
     python -c "from experiment.model import make_model; from arguments import ModelArguments; \\
         print(make_model(ModelArguments(config_path='configs/demo.json'), 1000).num_parameters())"
@@ -22,23 +21,23 @@ from support.console import UserError
 
 
 class AlbertForPreTraining(transformers.AlbertForPreTraining):
-    """HF's ALBERT with masked-LM and sentence-order heads, but vocabulary logits only where there is a label.
+    """HF's ALBERT with masked-LM and sentence-order heads, but with vocabulary logits only at labelled positions.
 
-    About 15 % of the positions carry a label; the logits of the rest are most of a small model's work and memory, and
-    nothing reads them. Saves and loads as HF's own AlbertForPreTraining.
+    About 15 % of the positions have a label. The unused logits of the others would take most of a small model's time
+    and memory. It is saved and loaded like HF's AlbertForPreTraining.
     """
 
     def forward(
         self, input_ids, token_type_ids, labels, sentence_order_label, attention_mask=None, labelled_positions=None
     ) -> dict[str, torch.Tensor]:
-        """Losses of one batch.
+        """Compute the losses of one batch.
 
-        :param input_ids: [batch, length] int64, as are token_type_ids, labels (-100: no label) and attention_mask (None
-            where there is no padding)
-        :param sentence_order_label: [batch] int64, 1 where the two segments were swapped
-        :param labelled_positions: [labels] int64 indices into the flattened labels, see `move_batch`; looking for them
-            here would make a GPU wait for the host
-        :returns: loss (their sum, to train on), mlm_loss and sop_loss, scalars in nats; prediction_logits [labels,
+        :param input_ids: [batch, length] int64, like token_type_ids, labels (-100: no label) and attention_mask (None
+            if there is no padding)
+        :param sentence_order_label: [batch] int64, 1 if the two segments were swapped
+        :param labelled_positions: [labels] int64 indices into the flattened labels from `move_batch`, because a GPU
+            would have to wait for the host here
+        :returns: loss (the sum, to train on), mlm_loss and sop_loss, scalars in nats, and prediction_logits [labels,
             vocabulary]
         """
         outputs = self.albert(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
@@ -48,8 +47,8 @@ class AlbertForPreTraining(transformers.AlbertForPreTraining):
         return {**losses, "prediction_logits": logits}
 
 
-#: by objective and model_type, instead of transformers' own. Those for mlm_sop take a whole batch, and return loss (to
-#: train on), mlm_loss, sop_loss, and prediction_logits [labels, vocabulary]; those for mlm and clm return logits
+#: Classes that replace those of transformers, by objective and model_type. Classes for mlm_sop take a whole batch and
+#: return loss, mlm_loss, sop_loss and prediction_logits [labels, vocabulary]. Classes for mlm and clm return logits.
 OWN_MODELS = {
     ("mlm_sop", "albert"): AlbertForPreTraining,
     ("mlm_sop", "lean_albert"): LeanAlbertForPreTraining,
@@ -57,15 +56,15 @@ OWN_MODELS = {
 
 
 def find_class(objective: Objective, config: PreTrainedConfig) -> type | None:
-    """The class that learns this, or None where the type of model has none."""
+    """Return the model class for this objective, or None if the model type has none."""
     return OWN_MODELS.get((objective.name, config.model_type)) or objective.find_class(config)
 
 
 def find_objective(args: ModelArguments) -> Objective:
-    """What the model learns: --objective, or the first one that its type has a class for."""
+    """Return the objective: --objective, or the first one for which the model type has a class."""
     config = load_config(args)
     if not is_text_alone(config):
-        cure = "choose another model, or the part that reads text, where it has a configuration of its own"
+        cure = "choose another model, or the part that reads text, if it has its own configuration"
         raise UserError(f"the model type {config.model_type} needs more than one text to train on: {cure}")
     found = {name: objective for name, objective in OBJECTIVES.items() if find_class(objective, config)}
     if not found:
@@ -78,12 +77,12 @@ def find_objective(args: ModelArguments) -> Objective:
 
 
 def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -> PreTrainedModel:
-    """The model at epoch 0, with the same weights on every peer: pretrained, or random ones of the seed.
+    """Return the model at epoch 0 with the same weights on all peers: pretrained, or random from the seed.
 
-    Its attribute `objective` is that of `find_objective`; `input_names` are the columns of a batch that it takes, which
-    the tokenizer is told; `initial_weights` are described in words, for the contract.
+    Its attributes: `objective`; `input_names`, the columns of a batch that it takes, which the tokenizer gets too; and
+    `initial_weights`, a description for the contract.
 
-    :param tokenizer: the size of the vocabulary and the special tokens are its own; a number: that size alone
+    :param tokenizer: the tokenizer, which defines the vocabulary size and the special tokens, or that size alone
     """
     config, objective = load_config(args), find_objective(args)
     vocab_size = tokenizer if isinstance(tokenizer, int) else len(tokenizer)
@@ -98,5 +97,5 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase | int) -
         head.label_distance = int(objective.is_causal)
         head.register_forward_pre_hook(select_labelled_positions)
     if not isinstance(tokenizer, int):
-        tokenizer.model_input_names = list(model.input_names)  # a folder that holds both must open in a pipeline
+        tokenizer.model_input_names = list(model.input_names)  # for a pipeline that loads both from a folder
     return model

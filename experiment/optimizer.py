@@ -1,8 +1,8 @@
-"""Edit me: parameter groups, optimizer, schedule. `make_optimizer` is the one function that builds them for all roles.
+"""Edit me: parameter groups, optimizer and schedule. All roles build them by `make_optimizer`.
 
-Peers exchange optimizer states by position (hivemind/optim/state_averager.py), so one differing name or group sends
-tensors to the wrong place: never build a peer's optimizer by other means. `make_contract` puts into words what all
-peers must agree on; it is published and compared when a peer joins.
+Peers exchange optimizer states by position (hivemind/optim/state_averager.py). A different name or group would send
+tensors to the wrong place, so never build a peer's optimizer in another way. `make_contract` describes the settings
+that must match on all peers. Peers publish it and compare it when they join.
 
     python -c "from experiment.optimizer import *; from experiment.model import *; \\
         print(make_param_groups(make_model(ModelArguments('configs/demo.json'), 1000))[1]['names'])"
@@ -28,10 +28,10 @@ from utils import RunContract
 
 
 def make_param_groups(model: nn.Module) -> list[dict]:
-    """Two groups, with weight decay and without, each in the order of `model.named_parameters()`.
+    """Return two groups, with and without weight decay, each in the order of `model.named_parameters()`.
 
-    Norms, biases and whatever else is no matrix are not decayed, decided by what they are: ALBERT's
-    `full_layer_layer_norm.weight` escapes the lists of names that are copied from script to script.
+    Only matrices are decayed. The shape decides, because the usual list of names for norms and biases misses ALBERT's
+    `full_layer_layer_norm.weight`.
     """
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return [
@@ -45,12 +45,12 @@ def make_param_groups(model: nn.Module) -> list[dict]:
 
 
 def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
-    """(what makes LAMB, 8-bit LAMB or AdamW of parameter groups, what all peers must agree on in it)."""
+    """Return a function that makes the optimizer of parameter groups, and its settings that must match on all peers."""
     options = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
     terms = f"{args.optim}, beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}, "
     terms += f"decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
     if args.optim == "adamw":
-        # one pass over memory: on a CPU, where the offloaded parameters are, it takes a fourth of the time
+        # a fused step takes a fourth of the time on a CPU, which holds the offloaded parameters
         return partial(torch.optim.AdamW, fused=True, **options), terms
     options["clamp_value"], terms = args.clamp_value, f"{terms}, clamp {args.clamp_value:g}"
     if args.optim == "lamb":
@@ -64,9 +64,9 @@ def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], t
 
 
 def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> torch.optim.Optimizer:
-    """The optimizer of these groups, which clips the (averaged) gradient before it steps and notes its norm.
+    """Return the optimizer of these groups, which clips the (averaged) gradient before each step.
 
-    :returns: its attribute `grad_norm` is the norm of the last gradient before clipping
+    Its attribute `grad_norm` is the norm of the last gradient before clipping.
     """
 
     def clip(optimizer: torch.optim.Optimizer, *_) -> None:
@@ -84,15 +84,14 @@ def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> 
 
 
 def learning_rate_factor(epoch: int, warmup_steps: int, total_steps: int, floor: float = 0.0) -> float:
-    """Share of the peak learning rate that the step from this epoch to the next one uses: up to 1, then down to the
-    floor, where it remains."""
+    """Return the share of the peak learning rate for this epoch's step: a rise to 1, then a decay to the floor."""
     if epoch < warmup_steps:
         return (epoch + 1) / (warmup_steps + 1)
     return floor + (1 - floor) * max(0.0, (total_steps - epoch) / max(1, total_steps - warmup_steps))
 
 
 def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up and decay, counted in collaborative epochs."""
+    """Return a schedule with linear warm-up and decay, in epochs of the swarm."""
     floor = args.min_learning_rate / args.learning_rate
     options = dict(warmup_steps=args.warmup_steps, total_steps=args.total_steps, floor=floor)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, **options))
@@ -106,12 +105,12 @@ def make_optimizer(
     *,
     auxiliary: bool = False,
 ) -> CollaborativeOptimizer:
-    """The collaborative optimizer: gathers gradients, averages them with the swarm, clips, steps.
+    """Return the collaborative optimizer, which averages gradients with the swarm, clips them and steps.
 
-    Starts helper processes: build it before any CUDA context and before DataLoader workers, on the CPU model, with its
-    weights loaded; then move the model and call `optimizer.accumulate_on(device)`.
+    It starts helper processes. Build it before any CUDA context and DataLoader worker, for the CPU model with loaded
+    weights. Then move the model and call `optimizer.accumulate_on(device)`.
 
-    :param auxiliary: a role that computes no gradients (the monitor)
+    :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
     is_sparse, load_state = averaging.compression == "sparse", LOAD_STATE_COMPRESSIONS[averaging.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
@@ -137,9 +136,9 @@ def make_contract(
     averaging: AveragingArguments,
     flags: str = "",
 ) -> RunContract:
-    """What all peers of a run must agree on, in words short enough for one line of an error message.
+    """Describe the settings that must match on all peers, each short enough for one line of an error.
 
-    :param flags: the flags that all peers share, see `describe_shared`
+    :param flags: the shared flags, see `describe_shared`
     """
     decayed, undecayed = make_param_groups(model)
     names = decayed["names"] + undecayed["names"]
@@ -147,7 +146,7 @@ def make_contract(
     shapes = [tuple(param.shape) for group in (decayed, undecayed) for param in group["params"]]
     terms = {
         "model": describe_architecture(model),
-        # what is not trained no peer sends: all have it from their start
+        # peers send no frozen weights, so these must match from the start
         "initial weights": model.initial_weights + (f", {frozen} frozen, of seed {model.seed}" if frozen else ""),
         "model shapes": f"{sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters {digest(shapes)}",
         "parameter order": f"{len(names)} tensors {digest(names)}",

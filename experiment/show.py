@@ -1,10 +1,10 @@
-"""A look at batches, as a model will see them.
+"""Print batches as the model will see them.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python -m experiment.show
 
-prints some masked batches as text, and how much of them is masked, and how; it takes a trainer's flags that concern
-data, such as --dataset_path, --tokenizer_path, --no_whole_word_mask, --max_sequence_length.
+prints some masked batches as text and statistics of their masks. It takes a trainer's flags for data, such as
+--dataset_path, --tokenizer_path, --no_whole_word_mask and --max_sequence_length.
 """
 
 import itertools
@@ -35,7 +35,7 @@ BATCH_SIZE, SHOWN_ROWS, SHOWN_BATCHES, MEASURED_BATCHES = 4, 2, 3, 250
 
 
 class BatchStatistics:
-    """What masking and padding have done to batches, in numbers and as text. State: counts."""
+    """Statistics of masking and padding in batches."""
 
     def __init__(self, tokenizer, objective: Objective):
         self.tokenizer, self.counts = tokenizer, Counter()
@@ -45,6 +45,7 @@ class BatchStatistics:
         self.begins_word = np.ones(len(tokenizer), dtype=bool) if begins_word is None else begins_word
 
     def add(self, batch: dict) -> None:
+        """Count the tokens and words of a batch."""
         is_filled = batch["attention_mask"].numpy() == 1
         ids, labels = (batch[name].numpy()[is_filled] for name in ("input_ids", "labels"))
         is_chosen = labels != IGNORED_LABEL
@@ -67,24 +68,24 @@ class BatchStatistics:
         )
 
     def describe(self) -> str:
+        """Return the statistics as text."""
         c = self.counts
         padding = f"{c['padding'] / c['places']:.1%} of the batches is padding"
         if self.is_causal:
-            return f"{c['rows']:,} instances of {c['places'] / c['rows']:.0f} tokens; {padding}"
+            return f"{c['rows']:,} sequences of {c['places'] / c['rows']:.0f} tokens; {padding}"
         other = c["chosen"] - c["masked"] - c["kept"]
         fates = [count / max(1, c["chosen"]) for count in (c["masked"], other, c["kept"])]
         return (
-            f"{c['rows']:,} instances: mask rate {c['chosen'] / max(1, c['tokens']):.1%} of the tokens; of these "
-            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} as they were\n{c['words']:,} "
-            f"words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted in full, "
+            f"{c['rows']:,} sequences: mask rate {c['chosen'] / max(1, c['tokens']):.1%} of the tokens; of these "
+            f"{fates[0]:.1%} are [MASK], {fates[1]:.1%} another token, {fates[2]:.1%} unchanged\n{c['words']:,} "
+            f"words: {c['chosen_words'] / max(1, c['words']):.1%} to be predicted completely, "
             f"{c['divided_words'] / max(1, c['words']):.1%} in part\n"
             + padding
             + (f", {c['swapped'] / c['rows']:.1%} of the pairs are swapped" if self.has_pairs else "")
         )
 
     def format_row(self, ids: np.ndarray, labels: np.ndarray) -> str:
-        """A row without padding as text: what the model sees, and in brackets after it what it is to predict, unless
-        that is just the next word."""
+        """Return a sequence without padding as text, with a masked model's labels in brackets."""
         if self.is_causal:
             return " ".join(self.tokenizer.decode(ids).split())
         is_chosen = labels != IGNORED_LABEL
@@ -103,17 +104,18 @@ class BatchStatistics:
 
 
 def main(model_args: ModelArguments, args: DataArguments) -> None:
+    """Print batches and their statistics."""
     objective = find_objective(model_args)
     tokenizer, dataset, corpus = load_data(model_args, args, needs_validation=False)
     check_data_arguments(args, tokenizer, corpus, math.inf)
     batches = make_train_batches(dataset["train"], tokenizer, args, batch_size=BATCH_SIZE, seed=model_args.seed)
     batches.set_sequence_length(sequence_length_at(0, args))
     statistics = BatchStatistics(tokenizer, objective)
-    stored = "" if args.streaming else f"{len(dataset['train']):,} instances for training, "
+    stored = "" if args.streaming else f"{len(dataset['train']):,} sequences for training, "
     source = args.sources if args.streaming else args.train_file or args.dataset_name or args.dataset_path
-    print(f"{source}: {stored}{len(tokenizer):,} pieces, objective {objective.name}")
-    what = "of each word it predicts the next" if objective.is_causal else "in brackets what it is to predict"
-    print(f"As the model sees them; {what}:")
+    print(f"{source}: {stored}{len(tokenizer):,} tokens, objective {objective.name}")
+    what = "it predicts the next token at each position" if objective.is_causal else "labels follow in brackets"
+    print(f"Batches as the model sees them; {what}:")
     for number, batch in enumerate(itertools.islice(batches, MEASURED_BATCHES), start=1):
         statistics.add(batch)
         for row in range(SHOWN_ROWS * (number <= SHOWN_BATCHES)):

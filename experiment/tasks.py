@@ -1,8 +1,8 @@
-"""Edit me: the tasks that a trained model is tuned for. TASKS maps a name to its data, head and metric.
+"""Edit me: the tasks for fine-tuning. TASKS maps a name to its data, head and metric.
 
 They are those of RussianSuperGLUE (Shavrina et al., 2020, arXiv:2010.15925) and RuCoLA (Mikhailov et al., 2022,
-arXiv:2210.12814); `load_task_file` reads any other classification of sentences or pairs from a small JSON file. A
-record is a dictionary with the fields of the Hugging Face Hub's version, wherever it comes from. What is in a task:
+arXiv:2210.12814). `load_task_file` reads any other classification of sentences or pairs from a small JSON file. A
+record is a dictionary with the fields of the Hugging Face Hub's version, from any source. To look at an example:
 
     python -c "from experiment.tasks import TASKS, load_examples; \\
         print(load_examples(TASKS['terra'], 'PATH_OF_THE_DATA')['validation'][0])"
@@ -38,12 +38,12 @@ Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first cha
 
 @dataclass
 class Example:
-    """One record as a model reads it.
+    """A record in the form that a model reads.
 
-    :param texts: one text or pair of texts; with the head "choices" one for each choice
-    :param right: indices of right answers: of the class, the choice, or among the entities; None: unlabelled
-    :param spans: what the head looks at, each as one or more places. "spans": two of them; "entities": the gap, then
-        each entity
+    :param texts: one text or pair of texts; with the head "choices", one for each choice
+    :param right: the indices of right classes, choices or entities; None if unlabelled
+    :param spans: the spans for the head, each with one or more places: two for "spans", or the gap and then each entity
+        for "entities"
     """
 
     record: dict
@@ -62,7 +62,7 @@ Measure = Callable[[list[Example], Sequence[int]], dict[str, float]]
 
 
 def measure_labels(*names: str) -> Measure:
-    """Examples and predicted indices -> the scores of these names."""
+    """Return a function that computes these scores from examples and predicted indices."""
 
     def measure(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
         labels = [example.label for example in examples]
@@ -73,7 +73,7 @@ def measure_labels(*names: str) -> Measure:
 
 SCORES = {
     "accuracy": accuracy_score,
-    # of each class, averaged; a class that is neither there nor predicted does not count
+    # the average over classes, without those that are neither in the data nor predicted
     "f1": partial(f1_score, average="macro", zero_division=0),
     "mcc": matthews_corrcoef,
 }
@@ -85,7 +85,7 @@ METRICS = {
 
 
 def measure_domains(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
-    """RuCoLA: of all sentences, then of those from the training data's domain and of the others."""
+    """Compute RuCoLA's scores of all sentences, and of those in and outside of the training data's domain."""
     metrics = METRICS["mcc"](examples, predictions)
     for domain in dict.fromkeys(example.record["domain"] for example in examples):
         rows = [row for row, example in enumerate(examples) if example.record["domain"] == domain]
@@ -95,7 +95,7 @@ def measure_domains(examples: list[Example], predictions: Sequence[int]) -> dict
 
 
 def measure_answers(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
-    """MuSeRC: F1 of right answers in each paragraph, averaged; questions of which every answer is judged right."""
+    """Compute MuSeRC's mean F1 of the paragraphs, and the share of questions with only correct predictions (em)."""
     paragraphs, questions = defaultdict(list), defaultdict(list)
     for example, predicted in zip(examples, predictions, strict=True):
         index = example.record["idx"]
@@ -106,8 +106,7 @@ def measure_answers(examples: list[Example], predictions: Sequence[int]) -> dict
 
 
 def measure_entities(examples: list[Example], predictions: Sequence[int]) -> dict[str, float]:
-    """RuCoS: the chosen entity against the best right one: words in common (F1), and the same text (exact match), both
-    without case and punctuation, as of ReCoRD (Zhang et al., 2018, arXiv:1810.12885)."""
+    """Compute RuCoS's F1 of words and exact match (em) with the best right entity, like ReCoRD (arXiv:1810.12885)."""
     f1, matches = [], []
     for example, predicted in zip(examples, predictions, strict=True):
         chosen = normalize_answer(example.record["entities"][predicted])
@@ -122,6 +121,7 @@ def normalize_answer(text: str) -> list[str]:
 
 
 def overlap(words: list[str], others: list[str]) -> float:
+    """Return the F1 of two lists of words."""
     common = sum((Counter(words) & Counter(others)).values())
     return 2 * common / (len(words) + len(others)) if common else 0.0
 
@@ -130,14 +130,14 @@ def overlap(words: list[str], others: list[str]) -> float:
 
 
 def find_label(record: dict, task: "Task") -> list[int] | None:
-    """[index] of a record's label however it is written: an index (Hub; -1: none), a truth value, or a text."""
+    """Return [index] of a record's label, which is an index (on the Hub; -1: none), a truth value or a text."""
     value = record.get(task.label_column)
     spellings = [str(label).lower() for label in task.labels]
     if str(value).lower() in spellings:
         return [spellings.index(str(value).lower())]
     if value is None or value == "" or value == -1:
         return None
-    # 0 is not the first of the labels 1, 2 and 3
+    # an index only if no label is a number: 0 is not the first of the labels 1, 2 and 3
     has_numbers = any(spelling.lstrip("-").isdigit() for spelling in spellings) and not isinstance(value, bool)
     if isinstance(value, int) and 0 <= value < len(task.labels) and not has_numbers:
         return [int(value)]
@@ -145,15 +145,14 @@ def find_label(record: dict, task: "Task") -> list[int] | None:
 
 
 def read_texts(record: dict, task: "Task", columns: tuple[str, ...] | None = None) -> Example:
-    """Of a task that classifies the text in its column, or the pair in its two columns; with the head "spans" the
-    pair's texts are what is looked at."""
+    """Return the example for a text in one column or a pair in two, whose texts are the spans for that head."""
     first, second = (*(record[column] for column in columns or task.columns), None)[:2]
     spans = [[(i, 0, len(text))] for i, text in enumerate((first, second))] if task.head == "spans" else []
     return Example(record, [(first, second)], find_label(record, task), spans)
 
 
 def read_choices(record: dict, task: "Task") -> Example:
-    """PARus: each choice beside the premise, the cause before the effect."""
+    """Return a PARus example: a pair of each choice and the premise, the cause before the effect."""
     is_cause = record["question"] == "cause"
     choices = [record["choice1"], record["choice2"]]
     texts = [(choice, record["premise"]) if is_cause else (record["premise"], choice) for choice in choices]
@@ -161,14 +160,14 @@ def read_choices(record: dict, task: "Task") -> Example:
 
 
 def read_answer(record: dict, task: "Task") -> Example:
-    """MuSeRC: a paragraph, and one answer after its question."""
+    """Return a MuSeRC example: a paragraph, and a question followed by one answer."""
     check_index(record, "paragraph", "question", "answer")
     texts = [(record["paragraph"], f"{record['question']} {record['answer']}")]
     return Example(record, texts, find_label(record, task))
 
 
 def read_word_senses(record: dict, task: "Task") -> Example:
-    """RUSSE: the places of a word in two sentences."""
+    """Return a RUSSE example: the places of a word in two sentences."""
     texts = (record["sentence1"].replace("\xa0", " "), record["sentence2"].replace("\xa0", " "))
     places = [(int(record["start1"]), int(record["end1"])), (int(record["start2"]), int(record["end2"]))]
     spans = [[(i, *find_word(texts[i], *places[i], record["word"]))] for i in (0, 1)]
@@ -176,8 +175,10 @@ def read_word_senses(record: dict, task: "Task") -> Example:
 
 
 def find_word(text: str, start: int, end: int, word: str) -> tuple[int, int]:
-    """The whole word at these characters. Some places in RUSSE hold a space, end in the middle of a word, or are of
-    another word: then that word of the text is taken which begins most like the wanted one, the nearest of them."""
+    """Return the place of the whole word at these characters, or of the nearest word with the longest common prefix.
+
+    Some places in RUSSE contain a space, end inside a word, or belong to another word.
+    """
     words = [match.span() for match in re.finditer(r"\w+(?:-\w+)*", text)] or [(0, len(text))]
 
     def likeness(place: tuple[int, int]) -> int:
@@ -185,21 +186,21 @@ def find_word(text: str, start: int, end: int, word: str) -> tuple[int, int]:
         return next((i for i, (a, b) in enumerate(letters) if a != b), min(place[1] - place[0], len(word)))
 
     touched = [place for place in words if place[0] < end and start < place[1]]
-    # inflected forms differ in their ends: half of the word is enough
+    # half of the word is enough, because inflected forms differ in their ends
     if any(2 * likeness(place) >= len(word) for place in touched):
         return max(touched, key=likeness)
     return max(words, key=lambda place: (likeness(place), -abs(place[0] - start)))
 
 
 def read_coreference(record: dict, task: "Task") -> Example:
-    """RWSD: the places of a noun phrase and of a pronoun, which are given by the numbers of their words."""
+    """Return an RWSD example: the places of a noun phrase and a pronoun, from the numbers of their words."""
     text = record["text"]
     spans = [[(0, *find_phrase(text, record[f"span{i}_index"], record[f"span{i}_text"]))] for i in (1, 2)]
     return Example(record, [(text, None)], find_label(record, task), spans)
 
 
 def find_phrase(text: str, index: int, phrase: str) -> tuple[int, int]:
-    """The phrase in the text: the occurrence nearest to the word of this number; else that word itself."""
+    """Return the place of the phrase nearest to the word with this number, or of that word if there is none."""
     words = [match.span() for match in re.finditer(r"\S+", text)] or [(0, len(text))]
     place = words[min(max(int(index), 0), len(words) - 1)]
     found = [match.span() for match in re.finditer(re.escape(phrase.lower()), text.lower())] if phrase else []
@@ -207,10 +208,10 @@ def find_phrase(text: str, index: int, phrase: str) -> tuple[int, int]:
 
 
 def read_gap(record: dict, task: "Task") -> Example:
-    """RuCoS: the places of all entities in the passage, and of the gap in the query."""
+    """Return a RuCoS example: the places of the gap in the query and of all entities in the passage."""
     check_index(record, "passage", "query")
     passage, query = record["passage"], record["query"]
-    # once each: an entity may be named at many places
+    # each entity once, because a passage may name it several times
     trimmed = {name: dict.fromkeys(filter(None, map(trim, record.get(name) or ()))) for name in ("entities", "answers")}
     record = record | {name: list(texts) for name, texts in trimmed.items()}
     gap = query.find("@placeholder")
@@ -226,20 +227,22 @@ def read_gap(record: dict, task: "Task") -> Example:
 
 
 def check_index(record: dict, *names: str) -> None:
+    """Raise a ValueError if the record's index lacks one of these names."""
     if not isinstance(record["idx"], dict) or not all(name in record["idx"] for name in names):
         raise ValueError(f"idx {record['idx']!r} does not hold {', '.join(names)}")
 
 
 def trim(entity: str) -> str:
-    """Without what no metric looks at. The Hub's entities hold one character too many: "Абхазии ", "Спартак»"."""
+    """Remove characters that no metric counts. The Hub's entities have one too many: "Абхазии ", "Спартак»"."""
     entity = entity.strip(string.whitespace + string.punctuation)
     return entity if "«" in entity else entity.rstrip("»")
 
 
-# ---------------------------------------------------------------- the benchmark's own files, as the Hub's records
+# ---------------------------------------------------------------- records of the benchmark's files in the Hub's form
 
 
 def restructure_answers(line: dict) -> list[dict]:
+    """Return a record for each answer of a MuSeRC paragraph."""
     return [
         {
             "paragraph": line["passage"]["text"],
@@ -254,10 +257,12 @@ def restructure_answers(line: dict) -> list[dict]:
 
 
 def restructure_spans(line: dict) -> list[dict]:
+    """Return an RWSD record without its nested target."""
     return [{**{name: value for name, value in line.items() if name != "target"}, **line["target"]}]
 
 
 def restructure_entities(line: dict) -> list[dict]:
+    """Return a record for each query of a RuCoS passage."""
     text = line["passage"]["text"]
     return [
         {
@@ -276,16 +281,17 @@ def restructure_entities(line: dict) -> list[dict]:
 
 @dataclass(frozen=True)
 class Task:
-    """
-    :param name: as the leaderboard spells it: the folder with the data, and the file with predictions
-    :param columns: fields that each record must have
-    :param labels: of the classes, as they are handed in
-    :param head: what is predicted: "classes" of a text or pair, "choices" among texts, "classes" from two "spans", or
+    """A task for fine-tuning.
+
+    :param name: the leaderboard's name, also of the data folder and the file with predictions
+    :param columns: the required fields of each record
+    :param labels: the labels of the classes, as the leaderboard spells them
+    :param head: the prediction: "classes" of a text or pair, one of several "choices", the class of two "spans", or
         one of the text's "entities"
-    :param measure: examples and predicted indices -> metrics, between 0 and 1 (Matthews correlation: from -1). The
-        first one decides which epoch is the best
-    :param make_example: a record and its task -> Example
-    :param restructure: a record of the benchmark's own files -> records with the Hub's fields
+    :param measure: a function of examples and predicted indices that returns metrics between 0 and 1 (Matthews
+        correlation: from -1), of which the first one selects the best epoch
+    :param make_example: a function that makes an Example of a record and its task
+    :param restructure: a function that turns a record of the benchmark's files into records with the Hub's fields
     """
 
     name: str
@@ -300,7 +306,7 @@ class Task:
     files: dict[str, str] = field(
         default_factory=lambda: {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
     )
-    folder: Path | None = None  # of a task file; else it is looked for
+    folder: Path | None = None  # of a task file; None: search for it
     address: str = "https://russiansuperglue.com/tasks/"
     hub: str = "RussianNLP/russian_super_glue"
 
@@ -373,10 +379,10 @@ TASKS = {
 
 
 def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
-    """Examples by split: train, validation, and test where there is one.
+    """Return the examples by split: train, validation and, if it exists, test.
 
-    They come from the folder of the task's name in `data_dir` (TERRa, or terra), else from the Hugging Face Hub. What
-    is missing or malformed is a UserError.
+    They come from the folder of the task's name in `data_dir` (TERRa or terra), or from the Hugging Face Hub. If data
+    are missing or malformed, a UserError says so.
     """
     here = [path for path in Path(data_dir).glob("*") if path.is_dir() and path.name.lower() == task.name.lower()]
     folder = task.folder or max(here, key=lambda path: (path.name == task.name, path), default=None)
@@ -384,7 +390,7 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
         splits = load_from_hub(task, data_dir)
     else:
         splits = {split: read_file(task, folder / name) for split, name in task.files.items()}
-        # who only wants to know how good a model is has no use for the test's unlabelled texts
+        # the unlabelled test texts are not needed to evaluate a model
         required = [split for split in splits if split != "test" or len(splits) == 1 or task.folder]
         for split in required:
             if splits[split] is None:
@@ -409,7 +415,7 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
 
 
 def read_file(task: Task, path: Path) -> list[tuple[str, object]] | None:
-    """Records of a .csv, .tsv or JSON-lines file, each with where it stands; None: no such file."""
+    """Return the records of a .csv, .tsv or JSON-lines file, each with its position, or None without the file."""
     if not path.is_file():
         return None
     records = []
@@ -420,7 +426,7 @@ def read_file(task: Task, path: Path) -> list[tuple[str, object]] | None:
     for number, record in found:
         where = f"{path}, line {number}"
         try:
-            # a file with the Hub's own fields is understood too
+            # a file may have the Hub's fields too
             nested = task.restructure and not all(column in record for column in task.columns)
             records += [(where, part) for part in (task.restructure(record) if nested else [record])]
         except (KeyError, TypeError, AttributeError) as e:
@@ -429,6 +435,7 @@ def read_file(task: Task, path: Path) -> list[tuple[str, object]] | None:
 
 
 def make_examples(task: Task, records: list[tuple[str, object]]) -> list[Example]:
+    """Return the examples of records, or raise a UserError that names a malformed record."""
     examples = []
     for where, record in records:
         found = list(record) if isinstance(record, dict) else []
@@ -450,7 +457,7 @@ def make_examples(task: Task, records: list[tuple[str, object]]) -> list[Example
 
 
 def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str, dict]]]:
-    """Records of the Hub's Parquet conversion (the data set's own script is not run any more), kept in its cache."""
+    """Return the records of the Hub's Parquet conversion, because the Hub no longer runs the dataset's script."""
     here, name = Path(data_dir) / task.name, task.name.lower()
     files = ", ".join(str(here / name) for name in task.files.values())
     cure = f"get {files} from {task.address}, or give --data_dir"
@@ -480,15 +487,15 @@ def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str,
 
 
 def load_task_file(path: str | Path) -> Task:
-    """A classification of sentences or pairs, described in a JSON file:
+    """Return the classification of sentences or pairs that a JSON file describes:
 
         {"name": "spam", "train": "train.csv", "validation": "dev.csv", "test": "test.csv", "text": "subject",
          "text_pair": "body", "label": "is_spam", "labels": ["no", "yes"], "metric": "f1", "id": "number"}
 
-    Files are looked for beside it, and end in .csv, .tsv or .jsonl. `test`, `text_pair`, `labels` (default: those of
-    the training data), `metric` (accuracy, f1: that of each class, averaged, or mcc; default: accuracy) and `id`
-    (default: the number of the record) may be omitted. "head": "spans" compares the averages of a pair's two texts,
-    and learns from fewer examples whether they are alike; by default the first token tells, as BERT does it.
+    The files are in the same folder and end in .csv, .tsv or .jsonl. `test`, `text_pair`, `labels` (default: those of
+    the training data), `metric` (accuracy, f1 averaged over classes, or mcc; default: accuracy) and `id` (default: the
+    number of the record) are optional. "head": "spans" compares the averages of a pair's two texts, and needs fewer
+    examples to learn their similarity. The default head uses the first token, like BERT.
     """
     optional = {"name": Path(path).stem, "test": "", "text_pair": "", "labels": []}
     optional |= {"metric": "accuracy", "id": "", "head": "classes"}
@@ -509,7 +516,7 @@ def load_task_file(path: str | Path) -> Task:
     for name, value in given.items():
         kind, word = (list, "a list") if name == "labels" else (str, "a text")
         if not isinstance(value, kind) or not value:
-            raise UserError(f"--task_file {path}: {name} is {value!r}, and should be {word}")
+            raise UserError(f"--task_file {path}: {name} is {value!r}, but must be {word}")
     facts = optional | given
     if facts["metric"] not in METRICS:
         raise UserError(f"--task_file {path}: the metric {facts['metric']} is not one of {', '.join(METRICS)}")
@@ -517,7 +524,7 @@ def load_task_file(path: str | Path) -> Task:
         raise UserError(f"--task_file {path}: the head is classes or, with a text_pair, spans")
     label, labels = facts["label"], tuple(facts["labels"])
     task = Task(
-        facts["name"].replace("/", "_"),  # of a file with predictions, and of a folder
+        facts["name"].replace("/", "_"),  # part of file and folder names
         tuple(filter(None, (facts["text"], facts["text_pair"]))),
         labels,
         facts["head"],
@@ -544,11 +551,11 @@ def load_task_file(path: str | Path) -> Task:
     return task
 
 
-# ---------------------------------------------------------------- handing in
+# ---------------------------------------------------------------- submission
 
 
 def format_predictions(task: Task, examples: list[Example], predictions: Sequence[int]) -> tuple[str, str]:
-    """Name and content of the file with predictions, as the leaderboard takes it."""
+    """Return the name and content of the file with predictions in the leaderboard's format."""
     if task is TASKS["rucola"]:
         lines = [f"{e.record['id']},{task.labels[p]}" for e, p in zip(examples, predictions, strict=True)]
         return "RuCoLA.csv", "\n".join(["id,acceptable", *lines]) + "\n"
@@ -576,22 +583,22 @@ def format_predictions(task: Task, examples: list[Example], predictions: Sequenc
 
 
 def predict_majority(task: Task, examples: dict[str, list[Example]]) -> dict[str, float]:
-    """Metrics of always giving the training data's most frequent answer, on the validation data."""
+    """Return the validation metrics of always predicting the most frequent answer of the training data."""
     if task.head == "entities":
         return {}
     commonest = Counter(example.label for example in examples["train"]).most_common(1)[0][0]
     return task.measure(examples["validation"], [commonest] * len(examples["validation"]))
 
 
-# ---------------------------------------------------------------- heads that look at places in a text
+# ---------------------------------------------------------------- heads for places in a text
 
 
 class SpanModel(nn.Module):
-    """An encoder, and a head that looks at the averages of places: which class two of them are of, from both, their
-    difference and product, and the first token, as Sentence-BERT compares two texts (Reimers and Gurevych, 2019,
-    arXiv:1908.10084); or which of them belongs into the first one, a gap, each scored from both and their product.
+    """An encoder, and a head over the average hidden states of spans.
 
-    :param num_labels: of the classes; None: choose among the places
+    With `num_labels`, it classifies two spans by both, their difference and product, and the first token, similar to
+    Sentence-BERT (Reimers and Gurevych, 2019, arXiv:1908.10084). Without it, it chooses the span that belongs into the
+    first one, a gap, and scores each by both and their product.
     """
 
     def __init__(self, encoder: nn.Module, num_labels: int | None, dropout: float):
@@ -603,9 +610,9 @@ class SpanModel(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, span_weights: torch.Tensor, **inputs) -> SequenceClassifierOutput:
-        """
+        """Return logits [rows, labels], or [rows, spans - 1, 1] to choose a span.
+
         :param span_weights: [rows, spans, length], see finetune_mlm.collate
-        :returns: logits [rows, labels], or [rows, spans - 1, 1]
         """
         hidden = self.encoder(**inputs).last_hidden_state
         spans = span_weights.to(hidden.dtype) @ hidden
@@ -618,7 +625,7 @@ class SpanModel(nn.Module):
         return SequenceClassifierOutput(logits=self.classifier(self.dropout(torch.cat(features, dim=-1))))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """The encoder as from_pretrained reads it, and head.safetensors beside it."""
+        """Save the encoder in the format of from_pretrained, and the head in head.safetensors."""
         self.encoder.save_pretrained(folder)
         save_file(
             {name: tensor.contiguous() for name, tensor in self.classifier.state_dict().items()},

@@ -1,1 +1,1 @@
-"""This machine: its devices, its disk, and whether they suit."""
+"""Devices, checkpoints and settings of this machine."""

@@ -1,18 +1,17 @@
-"""Write, find and load training states, so that each of them is either whole or not there.
+"""Write, find and load training states. A state that was not written completely is never loaded.
 
 A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
-configuration, the tokenizer; beside them `training_state.pt` with the rest of the state, and `training_state.json`,
-written last, with the epoch and the size and SHA-256 of every other file: a folder that does not agree with it is not
-whole and never loaded. A state file (--state_path) holds all of a state in one file. README.md says how to open the
-model. To look at one:
+configuration and the tokenizer. `training_state.pt` holds the rest of the state. `training_state.json`, which is
+written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded. A
+state file (--state_path) holds a complete state. README.md shows how to open the model. To look at a checkpoint:
 
     python -c "from transformers import AlbertForPreTraining; \
         print(AlbertForPreTraining.from_pretrained('outputs/trainer/checkpoint-500').num_parameters())"
     python -c "import torch; \
         print(torch.load('outputs/trainer/checkpoint-500/training_state.pt', weights_only=True)['arguments'])"
 
-A state is a dictionary, laid out as in RuLeanALBERT: model (weights by name), optimizer and scheduler (their
-state_dict), local_epoch; and, where a trainer wrote it: total_samples, counters, scaler, random, arguments, versions.
+A state is a dictionary with the keys of RuLeanALBERT: model (weights by name), optimizer and scheduler (their
+state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, random, arguments and versions.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ logger = logging.getLogger("checkpoint")
 
 
 class CheckpointError(Exception):
-    """This is not a usable training state, or belongs to a different model; the text says why."""
+    """An error that says why a training state is unusable, or that it belongs to a different model."""
 
 
 def save_model(
@@ -56,14 +55,13 @@ def save_model(
     state: dict | None = None,
     beside: dict[str, bytes] | None = None,
 ) -> bool:
-    """Write model, tokenizer and `extra` (JSON) to `folder`, which is replaced as a whole if it exists.
+    """Write model, tokenizer and `extra` (JSON) to `folder`, atomically, and replace it if it exists.
 
-    Everything goes to a temporary folder beside it first, and reaches the disk before that is renamed: a reader, or a
-    restart after a power cut, finds the old state or the new one. A disk that is full or gone is a warning and False:
-    training is worth more than one checkpoint.
+    A reader, or a restart after a power cut, finds the old state or the new one. If the disk is full or missing, this
+    logs a warning and returns False, because training matters more than one checkpoint.
 
-    :param state: a training state, whose weights and whose rest are written instead of the model's own weights
-    :param beside: other files by name, for people: they may edit them, and the folder still counts as complete
+    :param state: a training state to write instead of the model's present weights
+    :param beside: other files by name, which users may edit without making the folder incomplete
     """
     folder = Path(folder).absolute()
 
@@ -72,13 +70,13 @@ def save_model(
         for leftover in (*folder.parent.glob(".checkpoint-*.unfinished"), unfinished):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        disable_progress_bar()  # "Writing model shards" would break into the log at each checkpoint
+        disable_progress_bar()  # "Writing model shards" would clutter the log at each checkpoint
         write_weights(model, state and state["model"], unfinished)
         if state is not None:
             weights = state["model"]
             files = [safe_open(file, "pt") for file in unfinished.glob("*.safetensors")]
             stored = weights.keys() & {name for file in files for name in file.keys()}  # noqa: SIM118 (no dictionary)
-            # by address: safetensors keep one of the names of tied weights
+            # by address, because safetensors keeps only one of the names of tied weights
             places = {weights[name].data_ptr() for name in stored}
             others = {name: tensor for name, tensor in weights.items() if tensor.data_ptr() not in places}
             with open(unfinished / "training_state.pt", "wb") as file:
@@ -95,15 +93,15 @@ def save_model(
 
 
 def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) -> None:
-    """Write configuration and weights (None: the model's present ones) as from_pretrained reads them.
+    """Write configuration and weights (None: the model's present ones) in the format of from_pretrained.
 
-    transformers saves some weights under other names than the model's (mixtures of experts, gpt_neox), others not at
-    all, and of a model with adapters these alone.
+    transformers renames some weights (mixtures of experts, gpt_neox), omits others, and saves only the adapters of a
+    model with adapters.
     """
-    # a copy of the dictionary, which it empties
+    # pass a copy of the dictionary, because save_pretrained empties it
     model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     if (folder / "adapter_config.json").exists():
-        # beside its adapters, the model that they adapt: the folder opens as a whole
+        # save the base model along with its adapters, so that the folder is complete
         with torch.device("meta"):
             plain = type(model)(model.config)
         weights = model.state_dict() if weights is None else weights
@@ -112,7 +110,7 @@ def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) 
 
 
 def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
-    """save_model to `checkpoint-{epoch}`, then remove all checkpoints but it and the newest others, up to the limit."""
+    """Save the model to `checkpoint-{epoch}`, then remove the oldest other checkpoints beyond the limit."""
     folder = Path(output_dir) / f"checkpoint-{state['local_epoch']}"
     card = {"README.md": write_readme(model, folder)}
     if not save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card):
@@ -139,23 +137,20 @@ A model of the class `{kind}`. This opens it:
 
 
 def is_known(model) -> bool:
-    """Whether transformers' Auto classes open a saved model: its class has one of transformers' names, or its code is
-    saved with it. A class of one's own must be named, or the Auto class of its model type starts from a random head."""
+    """Return whether transformers' Auto classes can open a saved model, because its class or saved code is known."""
+    # for another class, the Auto class of its model type would start from a random head
     return hasattr(transformers, type(model).__name__) or model.is_remote_code()
 
 
 def write_code(model, place: str | Path) -> str:
-    """Lines of Python that open a saved model, and show what it answers where a pipeline can ask it.
-
-    :param place: what from_pretrained finds it by
-    """
+    """Return Python code that opens the saved model at `place`, and prints a prediction if a pipeline supports it."""
     objective, kind = model.objective, type(model)
     ask = f"print(predict({objective.example}))"
     if is_known(model):
         trust = ", trust_remote_code=True" * model.is_remote_code()
         load = f'predict = pipeline("{objective.pipeline}", "{place}"{trust})'
         return "\n".join(["from transformers import pipeline", "", load, ask])
-    lines = ["# in the folder of the code that trained it", f"from {kind.__module__} import {kind.__name__}", ""]
+    lines = ["# in the folder of the training code", f"from {kind.__module__} import {kind.__name__}", ""]
     lines += [f'model = {kind.__name__}.from_pretrained("{place}")']
     if not objective.kind.has_pairs and (model.can_generate() or not objective.is_causal):
         lines.insert(1, "from transformers import pipeline\n")
@@ -164,18 +159,18 @@ def write_code(model, place: str | Path) -> str:
 
 
 def write_readme(model, folder: str | Path) -> bytes:
-    """The README.md of a trainer's model in this folder."""
+    """Return the README.md for a model in this folder."""
     code = write_code(model, folder)
     return README.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
 
 
-# --- which checkpoints there are --------------------------------------------------------------------------------------
+# --- find and load states ---------------------------------------------------------------------------------------------
 
 
 def remove_checkpoints(folders: Iterable[Path]) -> None:
-    """Remove each folder completely, or not at all."""
+    """Remove these folders, each completely or not at all."""
     for folder in folders:
-        # under another name, or who is killed meanwhile leaves half a checkpoint
+        # rename it first, so that a process that is killed here leaves no half of a checkpoint
         outdated = folder.with_name(f".{folder.name}.outdated")
         with contextlib.suppress(OSError):
             folder.rename(outdated)
@@ -183,7 +178,7 @@ def remove_checkpoints(folders: Iterable[Path]) -> None:
 
 
 def find_checkpoints(output_dir: str | Path) -> list[Path]:
-    """The folders `checkpoint-{epoch}` in `output_dir`, by epoch; unfinished ones have other names."""
+    """Return the folders `checkpoint-{epoch}` in `output_dir` by epoch. Unfinished ones have other names."""
     found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted((path for path in found if path.is_dir()), key=read_epoch)
 
@@ -193,7 +188,7 @@ def read_epoch(folder: Path) -> int:
 
 
 def put_back(output_dir: Path) -> None:
-    """Give folders their name again that a process was about to replace when it was killed, and end its removals."""
+    """Restore the names of folders that a killed process was replacing, and finish its removals."""
     for outdated in output_dir.glob(".*.outdated"):
         shutil.rmtree(outdated, ignore_errors=True)
     for replaced in output_dir.glob(".*.replaced"):
@@ -205,8 +200,7 @@ def put_back(output_dir: Path) -> None:
 
 
 def load_state(path: str | Path) -> dict:
-    """The training state in a checkpoint's folder or in a state file, with its path; raises CheckpointError when it is
-    not whole."""
+    """Return the training state in a checkpoint's folder or a state file, or raise a CheckpointError."""
     path, is_folder = Path(path), Path(path).is_dir()
     if is_folder:
         check_files(path)
@@ -220,7 +214,7 @@ def load_state(path: str | Path) -> dict:
         raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
     if is_folder:
         weights = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
-        # states of earlier versions hold none, and all that is in the files
+        # states of earlier versions have no list of stored names: all files' weights count
         state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
     if not isinstance(state.get("model"), dict):
         raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
@@ -228,22 +222,22 @@ def load_state(path: str | Path) -> dict:
 
 
 def check_files(folder: Path) -> None:
-    """Raises CheckpointError when this is not just what save_model has written of a training state."""
+    """Raise a CheckpointError if the folder's files differ from those that `save_model` wrote."""
     try:
         files = json.loads((folder / "training_state.json").read_text(encoding="utf-8"))["files"]
         for name, description in files.items():
             if describe_file(folder / name) != description:
-                raise CheckpointError(f"{folder} is not intact: {name} is truncated or altered")
+                raise CheckpointError(f"{folder} is not intact: {name} is truncated or changed")
     except OSError as e:
         raise CheckpointError(f"{folder} is not intact: {Path(e.filename or folder).name}: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{folder} is not intact: training_state.json has no list of its files") from e
     if "training_state.pt" not in files:
-        raise CheckpointError(f"{folder} holds a model, and no training state beside it")
+        raise CheckpointError(f"{folder} holds a model but no training state")
 
 
 def claim_folders(args: TrainerArguments) -> None:
-    """Make --output_dir and the folder of --state_path, and keep other peers out of the former."""
+    """Make --output_dir and the folder of --state_path, and lock --output_dir against other peers."""
     if args.state_path and os.path.isdir(args.state_path):
         raise UserError(f"--state_path {args.state_path} is a folder: name a file, e.g. {args.state_path}/state.pt")
     make_folder("--state_path", os.path.dirname(args.state_path or ""))
@@ -251,14 +245,15 @@ def claim_folders(args: TrainerArguments) -> None:
 
 
 def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
-    """Return what a trainer resumes from, by --resume_from_checkpoint, --output_dir and --state_path; None: epoch 0.
+    """Return the path of the state to resume from, or None to start at epoch 0.
 
-    A path, as helper processes are yet to be forked and would hold on to the memory of a whole state.
+    --resume_from_checkpoint, --output_dir and --state_path decide. The result is a path because helper processes,
+    which are forked later, would keep the memory of a loaded state.
 
-    Checkpoints of epochs beyond that state, or all when it is None, are of another course of the run: they are set
-    aside, into a folder of their own, or a later restart would take them for the newest.
+    Checkpoints of later epochs belong to another history of the run. They are moved to a separate folder, because a
+    later restart would resume from the newest one.
 
-    A state that belongs to a different model or run, or a PATH that holds none, is a UserError.
+    :raises UserError: if the state belongs to a different model or run, or the given path holds no state
     """
     output_dir = Path(args.output_dir)
     put_back(output_dir)
@@ -275,29 +270,29 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
             check_weights(state, model)
     except CheckpointError as e:
         raise UserError(
-            f"cannot resume: {e}. Give --resume_from_checkpoint PATH to continue from another one, another "
+            f"cannot resume: {e}. Give --resume_from_checkpoint PATH to continue from another state, another "
             "--output_dir to keep it, or --resume_from_checkpoint none to start over"
         ) from e
     set_aside(output_dir, state["local_epoch"] if state else -1)
     if state:
         logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
         if args.overwrite_output_dir:
-            logger.info("--overwrite_output_dir does not stop that; --resume_from_checkpoint none starts over")
+            logger.info("--overwrite_output_dir is ignored: use --resume_from_checkpoint none to start over")
     return state["path"] if state else None
 
 
 def set_aside(output_dir: Path, epoch: int) -> None:
-    """Move checkpoints beyond this epoch, which are of another course of the run, into a folder of their own."""
+    """Move checkpoints beyond this epoch, which belong to another history of the run, to a separate folder."""
     if beyond := [path for path in find_checkpoints(output_dir) if read_epoch(path) > epoch]:
         aside = output_dir / time.strftime("set-aside-%Y%m%d-%H%M%S")
         aside.mkdir(exist_ok=True)
         for path in beyond:
             path.rename(aside / path.name)
-        logger.info(f"{', '.join(path.name for path in beyond)} set aside in {aside}")
+        logger.info(f"moved {', '.join(path.name for path in beyond)} to {aside}")
 
 
 def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
-    """The newest of all whole checkpoints and the state file, with its path; a warning for each that is not whole."""
+    """Return the newest complete state of all checkpoints and the state file, and log a warning for each other one."""
     newest = None
     is_there = state_path is not None and Path(state_path).exists()
     for path in ([Path(state_path)] if is_there else []) + find_checkpoints(output_dir)[::-1]:
@@ -313,18 +308,18 @@ def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
 def collect_state(
     model: torch.nn.Module, optimizer, arguments: dict, scaler=None, counters: dict | None = None
 ) -> dict:
-    """A copy, in host memory, of all that a process needs to continue from here.
+    """Return a copy, in host memory, of the state that a process needs to continue from here.
 
-    :param optimizer: the CollaborativeOptimizer of this model; its copy of the parameters is the one that counts
-    :param arguments: of the command line, by name
-    :param counters: other counters that shall continue
+    :param optimizer: the CollaborativeOptimizer of this model, whose copy of the parameters is used
+    :param arguments: the command line's arguments by name
+    :param counters: other counters to continue
     """
     state = optimizer.training_state()
     masters = zip(optimizer.state_averager.main_parameters, state.pop("parameters"), strict=True)
     copies = {id(param): master for param, master in masters}
     weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # tied weights stay one tensor; what is not trained is the model's own
+        # tied weights stay one tensor; frozen weights come from the model
         if id(tensor) not in copies:
             copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
         weights[name] = copies[id(tensor)]
@@ -337,7 +332,7 @@ def collect_state(
         "scaler": scaler.state_dict() if scaler else {},
         "random": {
             "python": random.getstate(),
-            # an array is not among the types that weights_only=True allows
+            # a list, because weights_only=True allows no array
             "numpy": numpy_state | {"state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
@@ -351,8 +346,7 @@ def collect_state(
 
 
 def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> None:
-    """Have model, optimizer, scaler and random numbers continue from a state; raises CheckpointError before it changes
-    anything when the state is not of this model and optimizer."""
+    """Load a state, or raise a CheckpointError before any change if it does not fit this model and optimizer."""
     own = model.state_dict(keep_vars=True)
     saved = check_weights(state, model)
     trained = optimizer.state_averager.main_parameters
@@ -377,10 +371,9 @@ def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> 
 
 
 def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state's weights under every name that the model has for them; raises CheckpointError when one is missing,
-    left over, or of another shape, or when they were trained to compute something else."""
+    """Return the state's weights by all names of the model, or raise a CheckpointError if they do not fit it."""
     own = model.state_dict(keep_vars=True)
-    # safetensors keep one of the names of tied weights
+    # safetensors keeps only one of the names of tied weights
     found = {id(own[name]): tensor for name, tensor in state["model"].items() if name in own}
     where = state.get("path", "the backup")
     for name, tensor in own.items():
@@ -392,17 +385,17 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
                 f"{where} belongs to a different model (see --config_path, --tokenizer_path): {name} is {saved_shape} "
                 f"there, {shape} here"
             )
-        # peers exchange what is trained alone: the rest must be what all of them start from
+        # peers exchange only trained weights, so frozen ones must match those that all peers start from
         is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
         if is_frozen and not torch.allclose(tensor.cpu(), found[id(tensor)].to(tensor.dtype), rtol=1e-3, atol=1e-5):
             raise CheckpointError(
-                f"{where} belongs to a different model (see --seed, --model_name_or_path): {name}, which is not "
-                "trained, is another one there"
+                f"{where} belongs to a different model (see --seed, --model_name_or_path): its values of {name}, which "
+                "is not trained, are different"
             )
     if unknown := sorted(state["model"].keys() - own.keys()):
         raise CheckpointError(f"{where} belongs to a different model: it has {unknown[0]}")
     saved, ours = state.get("architecture"), describe_architecture(model)
-    # in states of earlier versions no objective stands after the model's type, and the digest is of other fields
+    # states of earlier versions have no objective after the model's type, and a digest of other fields
     is_old = saved is None or " " not in saved.split(",")[0]
     if not is_old and saved != ours:
         raise CheckpointError(f"{where} belongs to a different model (see --config_path): {saved} there, {ours} here")

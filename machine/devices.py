@@ -1,6 +1,6 @@
-"""What a trainer computes on and how: device, precision, compiler, and the batch size that fits.
+"""The device, precision, compiler and batch size of a trainer.
 
-Devices are chosen without a CUDA context: hivemind forks its helpers first (see run_trainer.py). To see what is chosen:
+Devices are chosen without a CUDA context, because hivemind forks its helpers later (see run_trainer.py). To see them:
 
     python -c "from machine import devices; from arguments import TrainerArguments; \\
         print(devices.choose_devices(TrainerArguments()))"
@@ -31,15 +31,13 @@ from support.console import UserError
 logger = logging.getLogger("trainer")
 
 LONGEST_PASS = 5.0  # seconds; a step of up to 10 is advised
-#: share of the memory that is free without a batch: rounds, and batches that are cut otherwise, need some
+#: upper bound on the used share of the memory that is free without a batch; rounds and other batches need the rest
 FULLEST_MEMORY = 0.8
 
 
 def choose_devices(args: TrainerArguments) -> list[torch.device]:
-    """The devices of this machine that --device and --num_devices name, without a CUDA context; a UserError
-    where there are none such. On a CPU each stands for a process that trains.
-    """
-    # asks the driver's management library, unlike torch.cuda.is_available(), which initializes CUDA
+    """Return the devices that --device and --num_devices select. On a CPU, each stands for one training process."""
+    # uses the driver's management library; torch.cuda.is_available() would initialize CUDA
     gpus = torch.cuda.device_count()
     kind = ("cuda" if gpus else "cpu") if args.device == "auto" else args.device
     if kind.startswith("cuda"):
@@ -78,15 +76,15 @@ def log_versions(device: torch.device, count: int) -> None:
 def place_model(
     model: torch.nn.Module, device: torch.device, args: TrainerArguments
 ) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
-    """Move the model to its device, in training mode. Call it when hivemind's helpers are forked.
+    """Move the model to its device, in training mode. Call this after hivemind has forked its helpers.
 
-    :returns: a context for forward passes in the precision of --fp16 or --bf16, and the scaler of losses, which does
-        nothing unless --fp16 is given
+    :returns: a context for forward passes in the precision of --fp16 or --bf16, and a loss scaler, which is disabled
+        without --fp16
     """
     if device.type in ("mps", "xla"):
-        logger.warning(f"--device {device.type} is untested: tell us how it went")
+        logger.warning(f"--device {device.type} is untested: please report your results")
     if device.type == "xla":
-        import torch_xla  # noqa: F401  it makes the device known to torch
+        import torch_xla  # noqa: F401  registers the device with torch
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if args.tf32:
@@ -101,31 +99,31 @@ def place_model(
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether these are finite numbers throughout; waits for the device."""
+    """Return whether all values are finite. This waits for the device."""
     return bool(find_finite(tensors))
 
 
 def find_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Whether all of these are finite, as a scalar on their device, which is not waited for."""
+    """Return whether all values are finite as a scalar on their device, without waiting for it."""
     return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all()
 
 
 @torch.no_grad()
 def read_loss(loss: torch.Tensor, gradients: Iterable[torch.Tensor]) -> float:
-    """The loss as a number, and nan unless all gradients are finite; waits for the device, once."""
+    """Return the loss as a number, or nan unless all gradients are finite. This waits for the device once."""
     return torch.where(find_finite(gradients), loss, torch.nan).item()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, or this machine, has no memory left for what was to be computed."""
-    # torch's allocators, the driver, and CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED) each say it in their own way
+    """Return whether the error means that the device or this machine is out of memory."""
+    # torch's allocators, the driver and CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED) have different texts
     says_so = any(words in str(error).lower() for words in ("out of memory", "can't allocate memory", "alloc_failed"))
     return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 @contextlib.contextmanager
 def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model: PreTrainedModel) -> Iterator[None]:
-    """Instead of torch's error: a UserError in one line, which names the cures that are left."""
+    """Turn torch's out-of-memory error into a UserError that names the flags that may help."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:
@@ -145,19 +143,19 @@ def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model:
 
 
 def measure_memory(device: torch.device) -> float:
-    """The share of the device's memory that is used, at its peak where that is known."""
+    """Return the used share of the device's memory. On a GPU, torch's cached memory counts as used."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return 1 - free / total  # what torch holds, and what other programs hold
+        return 1 - free / total  # includes memory of other programs
     return psutil.virtual_memory().percent / 100
 
 
 def make_trial_batch(
     model: torch.nn.Module, dataset, tokenizer, corpus: dict, data_args: DataArguments, seed: int
 ) -> dict[str, torch.Tensor]:
-    """One row of the model's data, repeated until it is as long as the longest rows that training will bring.
+    """Return a batch of one sequence of the data, repeated up to the maximum length in training.
 
-    :param corpus: of data.load_data
+    :param corpus: the description of the data, from load_data
     """
     batch = next(iter(make_train_batches(dataset, tokenizer, data_args, batch_size=8, seed=seed)))
     stored = corpus["seq_length"]
@@ -168,12 +166,12 @@ def make_trial_batch(
 
 
 def stretch_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """Return a batch of this one row, repeated."""
+    """Return a batch that repeats this batch of one sequence."""
     return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in batch.items()}
 
 
 def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast: AbstractContextManager) -> float:
-    """Seconds of one forward and backward pass."""
+    """Return the seconds of one forward and backward pass."""
     start = time.monotonic()
     with autocast:
         loss = compute_losses(model, batch)["loss"]
@@ -186,13 +184,12 @@ def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast: 
 
 @contextlib.contextmanager
 def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """For trial passes: random numbers go on as if there had been none, and gradients are zero as before. The tensors
-    of gradients remain: hivemind.Optimizer knows them."""
+    """Restore the random state and zero the gradients after trial passes."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            model.zero_grad(set_to_none=False)
+            model.zero_grad(set_to_none=False)  # hivemind.Optimizer refers to these tensors
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -205,15 +202,15 @@ def find_batch_size(
     largest_step: int,
     num_devices: int = 1,
 ) -> tuple[int, int]:
-    """(samples per forward pass, batches per step of this peer) that suit this machine, measured on the longest rows.
+    """Return the samples per forward pass and the batches per step that suit this machine.
 
-    Doubles the batch while memory holds (four fifths of what is free without a batch, as rounds need some), while
-    passes take less than LONGEST_PASS, and while that makes samples faster (short passes are not asked: they vary);
-    then gathers batches until a step takes a second. Leaves gradients at zero and random numbers where they were.
+    The batch is doubled while it fits FULLEST_MEMORY and LONGEST_PASS and samples/s rise. Passes below 0.25 s vary too
+    much to compare. Then enough batches are accumulated for a step of a second. The gradients are zero afterwards, and
+    the random state is unchanged.
 
-    :param batch: of make_trial_batch
-    :param largest_step: samples of a step at most
-    :param num_devices: those of this peer: on a CPU they share one memory, and this one alone tries
+    :param batch: the longest sequence, from make_trial_batch
+    :param largest_step: the maximum number of samples per step
+    :param num_devices: the number of this peer's devices; on a CPU they share one memory, and only this one measures
     """
     best, best_seconds, size = 0, float("inf"), 1
     at_start, sharing = measure_memory(device), 1 if device.type == "cuda" else num_devices
@@ -236,37 +233,36 @@ def find_batch_size(
                 break
             best, best_seconds, size = size, seconds, 2 * size
     if not best:
-        raise UserError("not even one sample fits into this device's memory: use another one, or a smaller model")
+        raise UserError("one sample does not fit into this device's memory: use another device or a smaller model")
     return best, max(1, min(round(1 / best_seconds), largest_step // best))
 
 
 def compile_model(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, autocast: AbstractContextManager
 ) -> None:
-    """--torch_compile: compile the model's forward in place, so that parameters keep their names. Where the compiler
-    fails, the model runs as it was, after a warning.
+    """Compile the model in place (--torch_compile); if the compiler fails, log a warning and keep it as it is.
 
-    :param batch: of make_trial_batch
+    :param batch: a batch of one sequence, from make_trial_batch
     """
     start = time.monotonic()
-    # or another number of labels would be another model: see objectives.select_labelled_positions
+    # otherwise another number of labels would recompile the model, see objectives.select_labelled_positions
     torch._dynamo.config.force_nn_module_property_static_shapes = False
-    model.compile()
+    model.compile()  # in place, so that parameters keep their names
     full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
-    if "attention_mask" in padded:  # batches without padding take another way, see move_batch
+    if "attention_mask" in padded:  # batches without padding have no mask, see move_batch
         padded["attention_mask"][0, -1] = 0
     try:
         with leave_no_trace(model, device):
             for trial in (full, padded):
                 moved = move_batch(trial, device)
-                # for all sizes at once; dynamic=True would say so of everything, and LeanALBERT does not compile so
+                # compile once for all sizes; LeanALBERT does not compile with dynamic=True
                 for tensor in moved.values():
                     torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim())))
                 time_pass(model, moved, autocast)
-    except Exception as e:  # the compiler, and those that it calls, raise many kinds
+    except Exception as e:  # the compiler raises many types
         if is_out_of_memory(e):
             raise
-        model._compiled_call_impl = None  # what compile() has set
+        model._compiled_call_impl = None  # set by compile()
         torch.compiler.reset()
         reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
         logger.warning(f"--torch_compile: the compiler failed ({reason[:200]}); continuing without it")
@@ -283,11 +279,11 @@ def tune_to_device(
     target_batch_size: int | None,
     num_devices: int,
 ) -> TrainerArguments:
-    """Do what --torch_compile and --per_device_train_batch_size auto ask for, of the model on its device.
+    """Compile the model and choose its batch size, if --torch_compile and --per_device_train_batch_size auto are set.
 
-    :param make_trial: make_trial_batch with its arguments, called where that batch is needed
-    :param target_batch_size: of the swarm: a step of this peer is an eighth of it at most. None: another rank chooses
-    :returns: the arguments, with the batch size that was found
+    :param make_trial: make_trial_batch with its arguments, called if that batch is needed
+    :param target_batch_size: the swarm's, at least eight steps of this peer; None if another rank chooses
+    :returns: the arguments with the chosen batch size
     """
     is_auto = args.per_device_train_batch_size == "auto" and target_batch_size is not None
     batch = make_trial() if args.torch_compile or is_auto else None

@@ -1,4 +1,4 @@
-"""The feed of a trainer: its batches on their way to the device, how long that waits for them, how far it has read."""
+"""The batches of a trainer on their way to the device, the waiting time for them, and the position in a stream."""
 
 import json
 import time
@@ -15,11 +15,12 @@ from text.batches import load_stream_state, sequence_length_at
 
 
 class DeviceFeed:
-    """Batches in turn until it is time to stop, in pinned memory where a GPU can then copy them without being waited
-    for; notes for how long the device's process had to wait for them.
+    """An iterator over batches that stops on a stop signal and measures how long its caller waits for batches.
 
-    :param args: say how sequences grow, for `begin_epoch`
-    :param position: the file in which to note how far a stream has been read
+    Batches for a GPU are in pinned memory, so that the host need not wait for their copy.
+
+    :param args: the data arguments with the growth of sequences, for `begin_epoch`
+    :param position: the file for the position in a stream
     """
 
     def __init__(
@@ -54,15 +55,14 @@ class DeviceFeed:
         return waited
 
     def begin_epoch(self, epoch: int) -> None:
-        """Let sequences grow. What was read before has gone to the swarm, whichever checkpoint a restart finds: it
-        reads on from here."""
+        """Set the sequence length of this epoch, and save the position for a restart with any checkpoint."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.source.set_sequence_length(sequence_length_at(epoch, self.args))
             self.save_position()
 
     def save_position(self) -> None:
-        """Note after which batch of a stream a restart continues."""
+        """Save the batch of a stream after which a restart continues."""
         if self.position and (state := self.source.state()):
             write_file(self.position, json.dumps(state) + "\n")
 
@@ -70,7 +70,7 @@ class DeviceFeed:
 def make_feed(
     split, tokenizer, data_args: DataArguments, args: TrainerArguments, *, seed: int, rank: int, device: torch.device
 ) -> DeviceFeed:
-    """Batches of the train split for this rank; of a stream, after those that an earlier start has read."""
+    """Return the batches of the train split for this rank. A stream continues after the batches already read."""
     name = f"stream_{rank}.json" if rank else "stream.json"
     position = Path(args.output_dir) / name if data_args.streaming else None
     batches = make_train_batches(

@@ -89,7 +89,7 @@ def find_maddrs(address: str, prefix: str) -> list[str]:
     cure = "check that a peer runs there with --status_port, or pass the multiaddr that it prints"
     try:
         body, ip = asyncio.run(asyncio.wait_for(fetch_page(host, port), VISIT_TIMEOUT))
-        if body == GREETING:  # the peer's own port: older guides gave that one
+        if body == GREETING:  # the peer's own port, as in older guides
             return [find_peer_at(ip, port)]
         page = json.loads(body)
         if not isinstance(page, dict) or not isinstance(page.get("multiaddrs"), list):

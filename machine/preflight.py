@@ -1,14 +1,14 @@
-"""The preflight: what may go wrong on this machine and between it and the others, found before training starts.
+"""The preflight, which finds problems of this machine and its connections before training starts.
 
     python run_trainer.py --preflight --initial_peers 203.0.113.1:8080
 
-prints a table, a cure beside each finding, and ends with exit code 0 when nothing is fatal, else 2. It joins the run's
-DHT as any peer does, but publishes and trains nothing. A trainer logs at its start those problems that are quick to
-find, and later what its first epochs reveal of its speed. Which batch size suits this machine is measured by
+prints a table with a fix for each problem, and ends with exit code 0, or 2 if a problem is fatal. It joins the run's
+DHT like any peer, but publishes and trains nothing. A trainer runs the quick checks at its start, and warns of
+unsuitable step and epoch times after its first epochs. To measure the batch size that suits this machine, run
 
     python -m machine.preflight --experiment_prefix my_albert --fp16
 
-with a trainer's flags; the last line that it prints is the flags to add to them.
+with a trainer's flags. The last line of its output is the flags to add.
 """
 
 import asyncio
@@ -78,11 +78,11 @@ from utils import RunContract, fetch_progress, make_validators
 logger = logging.getLogger("preflight")
 
 ENOUGH_FILES = 4096
-# Measured with ALBERT-large on a CPU: parameters, gradients, moments, sums, copies to average, to give and to restore.
+# measured with ALBERT-large on a CPU: parameters, gradients, moments, sums, copies to average, send and restore
 HOST_BYTES_PER_PARAMETER = 79
 SHARED_BYTES_PER_PARAMETER = 12  # of these in /dev/shm
 STATE_BYTES_PER_PARAMETER = 12  # on disk: parameters and two moments; with lamb_8bit half of it
-# Real rounds took 1.10 to 1.14 times what the bandwidth would allow (75 ms, 20 Mbit/s, three peers).
+# real rounds took 1.10 to 1.14 times as long as the bandwidth allows (75 ms, 20 Mbit/s, three peers)
 ROUND_OVERHEAD = 1.15
 GRADIENT_BYTES = {"none": 4, "float16": 2, "8bit": 1, "sparse": 2}
 MEASURED_SECONDS = 20.0
@@ -99,16 +99,16 @@ class Check:
 
 
 def judge(what: str, finding: str, cure: str, *, is_fatal: bool = False, is_warning: bool = False) -> Check:
-    """Return the line for a finding that may be bad."""
+    """Return a line of the table with the level for this finding."""
     return Check(what, "fatal" if is_fatal else "warning" if is_warning else "ok", finding, cure)
 
 
 def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
-    """The checks that take no time."""
+    """Run the checks that take no time."""
     checks = [check_file_limit(), check_memory(parameters)]
     checks.append(check_disk(args.output_dir, parameters, args.save_total_limit))
     if os.path.isdir("/dev/shm"):
-        # containers often have 64 MB of it, and a process that runs out is killed by a bus error, without a word
+        # containers often have 64 MB, and a bus error kills a process that needs more, without a message
         free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
         finding = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
         cure = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
@@ -117,7 +117,7 @@ def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
 
 
 def check_file_limit() -> Check:
-    """Raises the limit of open files itself as far as the system allows."""
+    """Raise the limit of open files as far as the system allows, and check it."""
     limit = raise_file_limit()
     cure = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
     finding = f"{limit:,} at most" if limit < math.inf else "no limit"
@@ -125,9 +125,9 @@ def check_file_limit() -> Check:
 
 
 def check_disk(folder: str, parameters: int, kept: int) -> Check:
-    """Of the model, and of training states. Without room for one of them, there would be nothing to show for the work.
+    """Check the free space for the model and its training states. Less than one of them is fatal.
 
-    :param kept: training states that are kept; one more is being written
+    :param kept: the number of training states to keep; one more may be in the making
     """
     one, needed = ((STATE_BYTES_PER_PARAMETER * states + 4) * parameters for states in (1, kept + 1))
     existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
@@ -147,7 +147,7 @@ def check_memory(parameters: int) -> Check:
 
 
 def check_announced(maddrs: list[str], initial_peers: list[str], client_mode: bool) -> Check:
-    """Whether what this peer tells the others is of use to them."""
+    """Check that other peers can use the addresses that this peer announces."""
     if client_mode:
         return Check("own addresses", "ok", "none announced: client mode")
     cure = "--announce_maddrs /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards, or --client_mode"
@@ -157,7 +157,7 @@ def check_announced(maddrs: list[str], initial_peers: list[str], client_mode: bo
 
 
 def check_clock(seconds: float | None) -> Check:
-    """:param seconds: by which this machine's clock is ahead of the swarm's; hivemind refuses more than 3"""
+    """Check this machine's clock, which is this many seconds ahead of the swarm's; hivemind allows up to 3."""
     if seconds is None:
         return Check("clock", "warning", "no peer reported its time", "check that this machine sets its clock by NTP")
     finding = f"{abs(seconds):,.1f} s {'ahead of' if seconds > 0 else 'behind'} the swarm's (3 s are allowed)"
@@ -166,11 +166,11 @@ def check_clock(seconds: float | None) -> Check:
 
 
 async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode) -> float | None:
-    """Runs in the DHT process: seconds by which this clock is ahead of the peers', the median; None without answer."""
+    """Return the median seconds by which this clock is ahead of the peers', or None. This runs in the DHT process."""
     differences = []
     for peer_id in {get_peer_id(maddr) for maddr in initial_peers}:
         stub = node.protocol.get_stub(peer_id)
-        with contextlib.suppress(Exception):  # as hivemind's own ping: a peer that is gone fails in many ways
+        with contextlib.suppress(Exception):  # like hivemind's ping: a peer that has left raises many types
             sent = get_dht_time()
             response = await stub.rpc_ping(PingRequest(peer=node.protocol.node_info), timeout=5)
             differences.append((sent + get_dht_time()) / 2 - response.dht_time)
@@ -178,15 +178,16 @@ async def measure_clock(initial_peers: list[str], _: hivemind.DHT, node: DHTNode
 
 
 def check_connection(seen_at: list[str], is_reachable: bool | None, averagers: int) -> Check:
+    """Check that other peers can connect to this one."""
     where = " and ".join(seen_at)
     if is_reachable is None:
-        finding = "no peer could be asked whether others can reach this one"
+        finding = "no peer could test whether others can reach this one"
         return Check("connection", "warning", finding, "if you are behind a firewall or router, use --client_mode")
     if is_reachable:
         return Check("connection", "ok", f"others reach this peer at {where}")
     found = f"{averagers} that average" if averagers else "no peer that averages"
     finding = f"others cannot reach this peer at {where}; {found} can be reached from here"
-    cure = "behind a firewall: use --client_mode, or open a port and give it in --host_maddrs. Without either, it will "
+    cure = "behind a firewall: use --client_mode, or open a port and name it in --host_maddrs. Otherwise it will "
     cure += "choose client mode by itself" if averagers else "go through a relay, which is slower"
     return Check("connection", "warning", finding, cure)
 
@@ -198,17 +199,17 @@ def check_step_time(seconds: float, batch_size: int) -> Check:
 
 
 def check_epoch_time(seconds: float, peers: int, matchmaking_time: float) -> Check:
-    """:param peers: of the swarm, this one included; a group starts when all are there; a single peer looks for none"""
+    """Check the time of an epoch with this many peers, this one included. A single peer looks for no group."""
     is_short = peers > 1 and seconds < matchmaking_time
     finding = f"about {seconds:,.1f} s with {peers} peer{'s'[: peers != 1]}"
     if is_short:
-        finding += f": others wait for a peer that is late for up to {matchmaking_time:.3g} s (--matchmaking_time)"
+        finding += f": others wait up to {matchmaking_time:.3g} s for a late peer (--matchmaking_time)"
     cure = "raise --target_batch_size (on all peers) or lower --matchmaking_time: an epoch should take longer than that"
     return judge("epoch time", finding, cure, is_warning=is_short)
 
 
 def estimate_round_seconds(parameters: int, peers: int, averaging: AveragingArguments) -> tuple[float, float]:
-    """(bytes through this peer's line, seconds) of its largest round: each peer sends and receives 2V(N-1)/N bytes."""
+    """Return the bytes that this peer sends in its largest round, 2V(N-1)/N, and its seconds; it receives as many."""
     group = max(2, min(peers, averaging.target_group_size))
     per_parameter = max(GRADIENT_BYTES[averaging.compression], GRADIENT_BYTES[averaging.state_compression])
     size = 2 * per_parameter * parameters * (group - 1) / group
@@ -216,6 +217,7 @@ def estimate_round_seconds(parameters: int, peers: int, averaging: AveragingArgu
 
 
 def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) -> Check:
+    """Check that a round takes less time than its timeouts at this bandwidth."""
     size, seconds = estimate_round_seconds(parameters, peers, averaging)
     timeouts = RoundTimeouts(
         round_seconds=max(seconds, RoundTimeouts.round_seconds),
@@ -236,9 +238,9 @@ def check_bandwidth(parameters: int, peers: int, averaging: AveragingArguments) 
 def measure_passes(
     model: torch.nn.Module, batches: Iterable, device: torch.device, autocast: contextlib.AbstractContextManager
 ) -> float:
-    """Seconds of the forward and backward pass of one of these batches."""
+    """Return the mean seconds of a forward and backward pass."""
     times, deadline = [], time.monotonic() + MEASURED_SECONDS
-    # the first is slower, and the last of a long series changes nothing
+    # the first pass is slower and not counted; a dozen is enough
     for batch in itertools.islice(batches, 12):
         times.append(time_pass(model, move_batch(batch, device), autocast))
         model.zero_grad()
@@ -248,7 +250,7 @@ def measure_passes(
 
 
 class Table:
-    """Prints each check at once, and counts how many are warnings or fatal."""
+    """A table that prints each check at once, and counts the checks by level."""
 
     def __init__(self):
         self.levels = Counter()
@@ -260,9 +262,9 @@ class Table:
 
     @contextlib.contextmanager
     def attempt(self, what: str, **others: str) -> Iterator[None]:
-        """The line with which this would have ended a trainer is one of the table.
+        """Turn a UserError, which would have ended a trainer, into a line of the table.
 
-        :param others: names that it has instead, each where its text matches that
+        :param others: other names for the line, each with a pattern of the error's text
         """
         try:
             yield
@@ -272,13 +274,13 @@ class Table:
 
 
 def run_preflight(membership: Membership | None, groups: tuple) -> int:
-    """Print all checks in the order in which they make sense; a later one is left out when an earlier one forbids it.
+    """Run and print all checks. A check is skipped if an earlier one that it depends on has failed.
 
-    :param membership: of a closed run
+    :param membership: the membership in a closed run
     :param groups: instances of GROUPS
-    :returns: the exit code, 0 when nothing is fatal, else 2
+    :returns: the exit code: 2 if a check is fatal, otherwise 0
     """
-    if os.environ.get("RANK", "0") != "0":  # of those that torchrun starts, one will do
+    if os.environ.get("RANK", "0") != "0":  # one of torchrun's processes is enough
         return 0
     swarm, model_args, optimizer_args, averaging, data_args, args = groups
     print(f"preflight of run {swarm.experiment_prefix}\n", flush=True)
@@ -291,16 +293,16 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
         objective = find_objective(model_args)
         with table.attempt("dataset", tokenizer="no (readable )?tokenizer|the tokenizer "):
             tokenizer, dataset, corpus = load_data(model_args, data_args, args.do_eval)
-            table.add(Check("tokenizer", "ok", f"{len(tokenizer):,} pieces in {tokenizer.name_or_path}"))
+            table.add(Check("tokenizer", "ok", f"{len(tokenizer):,} tokens in {tokenizer.name_or_path}"))
             for name, split in dataset.items():
                 if name == "train" and data_args.streaming:
                     table.add(check_stream(split, tokenizer, data_args))
                 else:
-                    finding = f"{len(split):,} instances for {name}, made by this tokenizer, {objective.kind.name}"
+                    finding = f"{len(split):,} sequences for {name}, made by this tokenizer, {objective.kind.name}"
                     table.add(Check("dataset", "ok", finding))
-        # without a tokenizer one of common size, to see what the model needs
+        # without a tokenizer, a common vocabulary size shows the model's needs
         model = make_trained_model(model_args, args, 30_000 if tokenizer is None else tokenizer)
-        where = ", with 30,000 pieces" * (tokenizer is None)
+        where = ", with 30,000 tokens" * (tokenizer is None)
         table.add(Check("model", "ok", f"{model.num_parameters():,} parameters{where}, {describe_architecture(model)}"))
         table.add(*check_machine(model.num_parameters(), args))
         if dataset:
@@ -319,25 +321,25 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
             speed = batch_size / seconds + sum(report.samples_per_second for report in reports)
             epoch_seconds = averaging.target_batch_size / speed
             table.add(check_epoch_time(epoch_seconds, peers, averaging.matchmaking_time or RoundTimeouts().matchmaking))
-            if averaging.bandwidth is not None:  # no peer, no measure
+            if averaging.bandwidth is not None:  # not measured without a peer
                 table.add(check_bandwidth(model.num_parameters(), peers, averaging))
     fatal, warnings = table.levels["fatal"], f"{table.levels['warning']} warning{'s'[: table.levels['warning'] != 1]}"
     if fatal:
-        print(f"\n{fatal} fatal, {warnings}: fix what is fatal before you train")
+        print(f"\n{fatal} fatal, {warnings}: fix the fatal problems before you train")
     else:
         print(f"\nready to train ({warnings})")
     return 2 if fatal else 0
 
 
 def check_stream(train, tokenizer, data_args: DataArguments) -> Check:
-    """Makes a first batch as training would, and shows it."""
+    """Make a first batch in the same way as training, and show it."""
     start = time.monotonic()
     batch = next(iter(make_train_batches(train, tokenizer, data_args, batch_size=8, seed=0)))
     names, length = ", ".join(source.name for source in train.sources), batch["attention_mask"].sum(1).float().mean()
     return Check(
         "sources",
         "ok",
-        f"{names}: a first batch of 8 instances, {length:.0f} tokens on average, in {time.monotonic() - start:.1f} s; "
+        f"{names}: a first batch of 8 sequences, {length:.0f} tokens on average, in {time.monotonic() - start:.1f} s; "
         f"it begins: {tokenizer.decode(batch['input_ids'][0, :16])}",
     )
 
@@ -345,22 +347,22 @@ def check_stream(train, tokenizer, data_args: DataArguments) -> Check:
 def check_swarm(
     table: Table, membership: Membership | None, groups: tuple, contract: RunContract | None
 ) -> tuple[list[LocalTrainingProgress], AveragingArguments]:
-    """Checks of the way to the swarm and of the swarm.
+    """Check the connection to the swarm and the swarm's settings.
 
     :param groups: instances of GROUPS
-    :returns: its trainers' reports, and the averaging arguments with the bandwidth that was measured
+    :returns: the trainers' reports, and the averaging arguments with the measured bandwidth
     """
     swarm, _, _, averaging, *_ = groups
     reports, prefix = [], swarm.experiment_prefix
     with table.attempt("joining", clock="this machine's clock"):
         config = make_swarm_config(swarm)
         reasons = {} if config.use_ipfs else asyncio.run(explain_unreachable(config.initial_peers, membership))
-        is_alone = bool(reasons) and all(reasons.values())  # one that answers is enough
+        is_alone = bool(reasons) and all(reasons.values())  # one peer that answers is enough
         for maddr, reason in reasons.items():
             finding = f"{maddr}: {reason or 'answers, and has the expected id'}"
             table.add(judge("peer", finding, "", is_fatal=is_alone, is_warning=bool(reason)))
         if not config.initial_peers:
-            table.add(Check("peer", "ok", "no --initial_peers: a swarm of its own"))
+            table.add(Check("peer", "ok", "no --initial_peers: this peer starts a new swarm"))
         if is_alone:
             return reports, averaging
         quiet_hivemind_logs()
@@ -385,17 +387,17 @@ def check_swarm(
                 place = Swarm(config, dht, public_key)
                 require_attested(place, groups)
                 is_known = place.compare_contract(contract)
-                finding = "those of the run" if is_known else "no trainer yet"
+                finding = "the same as the run's" if is_known else "no trainer yet"
                 table.add(Check("settings", "ok", finding))
         dht.shutdown()
     return reports, averaging
 
 
 def format_check(check: Check) -> str:
-    """`level  what  finding`, and the cure below it unless all is well; wrapped to the terminal's width."""
+    """Return `level  what  finding`, and the cure below a problem, wrapped to the terminal's width."""
     color = {"ok": "32", "warning": "33", "fatal": "31"}[check.level] if sys.stdout.isatty() else None
     level = f"\033[{color}m{check.level:<8}\033[0m" if color else f"{check.level:<8}"
-    # addresses are copied and searched for: a file gets them in one line
+    # not wrapped in a file, so that addresses can be copied and searched
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     wrap = partial(textwrap.wrap, width=max(60, width) - 24, break_long_words=False, break_on_hyphens=False)
     lines = wrap(check.finding)
@@ -406,7 +408,7 @@ def format_check(check: Check) -> str:
 
 
 def warn_of(checks: list[Check]) -> None:
-    """One line in a trainer's log for each, unless all is well; a UserError where nothing could be saved."""
+    """Log each problem in one line, or raise a UserError if the disk has no room for a checkpoint."""
     for check in checks:
         if check.what == "disk" and check.level == "fatal":
             raise UserError(f"{check.finding}: {check.cure}")
@@ -415,7 +417,7 @@ def warn_of(checks: list[Check]) -> None:
 
 
 def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
-    """Check what a trainer needs before it joins, lock its folders, and keep its identity there.
+    """Check a trainer's needs before it joins, lock its folders, and keep its identity there.
 
     :param groups: instances of GROUPS
     :returns: the state to resume from, if any
@@ -429,10 +431,10 @@ def prepare_start(groups: tuple, model, tokenizer, corpus: dict) -> Path | None:
 
 
 def tune(model: torch.nn.Module, loaded: tuple, devices: list[torch.device], groups: tuple) -> tuple:
-    """Bring the model to the first device, as training does.
+    """Move the model to the first device, and choose its batch size if that is "auto".
 
-    :param loaded: of load_data
-    :returns: the trainer's arguments, with the batch size that was found where it is "auto"; the precision of passes
+    :param loaded: the tokenizer, dataset and corpus of load_data
+    :returns: the trainer's arguments with that batch size, and the context for forward passes
     """
     _, model_args, _, averaging, data_args, args = groups
     tokenizer, dataset, corpus = loaded

@@ -1,13 +1,12 @@
-"""Several devices of one machine as one peer of the swarm: a process for each, of which rank 0 alone speaks to others.
+"""Several devices of one machine as one peer of the swarm, with a process for each. Only rank 0 talks to other peers.
 
     torchrun --standalone --nproc_per_node 2 run_trainer.py ...
     python run_trainer.py ...          # does the same with all GPUs that are visible
     python run_trainer.py --device cpu --num_devices 2 ...
 
-Each rank computes gradients of its own data; they are averaged among the ranks once per step, and rank 0 continues with
-them as a trainer with one device does. The others wait for it, in a round as well, without using a core: over sockets,
-by gloo, whose connections end when a process does. GPUs exchange gradients and weights by NCCL, but only when all ranks
-have said that they are there.
+Each rank computes gradients of its own data. The ranks average them once per step, and rank 0 continues with them like
+a trainer with one device. The others wait for rank 0, also during rounds, over gloo's sockets, which use no CPU time
+and are closed when a process ends. GPUs exchange gradients and weights by NCCL once all ranks have confirmed a step.
 """
 
 import contextlib
@@ -36,23 +35,21 @@ from swarm.processes import STOP_REQUESTED
 
 logger = logging.getLogger("trainer")
 
-# Rank 0 may look for its swarm, download a state, or average for as long as that takes.
+# no limit for rank 0 to join the swarm, to download a state or to average
 PATIENCE = timedelta(days=365)
-# Between two GPUs that are both there.
 NCCL_TIMEOUT = timedelta(minutes=5)
-# What travels in one piece.
-BUCKET_BYTES = 100_000_000
-#: names the file in which the ranks that this script has started itself find each other
+BUCKET_BYTES = 100_000_000  # of tensors that are exchanged together
+#: environment variable with the path of the file store for ranks that this script has started
 STORE_VARIABLE = "TRAINER_RANKS_FILE"
 
 
 class RankLost(Exception):
-    """Another rank has ended, or cannot be reached."""
+    """An error that says that another rank has ended or cannot be reached."""
 
 
 @dataclass
 class Failure:
-    """The error that has ended the training of rank 0, if any."""
+    """The error that ended the training of rank 0, if any."""
 
     error: Exception | None = None
 
@@ -65,23 +62,24 @@ class Failure:
 
 
 def start_ranks(args: TrainerArguments) -> "DeviceGroup":
-    """This process's part: a rank of those that torchrun has started; or rank 0, which starts the others, where there
-    are several devices; or the only one. Starts no thread, and makes no CUDA context."""
+    """Return this process's rank among the ranks of torchrun, or as rank 0 start a rank for each other device.
+
+    This starts no thread and makes no CUDA context.
+    """
     devices = choose_devices(args)
     number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if "LOCAL_RANK" not in os.environ:  # which torchrun sets; WORLD_SIZE alone may be a cloud's, of another program
+    if "LOCAL_RANK" not in os.environ:  # torchrun sets it; a cloud may set WORLD_SIZE alone
         return start_others(devices) if len(devices) > 1 else DeviceGroup(0, devices)
     if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
         raise UserError(
-            "torchrun --nnodes: the ranks of a peer are those of one machine, machines meet in the swarm: start "
-            "torchrun --standalone on each"
+            "torchrun --nnodes: a peer has the ranks of one machine only: start torchrun --standalone on each machine"
         )
     if devices[0].type == "cpu" and not args.num_devices:
         devices *= count
     if len(devices) < count or (args.num_devices or count) != count:
         raise UserError(
-            f"torchrun has started {count} processes, and there are {len(devices)} devices for them (--device, "
-            "--num_devices): set --nproc_per_node to that number"
+            f"torchrun has started {count} processes for {len(devices)} devices (--device, --num_devices): set "
+            "--nproc_per_node to the number of devices"
         )
     if count == 1:
         return DeviceGroup(0, devices[:1])
@@ -89,14 +87,14 @@ def start_ranks(args: TrainerArguments) -> "DeviceGroup":
         store = dist.FileStore(path, count)
     else:
         store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
-    if number > 0:  # rank 0 speaks for all, unless something is wrong
+    if number > 0:  # only rank 0 logs more than warnings
         setup_logging(f"trainer rank {number}", args.logging_dir)
         logging.getLogger().setLevel(logging.WARNING)
     return DeviceGroup(number, devices[:count], store)
 
 
 def start_others(devices: list[torch.device]) -> "DeviceGroup":
-    """Start this very command once more for each device but the first."""
+    """Start this process's command again for each device but the first."""
     folder = tempfile.mkdtemp(prefix="ranks_")
     CLEANUPS.append(partial(shutil.rmtree, folder, ignore_errors=True))
     path, count = os.path.join(folder, "store"), len(devices)
@@ -105,7 +103,7 @@ def start_others(devices: list[torch.device]) -> "DeviceGroup":
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
     children = []
-    with block_signals():  # inherited: until a child listens itself, it waits with what it is sent
+    with block_signals():  # inherited, so that a child receives signals only once it handles them
         for number in range(1, count):
             where = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             env = os.environ | {name: str(value) for name, value in where.items()} | {STORE_VARIABLE: path}
@@ -115,9 +113,9 @@ def start_others(devices: list[torch.device]) -> "DeviceGroup":
 
 
 class DeviceGroup(contextlib.AbstractContextManager):
-    """One process's part among those of a machine that make up one peer. With a single one nothing here does anything.
+    """A process among the ranks of one peer. With a single rank, all methods do nothing.
 
-    Waits for the others raise RankLost when one of them has ended. With `with`, that is one line, and exit code 1.
+    Waits for other ranks raise RankLost if one has ended; `with` turns it into one log line and exit code 1.
     """
 
     def __init__(
@@ -136,12 +134,12 @@ class DeviceGroup(contextlib.AbstractContextManager):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which alone speaks to the swarm and to the user."""
+        """Return whether this is rank 0, the only one that talks to the swarm and the user."""
         return self.number == 0
 
     @property
     def suffix(self) -> str:
-        """The end of this rank's name; empty for rank 0."""
+        """The suffix of this rank's name; empty for rank 0."""
         return "" if self.is_main else f" rank {self.number}"
 
     def __exit__(self, _, error: BaseException | None, __) -> bool:
@@ -151,11 +149,11 @@ class DeviceGroup(contextlib.AbstractContextManager):
             raise SystemExit(1) from error
         return isinstance(error, RankLost)
 
-    # -- before the connection: through the store, in Python, so that Ctrl-C is heard
+    # -- before the connection: polls of the store in Python, which Ctrl-C can interrupt
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 does this before the others do, and waits until they have done it too."""
+        """Run the block on rank 0 before the other ranks, and have rank 0 wait for them."""
         if self.number > 0:
             self.wait_for("is well", [0])
         yield
@@ -164,23 +162,23 @@ class DeviceGroup(contextlib.AbstractContextManager):
             self.wait_for("is ready", self.others)
 
     def announce(self, what: str) -> None:
-        """Tell the others that this rank has come so far."""
+        """Tell the other ranks that this one has reached a point."""
         if self.count > 1:
             self.store.set(f"{what} {self.number}", b"1")
 
     def wait_for(self, what: str, numbers: Iterable[int]) -> None:
-        """Wait until these ranks have announced it."""
+        """Wait until these ranks have announced a point."""
         keys = [f"{what} {number}" for number in numbers]
         while keys and not self.store.check(keys):
             for number, child in enumerate(self.children, start=1):
                 if child.poll() is not None:
                     raise RankLost(f"rank {number} of this machine ended at its start with code {child.returncode}")
             if os.getppid() != self.parent:
-                raise RankLost("the process that started this one is gone")
+                raise RankLost("the process that started this one has ended")
             time.sleep(0.1)
 
     def share(self, words: list[str]) -> list[str]:
-        """Return rank 0's words, on every rank."""
+        """Return the words of rank 0 on all ranks."""
         if self.number > 0:
             self.wait_for("has words", [0])
             return json.loads(self.store.get("words"))
@@ -191,15 +189,15 @@ class DeviceGroup(contextlib.AbstractContextManager):
 
     @property
     def others(self) -> range:
-        """The numbers of the ranks that are not rank 0."""
+        """The numbers of all ranks but rank 0."""
         return range(1, self.count)
 
     def connect(self) -> None:
-        """Meet the other ranks. On rank 0 when all of hivemind's helpers are forked; the others wait for that."""
+        """Connect the ranks. Rank 0 must call this after hivemind has forked its helpers; the others wait for it."""
         if self.count == 1:
             return
         with self.explain():
-            # in two steps: once all are here, those that connect do not wait for each other
+            # in two steps, so that no rank connects before all are ready
             if self.number == 0:
                 self.announce("connects")
                 self.wait_for("is here", self.others)
@@ -209,17 +207,17 @@ class DeviceGroup(contextlib.AbstractContextManager):
                 self.announce("is here")
                 self.wait_for("is here", [0])
             if sys.platform == "linux":
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside this machine
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no connections from other machines
             dist.init_process_group("gloo", store=self.store, rank=self.number, world_size=self.count, timeout=PATIENCE)
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
                 self.group = dist.new_group(backend="nccl", timeout=NCCL_TIMEOUT)
-        # or all would drop out the same neurons
+        # a seed for each rank; otherwise all would drop out the same neurons
         torch.manual_seed(torch.initial_seed() + self.number)
 
     @contextlib.contextmanager
     def explain(self) -> Iterator[None]:
-        """Errors of what ranks do together mean that one of them is gone."""
+        """Turn the error of an exchange between ranks into a RankLost that names the rank that has ended."""
         try:
             yield
         except RuntimeError as e:
@@ -234,14 +232,14 @@ class DeviceGroup(contextlib.AbstractContextManager):
                     who, reason = f"rank {number}", f"exit code {child.returncode}"
                     break
             else:
-                if "CUDA error" in str(e):  # this rank's own, of work that was queued before
+                if "CUDA error" in str(e):  # an error of this rank's own queued work
                     raise
-            raise RankLost(f"{who} of this machine is gone ({reason})") from e
+            raise RankLost(f"{who} of this machine has ended ({reason})") from e
 
-    # -- afterwards: each is called by all ranks, in the same order
+    # -- after the connection: all ranks call each of these, in the same order
 
     def broadcast(self, value: object = None) -> object:
-        """Return rank 0's value, on every rank."""
+        """Return the value of rank 0 on all ranks."""
         values = [value]
         if self.count > 1:
             with self.explain():
@@ -249,31 +247,28 @@ class DeviceGroup(contextlib.AbstractContextManager):
         return values[0]
 
     def require_same(self, what: str, value: object) -> None:
-        """A UserError where this rank has found another value than rank 0."""
+        """Raise a UserError if this rank's value differs from that of rank 0."""
         if self.broadcast(value) != value:
             raise UserError(f"{what} changed while the ranks of this machine were starting: start them again")
 
     def all_continue(self, goes_on: bool) -> bool:
-        """Return whether all ranks continue.
-
-        :raises RankLost: another rank was stopped alone
-        """
+        """Return whether all ranks continue, or raise RankLost if only another rank was stopped."""
         if self.count == 1:
             return goes_on
         if self.device.type == "cuda":
-            # a rank whose passes fail is found here, over sockets, rather than by NCCL's timeout
+            # finds a rank whose passes failed here, over sockets, instead of by NCCL's timeout
             torch.cuda.current_stream(self.device).synchronize()
         with self.explain():
             stopping = torch.tensor([float(not goes_on)])
             dist.all_reduce(stopping)
-        # a signal to all ranks, such as Ctrl-C, may reach this one last
+        # a signal to all ranks, such as Ctrl-C, may reach this rank last
         if stopping.item() and goes_on and self.is_main and not STOP_REQUESTED.wait(1.0):
             raise RankLost("another rank of this machine was stopped")
         return not stopping.item()
 
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Put in place of each tensor its mean over the ranks; one that is not finite makes it so on all of them."""
+        """Replace each tensor by its mean over the ranks. A value that is not finite spreads to all ranks."""
         if self.count > 1:
             with self.explain():
                 for bucket in _take_tensors(tensors, BUCKET_BYTES):
@@ -283,8 +278,10 @@ class DeviceGroup(contextlib.AbstractContextManager):
 
     @torch.no_grad()
     def broadcast_state(self, model: torch.nn.Module, epoch: int, scaler: torch.amp.GradScaler) -> int:
-        """Bring all to where rank 0 is: its epoch, which is returned, the scale of its losses, and, when its weights
-        have changed, these and the buffers. They change between epochs too, when others' have been averaged."""
+        """Send epoch, loss scale and, if changed, weights and buffers of rank 0 to all ranks; return that epoch.
+
+        Weights may change between epochs too, by parameter averaging.
+        """
         if self.count == 1:
             return epoch
         versions = [param._version for param in model.parameters()]
@@ -305,34 +302,34 @@ class DeviceGroup(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def catch_failure(self) -> Iterator["Failure"]:
-        """End the other ranks if training fails on rank 0, which then saves its state; other ranks raise the error."""
+        """If training fails on rank 0, kill the other ranks and keep the error; on other ranks, raise it."""
         failure = Failure()
         try:
             yield failure
         except (RankLost, UserError) as e:
             if not self.is_main:
                 raise
-            for child in self.children:  # they wait for rank 0 in the middle of a step, with nothing to lose
+            for child in self.children:  # they wait for rank 0 and have no state to save
                 child.kill()
             if not STOP_REQUESTED.is_set():
                 failure.error = e
                 logger.error(f"{e}; saving the state: the same command continues from there")
 
     def end(self) -> None:
-        """The others have left their loops, and end by themselves; rank 0 waits for that, for some seconds."""
+        """Wait up to 10 s for the other ranks, which end by themselves after their loops."""
         deadline = time.monotonic() + 10
         for child in self.children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.1, deadline - time.monotonic()))
 
     def remove_files(self) -> None:
-        """However this process ends."""
+        """Remove the folder of the file store."""
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def list_gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The gradients of all trained parameters, the same number on every rank: zeros where this batch gave none."""
+    """Return the gradients of all trained parameters, with zeros for missing ones, so that all ranks have as many."""
     trained = [param for param in model.parameters() if param.requires_grad]
     for param in trained:
         if param.grad is None:

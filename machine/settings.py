@@ -1,6 +1,6 @@
-"""Settings that a new peer inherits from the peers in --initial_peers: the run name, and flags that all peers share.
-A command line that sets one of these flags to another value is rejected.
+"""Settings that a new peer inherits from the peers in --initial_peers: the run name and the shared flags.
 
+A command line that sets one of these flags to another value is rejected.
 The initial peers are the root of trust (see swarm/attestation.py). Their flags are parsed and checked like typed ones.
 None of these flags can name a file or folder, except for the model shapes in this repository.
 """

@@ -1,1 +1,1 @@
-"""What every room needs."""
+"""Helpers that all packages use."""

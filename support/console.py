@@ -1,4 +1,4 @@
-"""What everybody says to the user: errors of the user, log lines, numbers for people. Imports nothing slow."""
+"""Output for the user: errors, log lines and formatted numbers. It imports nothing slow."""
 
 import contextlib
 import difflib
@@ -15,14 +15,14 @@ from support.signals import LAST_ACT, begin_end, obey_signals, terminate_process
 
 
 class UserError(Exception):
-    """An error that the user can fix, in one line that says how. `edge` prints it."""
+    """An error that the user can fix. Its text is one line that says how; `edge` prints it."""
 
     def __init__(self, text: str):
         super().__init__(make_printable(name_flags(text)))
 
 
 def name_flags(text: str) -> str:
-    """Return a text with flags for the settings in it: swarm/ knows no command line and writes them in backquotes."""
+    """Replace each setting in backquotes by its flag, because swarm/ knows settings but no flags."""
     return re.sub(r"`(\w+)`", r"--\1", text)
 
 
@@ -33,12 +33,12 @@ def make_printable(text: str) -> str:
 
 @contextlib.contextmanager
 def edge(interrupted: str | None = None) -> Iterator[None]:
-    """The edge of a script: a UserError becomes one line on standard error and exit code 2, without a traceback.
+    """Turn a UserError into one line on standard error and exit code 2, without a traceback.
 
-    So do Ctrl-C and SIGTERM, in here and in the slow imports that follow on the arguments, with exit code 0; with 128
-    and the signal's number where the script leaves undone what it was called for.
+    Ctrl-C and SIGTERM are one line as well, here and in the slow imports that follow the arguments. The exit code is
+    then 0, or 128 plus the signal's number if `interrupted` is given.
 
-    :param interrupted: what a signal leaves behind, or what to do next
+    :param interrupted: a text for a script that has not done its work: the state of its files, or the next step
     """
 
     def stop(number: int) -> None:
@@ -56,10 +56,10 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
     gc.enable()
     try:
         yield
-        # until the next edge of a script it imports what stays: to look for garbage meanwhile takes a third of the time
+        # Imports follow until the next edge. They leave no garbage, and the search for it takes a third of their time.
         gc.disable()
     except UserError as e:
-        with LAST_ACT:  # what fails because another thread ends this process is no news
+        with LAST_ACT:  # do not print an error that another thread causes by ending this process
             print(f"{sys.argv[0].rsplit('/', 1)[-1]}: error: {e}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except BaseException:
@@ -68,14 +68,14 @@ def edge(interrupted: str | None = None) -> Iterator[None]:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean --learning_rate?`, or nothing where no known name is like this one."""
+    """Return `, did you mean --learning_rate?` with the most similar name, or an empty string if none is similar."""
     names = {other.lower().strip("-"): other for other in known}
     nearest = difflib.get_close_matches(name.lower().strip("-"), names, n=1, cutoff=0.7)
     return f", did you mean {names[nearest[0]]}?" if nearest else ""
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line: where that is a heading alone, with the next one."""
+    """Return the first line of an error's text, and the next one if the first ends with a colon."""
     first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if "custom code which must be executed" in str(error):  # transformers, and an auto_map
         return "it needs custom code that comes with it, which is not run"
@@ -83,7 +83,7 @@ def first_line(error: Exception) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """For people: 210.0 MB."""
+    """Return a size such as 210.0 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -91,24 +91,24 @@ def format_bytes(count: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """For people, to three digits: 2,010 or 0.31."""
+    """Return a number with three significant digits, such as 2,010 or 0.31."""
     return f"{float(f'{value:.3g}'):,.12g}"
 
 
 def format_count(number: int, what: str) -> str:
-    """For people: 1 peer, 2 peers."""
+    """Return a number and its noun, such as 1 peer or 2 peers."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def fit_terminal(line: str) -> str:
-    """As many of the parts of a line, two spaces apart, as fit into one line of the terminal."""
+    """Drop parts, two spaces apart, from the end of a line until it fits the terminal's width."""
     while len(line) >= shutil.get_terminal_size().columns and "  " in line:
         line = line.rpartition("  ")[0]
     return line
 
 
 def format_duration(seconds: float) -> str:
-    """For people: 2 h 5 min."""
+    """Return a duration such as 2 h 5 min."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -119,23 +119,23 @@ def format_duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int | None, initial: int = 0) -> Iterator:
-    """A bar of bytes, to be told of more by `update`; where there is no terminal, a line of it now and then."""
+    """Show a progress bar of bytes, which `update` advances; without a terminal, print it every 10 s."""
     from tqdm import tqdm
 
-    tqdm.monitor_interval = 0  # no thread of its own, as hivemind is yet to fork
+    tqdm.monitor_interval = 0  # no monitor thread, because hivemind will fork later
     options = dict(unit="B", unit_scale=True, dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 10.0)
     with tqdm(desc=what, total=total, initial=initial, **options) as bar:
         yield bar
 
 
 class RoleFormatter(logging.Formatter):
-    """`HH:MM:SS role message`; a warning or error says so, and names its library when it is not ours."""
+    """A formatter for `HH:MM:SS role message`, with the level of warnings and errors and the name of a library."""
 
     def __init__(self, role_name: str, datefmt: str = "%H:%M:%S", is_terminal: bool = False):
         super().__init__(datefmt=datefmt)
         self.role_name = role_name
         self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if is_terminal else {}
-        # in place of a bar, of whichever process, which is then drawn anew below
+        # overwrites a progress bar of any process, which is then drawn again below
         self.begin = "\r\033[K" if is_terminal else ""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -151,7 +151,7 @@ class RoleFormatter(logging.Formatter):
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """Whether one of the project's own files wrote the record."""
+    """Return whether one of the project's own files logged the record."""
     path = Path(record.pathname).absolute()
     return path.is_relative_to(Path(__file__).absolute().parent.parent) and "site-packages" not in path.parts
 
@@ -159,7 +159,7 @@ def is_ours(record: logging.LogRecord) -> bool:
 def setup_logging(role_name: str, folder: str | None = None) -> None:
     """Send all log lines to standard error as `HH:MM:SS role message`: ours from INFO, libraries' from WARNING.
 
-    HIVEMIND_LOGLEVEL, when set, decides for hivemind's. Call it before any process is forked, so that all agree.
+    If HIVEMIND_LOGLEVEL is set, it is the level for hivemind. Call this before any process is forked.
 
     :param folder: --logging_dir, see `log_to_folder`
     """
@@ -174,6 +174,7 @@ def setup_logging(role_name: str, folder: str | None = None) -> None:
 
 
 def make_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> logging.Handler:
+    """Give a handler this formatter, and a filter that drops messages of libraries below WARNING."""
     handler.setFormatter(formatter)
     handler.addFilter(
         lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
@@ -182,9 +183,9 @@ def make_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> logg
 
 
 def log_to_folder(role_name: str, folder: str) -> None:
-    """Append all log lines, dated, to {folder}/{role_name}.log too, and let dashboards keep their data in that folder.
+    """Append all log lines, with the date, to {folder}/{role_name}.log too, and keep dashboards' data in that folder.
 
-    Call it before any process is forked, after `setup_logging`. TRACKIO_DIR and WANDB_DIR of the environment go before.
+    Call it after `setup_logging` and before any process is forked. TRACKIO_DIR and WANDB_DIR are kept if they are set.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -192,6 +193,6 @@ def log_to_folder(role_name: str, folder: str) -> None:
     except OSError as e:
         raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
     logging.getLogger().addHandler(make_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S")))
-    # both read them when they are imported
+    # trackio and wandb read these variables when they are imported
     os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
-    os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # it makes a folder wandb in there
+    os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # wandb adds the folder wandb to it

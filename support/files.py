@@ -1,4 +1,4 @@
-"""Files that exist complete or not at all, locks that keep other processes out, and fingerprints."""
+"""Atomic writes of files and folders, locks between processes, and hashes of files."""
 
 import contextlib
 import fcntl
@@ -19,13 +19,13 @@ from support.signals import afterwards
 
 logger = logging.getLogger("files")
 
-#: folders and files that could not be written the last time: one warning, not one at each try
+#: folders and files whose last write failed, so that retries log no further warning
 UNWRITABLE: set[Path] = set()
 OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
 def make_folder(flag: str, folder: str | Path) -> None:
-    """Make this folder and its parents, unless it exists; a UserError where it cannot be made."""
+    """Make this folder and its parents unless it exists, or raise a UserError if that is impossible."""
     try:
         os.makedirs(folder or ".", exist_ok=True)
     except OSError as e:
@@ -33,15 +33,15 @@ def make_folder(flag: str, folder: str | Path) -> None:
 
 
 def lock_folder(flag: str, folder: str | Path) -> None:
-    """Make a folder and keep others out of it until this process ends; a UserError when another one is in there.
+    """Make a folder and lock it until this process ends, or raise a UserError if another peer uses it.
 
-    Two peers in one folder would take each other's checkpoints for their own.
+    Two peers in one folder would load each other's checkpoints.
     """
     make_folder(flag, folder)
     path = Path(folder).resolve() / ".lock"
     if path not in OPEN_LOCKS:
         try:
-            # never to be closed: that of any descriptor of this file would unlock it
+            # keep it open: closing any descriptor of this file would unlock it
             file = open(path, "a")  # noqa: SIM115
             is_free = try_lock(file)
         except PermissionError:
@@ -56,7 +56,7 @@ def lock_folder(flag: str, folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Only one process at a time; the others wait."""
+    """Let one process at a time run the block; the others wait."""
     with open(path, "a") as file:
         if not try_lock(file):
             logger.info("another process fetches the same: waiting for it")
@@ -66,22 +66,22 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def try_lock(file: TextIO) -> bool:
-    """Lock a file until it is closed, unless another process has locked it, which is False."""
+    """Lock a file until it is closed, or return False if another process has locked it."""
     try:
-        # of this kind because helper processes, which may outlive a killed trainer by seconds, do not inherit it
+        # lockf, because helpers do not inherit its locks and may outlive a killed trainer by seconds
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError as e:  # a disk that knows no locks
-        logger.info(f"{file.name} cannot be locked ({e.strerror}): let no other process use its folder meanwhile")
+    except OSError as e:  # a file system without locks
+        logger.info(f"{file.name} cannot be locked ({e.strerror}): make sure that no other process uses its folder")
     return True
 
 
 def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mode: int = 0o666) -> bool:
-    """Write a text, or have a function write, to a file, which then exists complete or not at all; a full disk is a
-    warning and False.
+    """Write a file atomically; log a warning and return False if the disk is full.
 
-    :param mode: who may read it
+    :param content: the text, or a function that writes to the open file
+    :param mode: the file's permissions
     """
     path = Path(path).absolute()
 
@@ -93,7 +93,7 @@ def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mo
 
 
 def append_line(path: str | Path, line: str) -> None:
-    """Append to a file of lines; a full disk is a warning and no line."""
+    """Append a line to a file; if the disk is full, log a warning and leave the file as it is."""
     path = Path(path).absolute()
     size = path.stat().st_size if path.exists() else 0
     try:
@@ -102,14 +102,14 @@ def append_line(path: str | Path, line: str) -> None:
     except OSError as e:
         if path.exists():
             os.truncate(path, size)
-        # the disk that is too full for a checkpoint is no news
+        # no second warning if a checkpoint did not fit either
         if not {path, path.parent} & UNWRITABLE:
             logger.warning(f"Could not write to {path}: {e}. Will keep trying")
         UNWRITABLE.add(path)
 
 
 def read_json(path: Path) -> dict:
-    """The object in a file; an empty one where there is none, or it is damaged."""
+    """Return the JSON object in a file, or an empty one if the file is missing or invalid."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
             return found
@@ -117,8 +117,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_json_lines(path: str | Path) -> Iterator[dict]:
-    """The objects in a file of lines, if it is there; without a line that is cut, as somebody writes it, or was killed
-    meanwhile."""
+    """Yield the JSON objects in the lines of a file, if it exists. Incomplete lines are skipped."""
     with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as lines:
         for line in lines:
             with contextlib.suppress(json.JSONDecodeError):
@@ -127,27 +126,26 @@ def read_json_lines(path: str | Path) -> Iterator[dict]:
 
 
 def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> bool:
-    """Have `write` write a file or a folder beside the target, whose place it takes when it is on disk.
+    """Have `write` write a file or folder under another name, and rename it to the target once it is on disk.
 
-    What cannot be written makes one warning, until it can be again, and what is unfinished goes.
+    If that fails, remove the unfinished files and return False. Only the first failure in a row logs a warning.
 
-    :param where: to be warned of only once
-    :returns: whether all was written
+    :param where: the path by which failures are counted
     """
-    # one name, not a random one: what a killed process left behind is overwritten
+    # a fixed name, so that the remains of a killed process are overwritten
     unfinished, replaced = (target.with_name(f".{target.name}.{why}") for why in ("unfinished", "replaced"))
     try:
         write(unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
             flush_to_disk(path)
-        # a folder that is not empty cannot be replaced by a rename; by a file it shall not be
+        # rename does not replace a folder that is not empty; a file must not replace a folder
         if unfinished.is_dir() and target.is_dir():
             target.rename(replaced)
         unfinished.rename(target)
         flush_to_disk(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except Exception as e:
-        # torch hides the system's error behind one of its own; safetensors and tokenizers turn it into text
+        # torch wraps the system's error; safetensors and tokenizers turn it into text
         cause = e if isinstance(e, OSError) else e.__context__
         if not isinstance(cause, OSError) and "os error" not in str(e):
             raise
@@ -167,7 +165,7 @@ def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> boo
 
 
 def flush_to_disk(path: Path) -> None:
-    """fsync of a file, or of a folder's list of names."""
+    """Call fsync on a file, or on a folder for its list of names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -177,14 +175,14 @@ def flush_to_disk(path: Path) -> None:
 
 @contextlib.contextmanager
 def unfinished_folder(target: Path):
-    """A folder beside the target, to be renamed when it is complete; else it goes, and the parents made for it."""
+    """Make a folder next to the target. If the caller does not rename it, remove it and its new parents."""
     new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
     folder = target.absolute().parent / f".{target.name}.unfinished-{os.getpid()}"
 
     def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         for parent in new_parents:
-            with contextlib.suppress(OSError):  # not empty: the target is there
+            with contextlib.suppress(OSError):  # not empty if the target exists
                 parent.rmdir()
 
     try:
@@ -192,9 +190,7 @@ def unfinished_folder(target: Path):
             folder.mkdir(parents=True)
             yield folder
     except OSError as e:
-        raise UserError(
-            f"cannot write {target} and what belongs to it ({e}): free some space, or choose other folders"
-        ) from e
+        raise UserError(f"cannot write {target} or its files ({e}): free some space, or choose other folders") from e
 
 
 @contextlib.contextmanager
@@ -205,11 +201,11 @@ def temporary_folder() -> Iterator[str]:
 
 
 def hash_file(path: Path) -> str:
-    """sha256, hexadecimal."""
+    """Return the SHA-256 of a file as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_file(path: Path) -> dict:
-    """Size in bytes and SHA-256 of a file."""
+    """Return the size in bytes and the SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": hash_file(path)}

@@ -1,4 +1,4 @@
-"""Flags: how dataclasses declare and check them, and the command line that is parsed into those."""
+"""Flags, which dataclasses declare and check, and the parser of the command line."""
 
 import argparse
 import operator
@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from support.console import UserError, suggest
 
-MAX_SHARED = 1000  # characters of them
-# What others may paste into a shell: flags that take one value each, or none; and no absolute paths.
+MAX_SHARED = 1000  # characters; upper bound on the shared flags of a run
+# Flags that are safe to paste into a shell: each has one value or none, and no value is an absolute path.
 SHARED_FLAGS = re.compile(r"(--[a-z0-9_]+( [A-Za-z0-9_.,:+][A-Za-z0-9_.,:/+-]*)?( (?=-)|$))*", re.ASCII)
 USERNAME = r"[\w.-]{1,32}"
 BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -23,12 +23,12 @@ class SharedHelp(str):
 
 
 def flag(default: Any, help: str, aliases: Sequence[str] = (), shared: bool = False) -> Any:
-    """A dataclass's field for HfArgumentParser.
+    """Return a dataclass's field for HfArgumentParser.
 
-    transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C should be quiet.
+    transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C would print a traceback.
 
-    :param default: MISSING where the flag must be given
-    :param aliases: other names of the flag, which its help then names
+    :param default: the default value, or MISSING for a required flag
+    :param aliases: other names of the flag, which are added to its help
     :param shared: whether all peers of a run must use the same value
     """
     if shared:
@@ -40,7 +40,7 @@ def flag(default: Any, help: str, aliases: Sequence[str] = (), shared: bool = Fa
 
 
 def check_range(args: Any, *names: str, **bounds: float) -> None:
-    """:raises UserError: one of these flags is given and outside of these bounds, by their names in BOUNDS"""
+    """Raise a UserError if one of these flags is set and outside the bounds, by their names in BOUNDS."""
     for name in names:
         value = getattr(args, name)
         if value is not None and not all(BOUNDS[bound](value, limit) for bound, limit in bounds.items()):
@@ -49,7 +49,7 @@ def check_range(args: Any, *names: str, **bounds: float) -> None:
 
 
 def check_order(args: Any, low: str, high: str, *, is_strict: bool = False) -> None:
-    """:raises UserError: both of these flags are given, and the first is greater than the second, or equal to it"""
+    """Raise a UserError if both flags are set and `low` is greater than `high`, or equal to it if `is_strict`."""
     first, second = getattr(args, low), getattr(args, high)
     if first is not None and second is not None and (first > second or (is_strict and first == second)):
         text = f"--{high} {second:g} must be {'above' if is_strict else 'at least'} --{low} {first:g}"
@@ -57,19 +57,19 @@ def check_order(args: Any, low: str, high: str, *, is_strict: bool = False) -> N
 
 
 def check_exclusive(args: Any, one: str, other: str) -> None:
-    """:raises UserError: both of these flags are given"""
+    """Raise a UserError if both of these flags are set."""
     if getattr(args, one) and getattr(args, other):
         raise UserError(f"--{one} and --{other} are mutually exclusive: give one of them")
 
 
 def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
-    """:raises UserError: the first of these flags is given, and the second, which takes this value, is not"""
+    """Raise a UserError if the flag `name` is set and `needed`, which takes this value, is not."""
     if getattr(args, name) not in (None, False) and not getattr(args, needed):
         raise UserError(f"--{name} needs --{needed}{value}: add it")
 
 
 def check_username(name: str, value: str | None) -> None:
-    """:raises UserError: this flag is given, and its value is no name"""
+    """Raise a UserError if this flag is set and its value is not a valid name."""
     if value is not None and not re.fullmatch(USERNAME, value):
         raise UserError(
             f"--{name} {value!r} is not a name: give up to 32 letters, digits, points, hyphens, underscores"
@@ -82,7 +82,7 @@ def format_flag(name: str, value: Any) -> str:
 
 
 def find_typed(groups: Iterable[type]) -> set[str]:
-    """Return the names of the flags that the command line gives, defaults among them."""
+    """Return the names of the flags on the command line, also of those set to their default."""
     words = {word.split("=")[0].strip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
     return {
         item.name
@@ -93,10 +93,10 @@ def find_typed(groups: Iterable[type]) -> set[str]:
 
 
 def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
-    """The flags that all peers of a run must share, where they are not the defaults, as they are typed.
+    """Return the shared flags that differ from their defaults, as they are typed.
 
     :param groups: instances of the dataclasses
-    :param typed: names of flags to include with their default too
+    :param typed: names of flags to include even with their default
     """
     words = []
     for group in groups:
@@ -104,7 +104,7 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
         usual = type(group)() if names else None
         for name in names:
             value = getattr(group, name)
-            if value is None:  # another flag takes its place
+            if value is None:  # another flag replaces it
                 continue
             text = format_flag(name, value)
             fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
@@ -119,12 +119,12 @@ def is_shared(item: Field) -> bool:
 
 
 def list_shared(groups: Iterable[type]) -> set[str]:
-    """Names of the flags that all peers of a run must share."""
+    """Return the names of the flags that must match on all peers."""
     return {item.name for group in groups for item in fields(group) if is_shared(item)}
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """The description as it was typed; flags that need no value without one."""
+    """A help formatter that keeps the description's lines, and shows no value for flags that need none."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(action.option_strings)
@@ -140,14 +140,14 @@ def parse_flags(
 ) -> tuple:
     """Parse the command line into one instance of each dataclass, in order.
 
-    :param basic: names of the flags that --help lists where there are many; --help_all lists all
-    :param may_be_empty: names of the flags of lists that may be given without a value
-    :param before: words that count only where the command line does not say otherwise
-    :raises UserError: a flag is unknown, abbreviated, malformed or contradicts another one
+    :param basic: names of the flags that --help lists if there are many; --help_all lists all
+    :param may_be_empty: names of list flags that may have no value
+    :param before: arguments in front of the command line, which overrides them
+    :raises UserError: if a flag is unknown, abbreviated, malformed or contradicts another one
     """
-    from transformers import HfArgumentParser  # here, see `flag`
+    from transformers import HfArgumentParser  # a slow import, see `flag`
 
-    for group in groups:  # HfArgumentParser looks there for a title
+    for group in groups:  # HfArgumentParser reads the title from this attribute
         group._argument_group_name = group.__doc__.split(". ")[0].rstrip(".")
     declared = {item.name for group in groups for item in fields(group)}
     looks = {"description": description, "formatter_class": partial(HelpFormatter, max_help_position=8)}
@@ -166,9 +166,9 @@ def parse_flags(
     def refuse(message: str) -> NoReturn:
         raise UserError(f"{message} (--help_all lists every flag)")
 
-    # argparse prints its usage before an error, which buries one clear line under a screen of flags
+    # argparse would print its usage before an error, a screen full of flags
     parser.error = refuse
-    # before argparse misses a required flag: it may be that which is misspelt
+    # check this before argparse reports a missing flag, which may be the misspelled one
     for name in [word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") and " " not in word]:
         if name not in parser._option_string_actions:
             known = [other for other in parser._option_string_actions if "-" not in other[2:]]
@@ -180,8 +180,8 @@ def parse_flags(
 
 
 def describe_flag(action: argparse.Action, is_shown: bool) -> None:
-    """What help and errors say of a flag: one spelling of it, and what it is where it is not given."""
-    # parsing goes by a table of the parser's, which keeps the other spellings
+    """Set a flag's text in help and errors: one spelling, a placeholder for its value, and its default."""
+    # the parser's own table keeps the other spellings
     action.option_strings = action.option_strings[:1]
     if action.default is True:
         action.option_strings.append(f"--no_{action.dest}")
@@ -192,5 +192,5 @@ def describe_flag(action: argparse.Action, is_shown: bool) -> None:
     elif action.default not in (None, "", []) and action.default is not False:
         default = " ".join(action.default) if isinstance(action.default, list) else action.default
         action.help += f" (default: {'on' if default is True else default})"
-    if not is_shown or action.const is False:  # --no_X stands beside --X
+    if not is_shown or action.const is False:  # --no_X is listed with --X
         action.help = argparse.SUPPRESS

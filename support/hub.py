@@ -1,4 +1,4 @@
-"""transformers and the Hugging Face Hub: one line where they fail, and nothing that nobody asked for."""
+"""Access to transformers and the Hugging Face Hub with one-line errors and without their progress bars."""
 
 import contextlib
 import functools
@@ -12,8 +12,7 @@ from support.console import UserError, first_line
 
 @contextlib.contextmanager
 def hub(what: str, alternative: str):
-    """Load something from the Hugging Face Hub or its cache; without a connection, one line instead of a minute of
-    retries and a traceback."""
+    """Turn errors of a load from the Hub into a UserError, without a minute of retries if there is no connection."""
     from huggingface_hub import constants
 
     was_offline, variable = constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")
@@ -27,7 +26,7 @@ def hub(what: str, alternative: str):
             f"cannot load {what} from the Hugging Face Hub ({reason}): fix that, or use {alternative}"
         ) from e
     finally:
-        # who uploads later finds out for itself
+        # a later upload checks the connection itself
         constants.HF_HUB_OFFLINE = was_offline
         if variable is None:  # 0 would overrule TRANSFORMERS_OFFLINE
             os.environ.pop("HF_HUB_OFFLINE", None)
@@ -37,7 +36,7 @@ def hub(what: str, alternative: str):
 
 @functools.cache
 def is_reachable(url: str) -> bool:
-    """Whether a server answers. Asked once: where there is no connection, it may take seconds each time."""
+    """Return whether a server answers; cached, because without a connection the request may take seconds."""
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).close()
     except urllib.error.HTTPError:
@@ -49,7 +48,7 @@ def is_reachable(url: str) -> bool:
 
 @contextlib.contextmanager
 def calm_transformers():
-    """Without its progress bars and its table of weights that were not found."""
+    """Silence the progress bars of transformers, and its table of missing weights."""
     from transformers.utils import logging as log
 
     verbosity = log.get_verbosity()
@@ -62,12 +61,12 @@ def calm_transformers():
 
 
 def make_repo_id(text: str) -> str:
-    """`ORG/NAME` from that, from a repository's address, or from NAME of the organization in HF_ORGANIZATION_NAME."""
+    """Return `ORG/NAME` for this text, a repository's address, or NAME of the organization HF_ORGANIZATION_NAME."""
     try:
         address, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
     except ValueError as e:
         raise UserError(f"--repo_url {text} is not an address ({e}): give ORG/NAME, e.g. me/my-albert") from e
-    # guides for git write https://USER:TOKEN@huggingface.co/...: the token goes nowhere from here
+    # git guides use https://USER:TOKEN@huggingface.co/...; the token is dropped here
     if address.scheme and address.hostname not in ("huggingface.co", "hf.co", endpoint.hostname):
         raise UserError(f"--repo_url is on {address.hostname}, which is not the Hugging Face Hub: give ORG/NAME")
     repo_id = (address.path if address.scheme else text).strip("/").removesuffix(".git")

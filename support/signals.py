@@ -1,7 +1,7 @@
-"""Signals, helper processes and the end of this one: Ctrl-C and SIGTERM are obeyed at any time, and leave no process.
+"""Signals, helper processes and the exit: Ctrl-C and SIGTERM work at any time and leave no process behind.
 
-A signal handler that raises may strike anywhere, and leaves a lock held or a destructor half done. Here handlers do
-nothing. A thread hears of each signal at once, also while the main thread waits in native code, and acts on it.
+A signal handler that raises an exception could leave a lock held or a destructor unfinished. Handlers here do nothing.
+A thread receives each signal at once, also while the main thread waits in native code, and acts on it.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HELPER_TIMEOUT = 1.0  # seconds for helpers to end after SIGTERM
-# Held by a thread that forks or must not be cut short, and for good by the thread that ends this process.
+# Held by a thread that forks or must not be interrupted, and forever by the thread that ends this process.
 LAST_ACT = threading.RLock()
-#: what is left to do, however this process ends
+#: functions to call at the exit of this process, also after a signal
 CLEANUPS: list[Callable[[], object]] = []
 
 
 def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
-    """From now on, have a thread call this with the number of each SIGINT and SIGTERM.
+    """Start a thread that calls `obey` with the number of each SIGINT and SIGTERM.
 
-    :param pause: seconds for which the main thread then stands still: what it waits for may end by the same signal
+    :param pause: seconds for which the main thread then pauses, because the same signal may end its helpers
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -38,12 +38,12 @@ def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
     threading.Thread(target=listen, name="obey signals", daemon=True).start()
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: time.sleep(pause))
-    # what Python has a handler for it writes here as soon as it comes, in whichever thread
+    # Python writes the number of each handled signal here at once, in any thread
     earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if earlier != -1:
         os.write(earlier, b"\0")  # ends the thread of an earlier call
         os.close(earlier)
-    # blocked where another rank of this machine has started this process
+    # blocked if another rank of this machine has started this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
@@ -52,7 +52,7 @@ def obey_signals(obey: Callable[[int], object], pause: float = 0.0) -> None:
 
 def begin_fork() -> None:
     LAST_ACT.acquire()
-    # inherited: a signal before the new process has become a helper would be taken for one to its parent
+    # the child inherits this: until it is a helper, it would handle a signal as if it were its parent
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
@@ -62,15 +62,15 @@ def end_fork() -> None:
 
 
 def init_helper_process() -> None:
-    """What each forked process does first: leave Ctrl-C to its parent, and end when the parent is gone."""
-    # a terminal sends Ctrl-C to the whole process group, torchrun SIGTERM; it is for the parent to end its helpers
+    """Set up a forked process: ignore Ctrl-C, and exit once the parent has exited."""
+    # A terminal sends Ctrl-C to the whole process group, and torchrun sends SIGTERM. The parent ends its helpers.
     os.setpgrp()
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # which drops one that was sent to the group just now
+        signal.signal(number, signal.SIG_IGN)  # drops a signal that the group has just received
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_fork()
-    # pages of the imports that this process shares with its parent: a garbage collection would write to all of them
+    # the imports' memory is shared with the parent until a garbage collection writes to it
     gc.freeze()
     parent = os.getppid()
 
@@ -88,7 +88,7 @@ os.register_at_fork(before=begin_fork, after_in_parent=end_fork, after_in_child=
 
 @contextlib.contextmanager
 def block_signals() -> Iterator[None]:
-    """For the start of a process by other means than Python's fork, which does not outlive a Ctrl-C at that moment."""
+    """Block signals during the start of a process without Python's fork, which Ctrl-C would otherwise end."""
     begin_fork()
     try:
         yield
@@ -97,18 +97,18 @@ def block_signals() -> Iterator[None]:
 
 
 def find_helpers(pid: int | None = None) -> list:
-    """All processes that this one, or the one given, has started, directly or not, as psutil's.
+    """Return all descendants of this process, or of the process `pid`, as psutil's processes.
 
-    Without torch's manager of shared memory: it ends with its last client, and clients that outlive it abort.
+    torch's manager of shared memory is excluded: it exits after its last client, and clients that outlive it abort.
     """
-    import psutil  # not before the arguments are read
+    import psutil  # a slow import, not needed to parse the arguments
 
     children = psutil.Process(pid).children(recursive=True)
     return [child for child in children if child.name() != "torch_shm_manager"]
 
 
 def terminate_helpers(helpers: list) -> None:
-    """SIGTERM, and SIGKILL after HELPER_TIMEOUT."""
+    """Send SIGTERM, and SIGKILL after HELPER_TIMEOUT."""
     import psutil
 
     for send in (psutil.Process.terminate, psutil.Process.kill):
@@ -124,7 +124,7 @@ def terminate_helpers(helpers: list) -> None:
 
 @contextlib.contextmanager
 def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Do this at the end of the block, also when a signal ends this process in the middle of it."""
+    """Call `clean_up` at the end of the block, also if a signal ends this process before that."""
     CLEANUPS.append(clean_up)
     try:
         yield
@@ -134,23 +134,22 @@ def afterwards(clean_up: Callable[[], object]) -> Iterator[None]:
 
 
 def begin_end() -> None:
-    """Call it before the last words. It returns in one thread alone: whoever else would end this process, or fork
-    another one, waits until it is over."""
+    """Begin the exit of this process. Other threads that would end it, or fork another one, wait forever."""
     LAST_ACT.acquire()
 
 
 def terminate_process_tree(code: int, helpers: list = ()) -> None:
-    """End the helper processes, then this process, at once."""
+    """End the helper processes, then this process, without delay."""
     begin_end()
     sys.stdout.flush()
     sys.stderr.flush()
-    # other threads find that their helpers are gone, and have nothing to say about it
+    # other threads must not log errors about their missing helpers
     logging.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stderr__.fileno())
     import psutil
 
     frozen = [*helpers]
-    # a helper that dies just as it starts another process would leave that one behind
+    # a helper that is killed while it starts another process would leave that process behind
     while new := [helper for helper in find_helpers() if helper not in frozen]:
         for helper in new:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -159,5 +158,5 @@ def terminate_process_tree(code: int, helpers: list = ()) -> None:
     terminate_helpers(frozen)
     for clean_up in reversed(CLEANUPS):
         clean_up()
-    # not sys.exit: threads of hivemind that wait for dead helpers would keep the interpreter from ending
+    # not sys.exit: threads of hivemind that wait for dead helpers would block it
     os._exit(code)

@@ -1,1 +1,1 @@
-"""What people look at and take home."""
+"""Monitoring: metrics, curves, the status page, dashboards and the archive of checkpoints."""

@@ -1,8 +1,8 @@
-"""Keep states of the swarm and publish them on the Hugging Face Hub; for run_training_monitor.py and run_aux_peer.py.
+"""Archive states of the swarm and publish them on the Hugging Face Hub (run_training_monitor.py, run_aux_peer.py).
 
-A checkpoint of the archive is a trainer's (see machine/checkpoint.py) with a model card beside it, stamped with its
-epoch, loss and the peer that sent it. Of the command line it holds what all peers of the run agree on, and nothing of
-this machine: it may be published as it is. To publish the newest one at once, after the end of a run for instance:
+A checkpoint of the archive has a trainer's format (see machine/checkpoint.py), a model card, and a stamp with its
+epoch, loss and donor. It holds only arguments that match on all peers and none of this machine, so that it can be
+published. To publish the newest one now, such as after the end of a run:
 
     HF_TOKEN=hf_XXXX python -m viewing.archive --store_checkpoints --local_path outputs/monitor --repo_url ORG/NAME
 """
@@ -46,11 +46,11 @@ from viewing.hub import Publisher, explain_failure, read_stamp
 
 logger = logging.getLogger("archive")
 
-FINAL_WAIT = 10.0  # seconds that the end of this process waits for a checkpoint that is being written
-REPORT_LAG = 10  # epochs by which peers' reports may lie behind their state
-MAX_SHOWN = 10  # checkpoints on the run's page
-REPORT_WAIT = 10.0  # seconds that a state waits for the figures of its own epoch
-#: what all peers of a run agree on, without the places where this machine has it
+FINAL_WAIT = 10.0  # seconds to wait for the last checkpoint at the end of this process
+REPORT_LAG = 10  # epochs by which peers' reports may lag behind their state
+MAX_SHOWN = 10  # checkpoints on the status page
+REPORT_WAIT = 10.0  # seconds that a state waits for the metrics of its epoch
+#: the names of arguments that match on all peers, without paths of this machine
 PUBLIC_ARGUMENTS = {
     field.name
     for group in (SwarmArguments, *SHARED_ARGS)
@@ -60,14 +60,14 @@ PUBLIC_ARGUMENTS = {
 
 
 class CheckpointHandler:
-    """Downloads the swarm's state every few epochs, saves it, publishes it; what lives from one look to the next.
+    """A handler that downloads, saves and publishes the swarm's state every few epochs.
 
-    Downloads are a helper process's work, writing and uploading that of threads: `step` returns at once. A folder
-    that cannot be written, or no token for the Hub, is a UserError when it is made.
+    A helper process downloads, and threads write and upload, so that `step` returns at once. The constructor raises a
+    UserError if the folder cannot be written or there is no token for the Hub.
 
-    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS, of which checkpoints note PUBLIC_ARGUMENTS
-    :param optimizer: an auxiliary one, made by make_optimizer. Its state is the trainers' only right after a download
-        (note 28)
+    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS; checkpoints hold their PUBLIC_ARGUMENTS
+    :param optimizer: an auxiliary optimizer of make_optimizer, which has the trainers' state only right after a
+        download (note 28)
     """
 
     def __init__(self, groups: tuple, model: torch.nn.Module, tokenizer, optimizer: CollaborativeOptimizer):
@@ -98,10 +98,10 @@ class CheckpointHandler:
         self.publisher = Publisher(url, interval, self.folder) if url else None
 
     def step(self, metrics: SwarmMetrics | None, history: list[dict]) -> None:
-        """Go on with what is due, without waiting for network or disk: call it at each look at the swarm.
+        """Continue downloads and uploads that are due, without waiting for network or disk.
 
-        :param metrics: of the swarm's newest epoch, if that was not given before
-        :param history: of the run, see viewing/report.py
+        :param metrics: the metrics of the swarm's newest epoch, or None if the last call had them
+        :param history: the run's history, see viewing/report.py
         """
         if self.publisher:
             self.publisher.step()
@@ -110,36 +110,36 @@ class CheckpointHandler:
             if metrics and not is_saving and self.is_due(metrics.epoch):
                 self.wanted_epoch = metrics.epoch
                 self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch)
-        elif self.download.done() and history:  # none yet of a run that has just started over
+        elif self.download.done() and history:  # empty after a run has just started over
             loaded, self.arrival = self.download.result(), self.arrival or time.monotonic()
             is_ahead = loaded is not None and loaded[0]["epoch"] > history[-1]["epoch"]
             if is_ahead and time.monotonic() < self.arrival + REPORT_WAIT:
-                return  # the figures of its own epoch are about to be seen
+                return  # wait for the metrics of its epoch
             self.download = self.arrival = None
             if loaded is None:
                 logger.warning("No peer sent its state, will try to save a checkpoint at the next epoch")
             elif loaded[0]["epoch"] <= self.last_epoch < self.wanted_epoch:
                 logger.warning(
-                    f"The swarm sent a state of epoch {loaded[0]['epoch']}, epoch {self.last_epoch} is saved already. "
+                    f"The swarm sent a state of epoch {loaded[0]['epoch']}, but epoch {self.last_epoch} is saved. "
                     "Will try again at the next epoch"
                 )
             else:
                 self.save(*loaded, history)
 
     def is_due(self, epoch: int) -> bool:
-        """Whether it is time for a checkpoint; also when the swarm has gone back, as it does when a run starts over."""
+        """Return whether a checkpoint is due at this epoch, also of a swarm that has started over."""
         return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_checkpoint_step_interval
 
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
-        """Take over a state that has just been downloaded, and begin to write it."""
+        """Load a state that has just been downloaded, and start to write it."""
         averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
         averager.apply_downloaded_state(metadata, tensors)
-        # a whole training state: should all trainers die, one can continue from it (--resume_from_checkpoint)
+        # a complete training state, from which a trainer can continue (--resume_from_checkpoint)
         state = collect_state(self.model, self.optimizer, self.settings)
-        # who averages for the trainers meanwhile continues where it was
+        # an aux peer that averages continues at its previous epoch
         averager.set_epoch(epoch)
         self.last_epoch = epoch = state["local_epoch"]
-        # up to the state's own epoch, or the last one before it in which this observer looked
+        # up to the state's epoch, or the last known one before it
         known = [entry for entry in history if entry["epoch"] <= epoch] or history[:1]
         metrics = pick(known[-1], SwarmMetrics)
         stamp = {
@@ -153,7 +153,7 @@ class CheckpointHandler:
         }
         curve, beside = self.output_dir / "learning_curve.png", {}
         with contextlib.suppress(FileNotFoundError):
-            # of this run, and seconds old: the report of this role draws it every half minute
+            # only of this run; the report draws it every half minute
             if curve.stat().st_mtime >= self.start:
                 beside[curve.name] = curve.read_bytes()
         where = self.args.repo_url or f"checkpoint-{epoch}"
@@ -162,19 +162,19 @@ class CheckpointHandler:
         self.saving.start()
 
     def write(self, state: dict, stamp: dict, beside: dict[str, bytes]) -> None:
-        """In a thread: hashing and writing takes seconds."""
+        """Write a checkpoint; this runs in a thread, because it takes seconds."""
         folder = self.folder / f"checkpoint-{stamp['epoch']}"
         try:
             set_aside(self.folder, stamp["epoch"])
         except OSError as e:
-            logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be set aside: {e}")
+            logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
         if save_model(self.model, self.tokenizer, folder, stamp, state, beside):
             logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
             interval = self.args.keep_one_in * self.args.save_checkpoint_step_interval
             remove_checkpoints(select_outdated(find_checkpoints(self.folder), self.args.save_total_limit, interval))
 
     def describe(self) -> dict:
-        """What the run's page shows of the archive."""
+        """Return the archive's figures for the status page."""
         uploaded = self.publisher.uploaded if self.publisher else {}
         return {
             "checkpoints": [read_epoch(path) for path in find_checkpoints(self.folder)][-MAX_SHOWN:],
@@ -184,22 +184,22 @@ class CheckpointHandler:
         }
 
     def finish(self) -> None:
-        """Let a checkpoint that is being written get ready, and give up an upload in progress."""
+        """Wait for a checkpoint that is being written, and abandon an upload."""
         if self.saving:
             self.saving.join(FINAL_WAIT)
         if self.publisher and (folder := self.publisher.find_new()):
             logger.info(
-                f"{folder} is not on the Hub yet. This uploads it: python -m viewing.archive --store_checkpoints "
+                f"{folder} is not on the Hub yet. To upload it: python -m viewing.archive --store_checkpoints "
                 f"--local_path {self.folder} --repo_url {self.args.repo_url}"
             )
 
 
 def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Path]:
-    """Those checkpoints to remove that are neither among the newest nor the first in an interval.
+    """Return the checkpoints to remove: those that are neither among the newest nor the first of an interval.
 
-    :param folders: by epoch
-    :param newest: number of newest ones to keep
-    :param interval: epochs of which the first checkpoint is kept forever; 0: of none
+    :param folders: the checkpoints by epoch
+    :param newest: the number of newest checkpoints to keep
+    :param interval: the epochs of an interval whose first checkpoint is kept forever; 0: keep no such checkpoints
     """
     first = {read_epoch(path) // interval: path for path in reversed(folders)} if interval else {}
     return [path for path in folders[:-newest] if path not in first.values()]
@@ -221,9 +221,9 @@ tags:
 
 # {name}
 
-A model of {parameters:,} parameters at epoch {epoch} of the run `{name}`: volunteers train it together over the
+A model of {parameters:,} parameters at epoch {epoch} of the run `{name}`. Volunteers train it together over the
 internet, with [hivemind](https://github.com/learning-at-home/hivemind). An epoch is one optimizer step of the whole
-swarm. This card is written anew with each upload; language and license are not recorded in the run.
+swarm. Each upload replaces this card. Its language and license are not known to the run.
 
 {curve}| | |
 |---|---|
@@ -235,18 +235,19 @@ swarm. This card is written anew with each upload; language and license are not 
 {code}
 ```
 
-{heads}`training_state.pt` holds the optimizer and everything else that training continues from: download the folder and
-give it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each file.
+{heads}`training_state.pt` holds the optimizer and the rest of the training state. To continue training, download the
+folder and pass it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each
+file.
 """
 
 
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: str, has_curve: bool) -> str:
-    """The README.md of a checkpoint, with the YAML header that the Hub reads.
+    """Return the README.md of a checkpoint, with the Hub's YAML header.
 
-    :param stamp: of the checkpoint, as CheckpointHandler.save writes it
-    :param history: of the run up to this epoch, as far as this observer saw it
-    :param where: what from_pretrained finds it by
-    :param has_curve: whether learning_curve.png lies beside it
+    :param stamp: the checkpoint's stamp from CheckpointHandler.save
+    :param history: the run's known history up to this epoch
+    :param where: the model's name or folder for from_pretrained
+    :param has_curve: whether the folder has learning_curve.png
     """
     settings, metrics = stamp["settings"], stamp["swarm"]
     objective = model.objective
@@ -262,9 +263,9 @@ def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: 
         "training loss": f"{metrics['loss']:.4f} nats, {objective.description}, at epoch {metrics['epoch']:,}",
         "samples": f"{samples:,} (epochs x batch size)",
         "peers": f"{metrics['alive_peers']} at this epoch, {max(entry['alive_peers'] for entry in history)} at most",
-        "watched for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
+        "observed for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
         "throughput": f"{speed:.1f} samples/s, the median epoch",
-        "batch size": f"{settings['target_batch_size']:,} samples, gathered by all peers",
+        "batch size": f"{settings['target_batch_size']:,} samples of all peers",
         "optimizer": choose_optimizer(options)[1],
         "schedule": f"peak learning rate {options.learning_rate:g} after {options.warmup_steps:,} epochs of "
         f"linear warm-up, linear decay to {options.min_learning_rate:g} at epoch {options.total_steps:,}",
@@ -289,12 +290,12 @@ def main(args: ArchiveArguments) -> None:
     """Upload the newest checkpoint of --local_path now."""
     setup_logging("archive")
     if not args.repo_url or not args.local_path:
-        raise UserError("give --local_path FOLDER and --repo_url ORG/NAME: what to upload, and where to")
+        raise UserError("give --local_path FOLDER, to upload from, and --repo_url ORG/NAME, to upload to")
     publisher = Publisher(args.repo_url, args.upload_interval, Path(args.local_path))
     folders = find_checkpoints(args.local_path)
     if not folders:
         raise UserError(
-            f"--local_path {args.local_path} has no checkpoint: give the folder that holds checkpoint-EPOCH"
+            f"--local_path {args.local_path} has no checkpoint: give the folder that contains checkpoint-EPOCH"
         )
     if "settings" not in read_stamp(folders[-1]):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Pictures of a run's learning curve."""
+"""Plots of a run's learning curve."""
 
 import gc
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ EPOCH = "epoch (optimizer step of the swarm)"
 
 
 def draw_learning_curve(history: History, prefix: str, path: Path) -> bool:
-    """Loss, and below it samples per second, over epochs; whether it could be written, whole."""
+    """Draw loss and samples per second over epochs, and return whether the file was written."""
     figure, (upper, lower) = make_panels(2, 1, sharex=True, figsize=(9, 6), height_ratios=[3, 1])
     epochs, speeds = ([entry[name] for entry in history] for name in ("epoch", "samples_per_second"))
     draw_loss(upper, history, epochs)
@@ -26,7 +26,7 @@ def draw_learning_curve(history: History, prefix: str, path: Path) -> bool:
 
 
 def plot_run(history: History, prefix: str, path: Path) -> bool:
-    """Loss over epochs, over samples and over hours, side by side; whether it could be written, whole."""
+    """Draw loss over epochs, samples and hours, and return whether the file was written."""
     from matplotlib.ticker import EngFormatter
 
     figure, panels = make_panels(1, 3, sharey=True, figsize=(15, 4.8))
@@ -47,17 +47,16 @@ def plot_run(history: History, prefix: str, path: Path) -> bool:
 
 
 def make_panels(rows: int, columns: int, figsize: tuple[float, float], **options):
-    from matplotlib.figure import Figure  # without pyplot, which would look for a display
+    from matplotlib.figure import Figure  # not pyplot, which would open a display
 
     figure = Figure(figsize=figsize, layout="constrained")
     return figure, figure.subplots(rows, columns, **options)
 
 
 def draw_loss(axes, history: History, values: Sequence[float]) -> None:
-    """The loss, and a second line if anybody evaluates: of the words to be predicted alone, without the order of
-    sentences.
+    """Draw the training loss and, if a peer evaluates, the validation loss of tokens without sentence order.
 
-    :param values: where each epoch of the history is on the horizontal axis
+    :param values: the horizontal positions of the history's epochs
     """
     import numpy
 
@@ -75,12 +74,13 @@ def choose_marker(history: History) -> str | None:
 
 
 def describe_last(history: History, prefix: str) -> str:
+    """Return a title with the values of the newest epoch."""
     last = history[-1]
     peers = last["alive_peers"]
     text = f"{prefix}: loss {last['loss']:.3f} at epoch {last['epoch']:,}, {peers} peer{'s'[: peers != 1]}"
     if history.validation:
         text += f"; validation {history.validation[-1]['validation_loss']:.3f}"
-    return text.replace("$", r"\$")  # two of them would be a formula
+    return text.replace("$", r"\$")  # matplotlib would parse a formula between two of them
 
 
 def save_figure(figure, path: Path) -> bool:
@@ -88,6 +88,6 @@ def save_figure(figure, path: Path) -> bool:
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     is_written = write_file(path, lambda file: figure.savefig(file, dpi=130, format="png"))
-    # a figure's parts refer to each other: 2 to 4 MB a drawing pile up until Python happens to look for such circles
+    # a figure has reference cycles: without a collection, each drawing would leave 2 to 4 MB
     gc.collect()
     return is_written

@@ -1,4 +1,4 @@
-"""trackio, which is local, and wandb: start one, report to it, finish. No failure of theirs ends a run."""
+"""Dashboards on trackio, which is local, or wandb. Their failures never end a run."""
 
 import contextlib
 import importlib.util
@@ -21,9 +21,9 @@ from support.console import UserError, first_line
 
 logger = logging.getLogger("dashboards")
 
-# What dashboards raise when the disk is full or their helper process is gone. The run matters more than its display.
+# errors of dashboards if the disk is full or their helper process has ended
 DASHBOARD_ERRORS = (OSError, RuntimeError, ValueError, sqlite3.Error)
-# The dashboards' groups and what is in them, by the names of our metrics; dashboards show those of no group first.
+# the groups of our metrics on dashboards, which show metrics without a group first
 GROUPS = {
     "": ("loss", "validation_loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
     "validation/": ("validation_perplexity", "validation_accuracy"),
@@ -32,14 +32,15 @@ GROUPS = {
     "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
     "traffic/": ("bytes_sent", "bytes_received"),
 }
-# Arguments that dashboards are not told: they hold addresses, and names of users.
+# arguments that are hidden from dashboards, because they hold addresses and names of users
 PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
 PRIVATE += ("invite", "authority_key")
 
 
 class Dashboard:
-    """A run on trackio or wandb, for any thread: their modules' own functions know of a run only in that which began
-    it. Without a run, as after a failure, what it is told goes nowhere.
+    """A run on trackio or wandb that any thread can use, unlike the functions of these modules.
+
+    Without a run, such as after a failure, it drops all reports.
 
     :param module: trackio or wandb
     """
@@ -50,25 +51,25 @@ class Dashboard:
     def report(self, values: dict, contributors: Sequence[dict] = ()) -> None:
         """Log one epoch without waiting.
 
-        :param values: metrics by name, `epoch` among them
-        :param contributors: rows of a table
+        :param values: metrics by name, including `epoch`
+        :param contributors: the rows of a table
         """
         if self.run is None:
             return
         names = [(f"{group}{name}", name) for group, names in GROUPS.items() for name in names if name in values]
-        # a chart of zeros tells nothing
+        # no chart of zeros
         shown = {title: values[name] for title, name in names if values[name] or name != "skipped_steps"}
         try:
             if contributors:
                 rows = [list(row.values()) for row in contributors]
                 shown["contributors"] = self.module.Table(columns=list(contributors[0]), data=rows)
             self.run.log(shown, step=values["epoch"])
-        except Exception as e:  # wandb's service may die in many ways, and training must not notice any of them
+        except Exception as e:  # wandb's service raises many types, and none may stop training
             logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
             self.run = None
 
     def finish(self) -> None:
-        """Write what is pending and end the dashboard's threads and helper processes."""
+        """Write pending reports and end the dashboard's threads and helper processes."""
         if self.run is None:
             return
         try:
@@ -81,30 +82,31 @@ class Dashboard:
 
 
 def make_run_name(prefix: str) -> str:
-    """For dashboards: unique, also among several peers that report to one of them."""
+    """Return a run name that is unique among the peers that report to a dashboard."""
     return f"{prefix}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def select_public(config: dict) -> dict:
+    """Return the arguments that dashboards may show."""
     return {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
 
 
 def start_trackio(prefix: str, run_name: str, config: dict) -> Dashboard:
     """Start or continue a run.
 
-    :param config: the command line's arguments, of which it shows those that are not PRIVATE beside the curves
+    :param config: the command line's arguments; the dashboard shows those that are not PRIVATE
     """
     try:
         import trackio
 
-        # to a local SQLite file: no server, no account; it greets with colour codes and two commands of its own
+        # Reports go to a local SQLite file, without server or account. Its greeting is not printed.
         with contextlib.redirect_stdout(io.StringIO()):
             options = dict(resume="allow", embed=False, auto_log_cpu=False, auto_log_gpu=False)
             run = trackio.init(prefix, name=run_name, config=select_public(config), **options)
     except (ImportError, *DASHBOARD_ERRORS) as e:
         logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are still written")
         return Dashboard()
-    # beside the interpreter when .venv is not activated
+    # next to the interpreter if .venv is not activated
     command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
     folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
     logger.info(f"Dashboard: {folder}{command} show --project {shlex.quote(prefix)}")
@@ -112,11 +114,11 @@ def start_trackio(prefix: str, run_name: str, config: dict) -> Dashboard:
 
 
 def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
-    """Like start_trackio.
+    """Start or continue a run, like start_trackio.
 
-    Sends the config and what is logged: no host name, no command line, no console output, which holds addresses.
+    It sends the config and the reports, but no host name, command line or console output, which holds addresses.
     """
-    # wandb itself dropped the first of these variables
+    # wandb no longer reads the first of these variables
     disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
     if disabled or os.environ.get("WANDB_MODE") == "disabled":
         logger.info(f"No dashboard: {'WANDB_DISABLED is set' if disabled else 'WANDB_MODE is disabled'}")
@@ -128,11 +130,11 @@ def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
 
     try:
         if folder := os.environ.get("WANDB_DIR"):
-            os.makedirs(folder, exist_ok=True)  # or wandb writes to /tmp
+            os.makedirs(folder, exist_ok=True)  # otherwise wandb writes to /tmp
         settings = wandb.Settings(
-            init_timeout=20,  # without a network, wandb tries for 90 s
-            login_timeout=60,  # who has no key is asked for one, in a terminal
-            finish_timeout=10,  # and then forever; what is not uploaded stays on the disk for `wandb sync`
+            init_timeout=20,  # without a network, wandb would try for 90 s
+            login_timeout=60,  # in a terminal, wandb asks for a missing key
+            finish_timeout=10,  # wandb would wait forever; the rest stays on disk for `wandb sync`
             console="off",
             disable_code=True,
             disable_git=True,
@@ -142,7 +144,7 @@ def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
             x_disable_stats=True,
             x_save_requirements=False,
         )
-        # the name, without the characters that an id may not have: the same run after a restart
+        # made of the name, so that a restart continues the run, with only characters that an id may have
         run_id = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_name)[-64:]
         options = dict(resume="allow", config=select_public(config), settings=settings)
         run = wandb.init(project=project, id=run_id, name=run_name, **options)
@@ -155,17 +157,17 @@ def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
 
 
 def require_wandb(args: ReportArguments | TrainerArguments) -> None:
-    """A UserError where --wandb_project is given and wandb is missing."""
+    """Raise a UserError if --wandb_project is given and wandb is missing."""
     if args.wandb_project and importlib.util.find_spec("wandb") is None:
         raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
 
 
 def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool) -> Dashboard:
-    """Like start_wandb, when --wandb_project or WANDB_PROJECT asks for a trainer's own curves.
+    """Start a trainer's own run on wandb, if --wandb_project or WANDB_PROJECT is set.
 
-    Call it when hivemind's helper processes are forked.
+    Call this after hivemind has forked its helper processes.
 
-    :param is_resumed: continue with the curves of the trainer that used this --output_dir before
+    :param is_resumed: whether to continue the run of the last trainer with this --output_dir
     """
     project = args.wandb_project or os.environ.get("WANDB_PROJECT")
     if not project:

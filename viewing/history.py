@@ -1,4 +1,4 @@
-"""What is kept of a run, in memory and on disk: its epochs, and who has contributed how much."""
+"""The history of a run, in memory and on disk: its epochs and the contributions of its peers."""
 
 import math
 import time
@@ -12,29 +12,28 @@ from arguments import TrainerArguments
 from support.files import read_json_lines
 from utils import LocalMetrics, SwarmMetrics, name_peer
 
-MAX_POINTS = 4096  # of a curve, in memory: more than a picture has pixels
-MAX_POINTS_SENT = 500  # at once, to a page that draws it
-# Strangers can sign records with fresh keys, and each key is a peer to thank: the table keeps those who gave most.
+MAX_POINTS = 4096  # points of a curve in memory, more than a plot has pixels
+MAX_POINTS_SENT = 500  # points per request of the status page
+# The table keeps the largest contributors, because untrusted peers can sign records with many new keys.
 MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
-MAX_PEERS_SENT = 50  # whatever they are called, a status with them stays below MAX_PAGE_BYTES of machine/page_client.py
+MAX_PEERS_SENT = 50  # with any names, a status stays below MAX_PAGE_BYTES of machine/page_client.py
 
 
 class History(list):
-    """A run's epochs, oldest first, as in metrics.jsonl: all of a short run, evenly thinned out for a long one.
+    """The epochs of a run as in metrics.jsonl, oldest first and evenly downsampled if there are many.
 
-    The newest epoch is always the last element. Evaluations, which are few, are kept apart as well.
+    The newest epoch is always the last element. Evaluations, which are few, are also kept separately.
     """
 
     def __init__(self):
         super().__init__()
-        #: what describe_evaluation gave for each, oldest first
+        #: results of describe_evaluation, oldest first
         self.validation: list[dict] = []
-        #: epochs of which the first one is kept for good
+        #: length in epochs of a segment, of which only the first epoch is kept
         self.stride = 1
 
     def add(self, entry: dict) -> None:
-        """Append an epoch; those beyond it are of an earlier run with the same name, and are forgotten. A second
-        line on the newest epoch takes the place of the first."""
+        """Append an epoch, and drop entries of the same or later epochs: an earlier entry, or an earlier run's."""
         if self and self[-1]["epoch"] >= entry["epoch"]:
             self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
         if validation := {name: value for name, value in entry.items() if name.startswith("validation_")}:
@@ -43,20 +42,20 @@ class History(list):
                 self.validation[:] = self.validation[::2]
         if len(self) > 1 and self.find_stretch(self[-1]) == self.find_stretch(self[-2]):
             self.pop()
-        while len(self) >= MAX_POINTS:  # where epochs are missing, one thinning may take none
+        while len(self) >= MAX_POINTS:  # if epochs are missing, one pass may remove none
             self.stride *= 2
             first = {self.find_stretch(entry): entry for entry in reversed(self)}
             self[:] = reversed(first.values())
         self.append(entry)
 
     def find_stretch(self, entry: dict) -> int:
+        """Return the number of the entry's segment."""
         return (entry["epoch"] - self[0]["epoch"]) // self.stride
 
     def make_points(self, since: int) -> dict:
-        """What the run's page draws, evenly thinned out: the epochs after `since`, and all evaluations.
+        """Return points for the status page, evenly downsampled: the epochs after `since`, and all evaluations.
 
-        :returns: Unix time of the run's begin, which tells one run from another; epochs as POINT; evaluations as epoch
-            and loss
+        :returns: the Unix time of the run's start, which identifies it; epochs as POINT; evaluations as epoch and loss
         """
         entries = list(self)
         begin = entries[0]["time"] - entries[0]["epoch_seconds"] if entries else None
@@ -67,28 +66,29 @@ class History(list):
         }
 
     def forget_from(self, epoch: int) -> None:
+        """Drop this epoch and later ones."""
         self.validation[:] = [values for values in self.validation if values["validation_epoch"] < epoch]
         self[:] = [entry for entry in self if entry["epoch"] < epoch]
         if not self:
             self.stride = 1
 
 
-#: of an epoch, what a page is sent
+#: the values of an epoch that are sent to the status page
 POINT = ("epoch", "time", "loss", "alive_peers", "samples_per_second")
 
 
 def thin(entries: Iterable[dict]) -> list[dict]:
-    """MAX_POINTS_SENT of them at most, the newest among them."""
+    """Return up to MAX_POINTS_SENT entries, including the newest."""
     entries = list(entries)
     return entries[:: -math.ceil(len(entries) / MAX_POINTS_SENT) or -1][::-1]
 
 
 def load_history(path: Path, prefix: str) -> History:
-    """The epochs of this run that an earlier monitor wrote, so that a restart continues the curve."""
+    """Load the epochs of this run that an earlier monitor wrote, so that a restart continues the curve."""
     history = History()
     needed = {field.name for field in fields(SwarmMetrics)} | {"time", "total_samples"}
     for entry in read_json_lines(path):
-        # those of older versions lack fields
+        # entries of older versions lack fields
         if entry.get("experiment_prefix") == prefix and needed <= entry.keys():
             history.add(entry)
     return history
@@ -96,9 +96,9 @@ def load_history(path: Path, prefix: str) -> History:
 
 @dataclass
 class Contribution:
-    """What one peer has given to the run, by its own account."""
+    """The contribution of one peer to the run, as it reports it."""
 
-    total_samples: int  # in all, over its restarts
+    total_samples: int  # over all its restarts
     last_epoch: int
     skipped_steps: int
     samples_per_second: float
@@ -106,21 +106,21 @@ class Contribution:
     last_seen: float  # Unix time of its newest report
     reported_samples: int  # total_samples of its newest record
     expiration_time: float  # of its newest record
-    username: str = ""  # by its own word
+    username: str = ""  # as it reports
 
 
 class Contributions:
-    """Who has given how much, also those who have left.
+    """The contributions of all peers, including those that have left.
 
-    A trainer counts its samples itself, and continues counting after a restart from its checkpoint; one that starts
-    without has an older number, or zero. What it contributed before still counts.
+    A trainer counts its samples itself. After a restart, its count may be that of an older checkpoint or zero, but its
+    earlier contribution still counts.
 
-    :param saved: what `to_json` gave
+    :param saved: a result of `to_json`
     """
 
     def __init__(self, saved: dict[str, dict]):
         names = {field.name for field in fields(Contribution)}
-        known = {label: {"username": "", **values} for label, values in saved.items()}  # older ones have no names
+        known = {label: {"username": "", **values} for label, values in saved.items()}  # older files have no names
         self.peers = {label: Contribution(**values) for label, values in known.items() if names == values.keys()}
 
     def update(
@@ -129,20 +129,20 @@ class Contributions:
         reports: dict[str, LocalTrainingProgress],
         now: float,
     ) -> None:
-        """Take in the peers' newest records, each with its expiration time.
+        """Add the peers' newest records, each with its expiration time.
 
-        :param reports: of those who are there: what they have told of their progress within the epoch
-        :param now: Unix time
+        :param reports: the reports of present peers about their progress in the epoch
+        :param now: the Unix time
         """
         for label, (metrics, expiration_time) in records.items():
             known = self.peers.get(label)
             if known is None:
                 gave = metrics.total_samples
-            elif expiration_time <= known.expiration_time:  # a read that missed its newest record, or no news
+            elif expiration_time <= known.expiration_time:  # an older or the same record
                 continue
             elif metrics.total_samples >= known.reported_samples:
                 gave = known.total_samples + metrics.total_samples - known.reported_samples
-            else:  # it went on from an older count: of what it has given since, this epoch's samples are certain
+            else:  # it continues from an older count: only this epoch's samples are certainly new
                 gave = known.total_samples + min(metrics.samples_accumulated, metrics.total_samples)
             self.peers[label] = Contribution(
                 total_samples=gave,
@@ -150,14 +150,14 @@ class Contributions:
                 skipped_steps=metrics.skipped_steps,
                 samples_per_second=metrics.samples_per_second,
                 client_mode=metrics.client_mode,
-                # of a peer that is gone: when it has made this record, unless its flag is not the default
+                # if the peer has left: the time of this record, if its expiration is the default
                 last_seen=min(now, expiration_time - TrainerArguments.statistics_expiration),
                 reported_samples=metrics.total_samples,
                 expiration_time=expiration_time,
                 username=metrics.username or "",
             )
         for label in self.peers.keys() & reports.keys():
-            # its own word, which may be any number
+            # limited, because a peer may report any time
             self.peers[label].last_seen = min(now, max(self.peers[label].last_seen, reports[label].time))
         if len(self.peers) > MAX_PEERS:
             self.peers = dict(self.ranking()[:MAX_PEERS])
@@ -169,7 +169,7 @@ class Contributions:
         return sum(peer.total_samples for peer in self.peers.values())
 
     def make_rows(self) -> list[dict]:
-        """Rows of the table of contributors: the most generous first, and one row for all others."""
+        """Return the rows of the table of contributors, largest first, and one row for all others."""
         ranking, total = self.ranking(), max(1, self.total_samples())
         rows = [
             {
@@ -191,7 +191,7 @@ class Contributions:
         return rows
 
     def describe(self) -> dict:
-        """What the run's page shows: the most generous, and how many there are."""
+        """Return the largest contributors and the totals for the status page."""
         ranking, total = self.ranking(), self.total_samples()
         shown = ("username", "total_samples", "samples_per_second", "last_seen", "client_mode")
         contributors = [
@@ -205,7 +205,7 @@ class Contributions:
 
 
 def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
-    """What the run's page shows of the newest epoch, and how many of those that are known all peers have averaged."""
+    """Return the newest epoch's metrics for the status page, and how many known epochs all peers averaged."""
     names = ("samples_per_second", "epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds")
     entries = list(history)
     averaged = sum(entry["averaged_with"] >= entry["alive_peers"] for entry in entries)
@@ -214,5 +214,5 @@ def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
 
 
 def pick(values: dict, schema: type) -> dict:
-    """Of a dictionary what a dataclass has fields for."""
+    """Return the values of a dictionary for which a dataclass has fields."""
     return {field.name: values[field.name] for field in fields(schema)}

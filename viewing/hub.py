@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face Hub: uploaded whole, as one commit, or tried again later."""
+"""Upload of checkpoints to the Hugging Face Hub, each in one commit, with retries."""
 
 import contextlib
 import hashlib
@@ -19,15 +19,15 @@ from support.files import read_json, write_file
 
 logger = logging.getLogger("hub")
 
-RETRY_PERIOD = 600.0  # seconds between two tries to upload, unless --upload_interval is shorter
-NETWORK_TIMEOUT = 60.0  # seconds without a byte, or an answer, from the Hub
+RETRY_PERIOD = 600.0  # seconds between two attempts to upload, unless --upload_interval is shorter
+NETWORK_TIMEOUT = 60.0  # seconds to wait for data from the Hub
 
 
 class Publisher:
-    """Uploads the newest checkpoint of a folder, not more often than once in an interval, from a thread of its own.
+    """A publisher that uploads the newest checkpoint of a folder in its own thread, at most once per interval.
 
-    What goes wrong is one warning for each new reason, and another try. `uploaded.json` notes the last upload, so that
-    a restart neither uploads the same again nor begins to count anew.
+    A failure is retried, and logged as a warning if its reason is new. `uploaded.json` records the last upload, so that
+    a restart does not repeat it and keeps to the interval.
     """
 
     def __init__(self, repo_id: str, interval: float, folder: Path):
@@ -39,18 +39,18 @@ class Publisher:
         with contextlib.suppress(OSError):
             if (record := read_json(self.record)).get("repo_id") == repo_id:
                 self.uploaded = record
-        # a clock that was set back must not put it off forever
+        # at most the interval, because the clock may have been set back
         wait = self.uploaded.get("time", 0) + interval - time.time()
         self.next_upload = time.monotonic() + min(max(wait, 0), interval)
         bound_waiting_for_the_hub()
 
     def find_new(self) -> Path | None:
-        """The newest checkpoint, unless it is on the Hub."""
+        """Return the newest checkpoint, or None if it is on the Hub."""
         newest = find_checkpoints(self.folder)[-1:]
         return newest[0] if newest and read_stamp(newest[0]).get("time") != self.uploaded.get("checkpoint") else None
 
     def step(self) -> None:
-        """Begin an upload that is due."""
+        """Start an upload that is due."""
         if time.monotonic() < self.next_upload or (self.thread and self.thread.is_alive()):
             return
         if folder := self.find_new():
@@ -58,12 +58,12 @@ class Publisher:
             self.thread.start()
 
     def upload(self, folder: Path) -> None:
-        """In a thread: upload one checkpoint, or warn and have it tried again."""
+        """Upload one checkpoint in a thread; if that fails, warn and schedule a retry."""
         start = time.monotonic()
         try:
             self.publish(folder)
             self.next_upload, self.last_failure = start + self.interval, None
-        except Exception as e:  # whatever client, network and server come up with: the run matters more
+        except Exception as e:  # client, network and server raise many types, and none may stop the run
             wait, reason = min(self.interval, RETRY_PERIOD), explain_failure(e)
             self.next_upload = time.monotonic() + wait
             if reason != self.last_failure:
@@ -71,7 +71,7 @@ class Publisher:
             self.last_failure = reason
 
     def publish(self, folder: Path) -> None:
-        """Upload one checkpoint and note it; raises whatever goes wrong."""
+        """Upload one checkpoint and record it; errors are not caught."""
         stamp, start = read_stamp(folder), time.monotonic()
         url = upload_checkpoint(folder, self.repo_id)
         logger.info(f"Uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
@@ -81,19 +81,19 @@ class Publisher:
 
 
 def read_stamp(folder: Path) -> dict:
-    """What a checkpoint's training_state.json says of it; nothing when that is damaged."""
+    """Return the content of a checkpoint's training_state.json, or an empty dictionary if it is invalid."""
     with contextlib.suppress(OSError):
         return read_json(folder / "training_state.json")
     return {}
 
 
 def find_token() -> str | None:
-    """The Hub's token from the environment, or that of `hf auth login`."""
+    """Return the Hub's token from the environment or from `hf auth login`."""
     return os.environ.get("HF_TOKEN") or os.environ.get("HF_USER_ACCESS_TOKEN") or huggingface_hub.get_token()
 
 
 def require_token() -> None:
-    """If there is no token, ask for one on a terminal as `hf auth login` does; without a terminal, a UserError."""
+    """If there is no token, ask for one like `hf auth login`, or raise a UserError without a terminal."""
     if find_token() is not None:
         return
     if not sys.stdin.isatty():
@@ -109,45 +109,42 @@ def require_token() -> None:
 
 
 def bound_waiting_for_the_hub() -> None:
-    """Have huggingface_hub, which waits forever, give up a connection that is silent."""
+    """Set a timeout for huggingface_hub, which would wait forever."""
     client = huggingface_hub.get_session()
     huggingface_hub.set_client_factory(
         lambda: type(client)(event_hooks=client.event_hooks, follow_redirects=True, timeout=NETWORK_TIMEOUT)
     )
-    # it warns of each of its own tries, with addresses that are not for everybody
+    # it would log each attempt, with addresses that are secret
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     huggingface_hub.utils.disable_progress_bars()
 
 
 def upload_checkpoint(folder: Path, repo_id: str) -> str:
-    """Make all files of a checkpoint of the archive the repository's, in one commit; raises whatever goes wrong.
-
-    :returns: the commit's address
-    """
+    """Upload all files of an archive's checkpoint in one commit, and return its address. Errors are not caught."""
     stamp = read_stamp(folder)
     if "settings" not in stamp:
         raise ValueError(f"{folder} does not belong to an archive: a trainer's checkpoint holds its whole command line")
-    # a peer's id leads to its address: a digest tells as well whether two states are of one peer
+    # a digest identifies the donor too, but its peer id would reveal its address
     stamp["given_by"] = [hashlib.sha256(donor.encode()).hexdigest()[:8] for donor in stamp["given_by"]]
     api = huggingface_hub.HfApi(token=find_token())
     with contextlib.ExitStack() as files:
         operations = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            # open files, not names: they stay when the checkpoint is removed meanwhile, and they go over plain HTTP.
-            # The Hub's other way, Xet, knows no time limit, and would spare nothing: every weight is new each time
+            # Open files remain readable if the checkpoint is removed, and are uploaded by plain HTTP. Xet, which file
+            # names would use, has no timeout, and would save nothing because all weights are new each time.
             content = files.enter_context(open(path, "rb"))
             if path.name == "training_state.json":
                 content = (json.dumps(stamp, indent=2) + "\n").encode()
             operations.append(huggingface_hub.CommitOperationAdd(path.relative_to(folder).as_posix(), content))
         api.create_repo(repo_id, exist_ok=True)
         message = f"epoch {stamp['epoch']}, loss {stamp['loss']:.4f}"
-        # not upload_folder: it may commit in several steps, and who downloads in between gets two epochs mixed
+        # not upload_folder, which may use several commits: a download between them would mix two epochs
         return api.create_commit(repo_id, operations, commit_message=message).commit_url
 
 
 def explain_failure(error: BaseException) -> str:
-    """One line on why an upload failed, with the cure; without the token."""
-    # the base of its HTTP client's errors: versions of huggingface_hub differ in it
+    """Return one line with the reason of a failed upload and its fix, without the token."""
+    # the base class of HTTP errors, which depends on the version of huggingface_hub
     client_error = huggingface_hub.errors.HTTPError
     is_of_network = isinstance(error, client_error)
     while getattr(error, "response", None) is None and error.__cause__ is not None:
@@ -163,14 +160,14 @@ def explain_failure(error: BaseException) -> str:
             return f"no answer from {huggingface_hub.constants.ENDPOINT} ({text}), check the network"
         return text
     cures = {
-        401: "the token is refused: set HF_TOKEN to one that may write (huggingface.co/settings/tokens), or run "
+        401: "the token is invalid: set HF_TOKEN to a token that may write (huggingface.co/settings/tokens), or run "
         "`hf auth login`",
-        403: "the token may not write there, or the quota is used up: see the Hub's settings of both",
-        404: "there is no such user or organization, or the token may not see it: check --repo_url",
-        413: "it is too large for the quota: free some space there",
+        403: "the token may not write there, or the quota is used up: check both in the Hub's settings",
+        404: "the user or organization does not exist, or the token may not see it: check --repo_url",
+        413: "the checkpoint is too large for the quota: free some space there",
         429: "too many requests: raise --upload_interval",
     }
     cure = cures.get(response.status_code, "the Hub has a problem of its own" if response.status_code >= 500 else "")
-    # the server's own words alone: the client's name addresses that let anybody upload
+    # only the server's message, because the client's contains addresses with permission to upload
     text = " ".join((getattr(error, "server_message", None) or response.reason_phrase).split())[:300]
     return f"HTTP {response.status_code} ({text}){cure and ', '}{cure}"

@@ -1,4 +1,4 @@
-"""What monitors and auxiliary peers do alike: follow a run, report it, keep its states where flags ask for it."""
+"""The common part of monitors and auxiliary peers: follow a run, report it, and archive its states if flags say so."""
 
 import concurrent.futures
 import math
@@ -18,13 +18,13 @@ from utils import RunContract, SwarmMetrics
 from viewing.page import open_page
 from viewing.report import RunReport
 
-# seconds between two looks at the metrics while somebody reads the page, and for how long a visit counts as reading
+# seconds between two updates of the metrics while the status page is open, and seconds that it counts as open
 READER_PERIOD, READING_SECONDS = 5.0, 15.0
-LOOK_TIMEOUT = 1.0  # seconds that the end waits for a look at the metrics that has begun
+LOOK_TIMEOUT = 1.0  # seconds to wait at the end for an update of the metrics
 
 
 class Observer:
-    """A peer that computes no gradients, from its place in the DHT to the last report.
+    """A peer that computes no gradients: it joins the DHT, follows the run and reports it.
 
     :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS
     """
@@ -46,14 +46,14 @@ class Observer:
         self.page = open_page(swarm_args)
         self.swarm = Swarm.join(make_swarm_config(swarm_args), membership)
         self.dht = self.swarm.dht
-        #: by which the first trainers must begin; its default binds too where it was typed
+        #: the shared flags for the first trainers, including typed defaults
         self.own_flags = describe_shared(groups, find_typed(map(type, groups)))
         if known := self.dht.attestation:
             self.report.workers.ids |= set(known.workers)
             self.swarm.attest(known.contract, known.flags, known.workers)
         else:
             self.swarm.attest(None, self.own_flags)
-        # a client may look on; who takes the swarm's state is an auxiliary peer, and hivemind has none in client mode
+        # a client may observe, but only auxiliary peers load states, and hivemind has none in client mode
         if self.dht.client_mode and (is_aux or self.needs_model):
             self.swarm.leave()
             raise UserError(
@@ -62,17 +62,17 @@ class Observer:
             )
         self.swarm.warn_of_local_addresses()
         self.optimizer = self.archive = None
-        #: to be compared with that of the first trainers, which may come after this peer
+        #: the contract to compare with that of the first trainers, which may join later
         self.contract: RunContract | None = None
         #: the newest metrics, until `step` returns them
         self.news: deque[SwarmMetrics] = deque(maxlen=1)
-        #: when the page was asked for last
+        #: the time of the last request to the status page
         self.last_visit = -math.inf
 
     def begin(self) -> threading.Event:
-        """Make what the flags ask for, and begin to watch; returns what is set when it is time to end.
+        """Prepare the model and the dashboard if flags say so, start to watch, and return the event that ends the role.
 
-        :raises UserError: the run's live trainers use different settings, or the archive's folder cannot be written
+        :raises UserError: if live trainers use different settings or the archive's folder cannot be written
         """
         if self.needs_model:
             self.prepare_model()
@@ -80,13 +80,13 @@ class Observer:
         stop = handle_stop_signals(unsaved="the last look at the run, and a checkpoint that is not written")
         if self.page:
             self.page.serve(self.dht, self.read_progress, self.report.history)
-        # looks at the metrics wait for the DHT: beside the loop, which must be there when an epoch ends
+        # in a thread, because it waits for the DHT, while the role's loop must not wait
         self.watching = concurrent.futures.ThreadPoolExecutor(1, "watch metrics").submit(self.watch)
         return stop
 
     def prepare_model(self) -> None:
-        """Model and optimizer as the trainers build them, to take their states or to average for them; the archive."""
-        # who saves nothing needs neither the model's code nor the time to load it
+        """Make the trainers' model and optimizer, to load their states or to average for them, and the archive."""
+        # slow imports that a role without a model does not need
         from experiment.model import find_objective, make_model
         from experiment.optimizer import make_contract, make_optimizer
         from text.tokenizers import load_tokenizer, tokenizer_fingerprint
@@ -106,7 +106,7 @@ class Observer:
             self.archive = CheckpointHandler(self.groups, model, tokenizer, self.optimizer)
 
     def watch(self) -> None:
-        """In a thread: look at the metrics, at once and until the end."""
+        """Read the metrics until the end, in a thread."""
         next_look = time.monotonic()
         while not STOP_REQUESTED.is_set():
             is_read = time.monotonic() < self.last_visit + READING_SECONDS
@@ -116,32 +116,33 @@ class Observer:
             STOP_REQUESTED.wait(min(1.0, self.period))
 
     def read_progress(self) -> dict:
-        """Return what the run's page shows; it asks from its own thread."""
+        """Return the content of the status page, which calls this from its own thread."""
         self.last_visit = time.monotonic()
         archive = self.archive.describe() if self.archive else {}
         return {**self.report.read_progress(), **archive, "flags": self.flags}
 
     @property
     def flags(self) -> str:
-        """Those that all peers of the run share: its contract's, or before there is one those that this peer has."""
+        """The shared flags of the run's contract, or of this peer if there is none yet."""
         contract = self.report.course.contract
         return contract.flags if contract else self.own_flags
 
     def look(self) -> None:
+        """Read the newest metrics and the run's contract, and attest them."""
         if metrics := self.report.update(self.dht):
             self.news.append(metrics)
         course, workers = self.report.course, self.report.workers
         course.look_at_contract(self.dht, workers)
-        # what this peer has seen of the run, and who is there
+        # attest the contract, and the peers that are present
         self.swarm.attest(course.contract, self.own_flags, workers.present)
         if self.contract and course.contract:
             require_same(self.prefix, self.contract, [course.contract])
             self.contract = None
 
     def step(self) -> SwarmMetrics | None:
-        """Go on with what is due, without waiting; the metrics of the newest epoch, once.
+        """Continue the archive without waiting, and return the metrics of a new epoch, once.
 
-        :raises UserError: trainers have come that use different settings; or this peer's credential has expired
+        :raises UserError: if trainers with different settings have joined, or this peer's credential has expired
         """
         if self.watching.done():
             self.watching.result()
@@ -149,15 +150,15 @@ class Observer:
             self.dht.membership.check_own_credential()
         metrics = self.news.pop() if self.news else None
         if self.archive:
-            # as it is now: the thread that watches changes it, and empties it where the run has started over
+            # a copy, because the thread changes the history, and empties it if the run starts over
             self.archive.step(metrics, list(self.report.history))
         return metrics
 
     def finish(self) -> None:
-        """Write and report what is left, and leave the swarm."""
+        """Write and report the last state, and leave the swarm."""
         if self.archive:
             self.archive.finish()
-        # it may wait half a minute for a DHT that does not answer
+        # a thread may wait half a minute for a DHT that does not answer
         if concurrent.futures.wait([self.watching], LOOK_TIMEOUT).done:
             self.watching.result()
         self.report.update(self.dht, is_last=True)

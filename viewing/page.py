@@ -1,11 +1,11 @@
-"""The run's page over HTTP, on --status_port of any role: page.html for people, JSON for programs.
+"""The status page of a run over HTTP, on --status_port of any role: page.html for users, JSON for programs.
 
     python run_training_monitor.py --experiment_prefix my_albert --status_port 8080
     curl http://localhost:8080/
 
-A browser gets the page, which asks for /status.json, by which others also join (machine/page_client.py), and for
-/history.json?since=EPOCH. All that is read-only and bounded: nothing that a visitor sends changes anything, what is
-asked for is made once a second at most, and who comes takes the place of who stays too long.
+A browser gets the page, which requests /status.json and /history.json?since=EPOCH. New peers can also join by
+/status.json (machine/page_client.py). The server is read-only and bounded: it makes each answer at most once a second,
+and a new visit ends one that lasts too long.
 """
 
 import base64
@@ -37,43 +37,43 @@ logger = logging.getLogger("status")
 
 MAX_VISITORS, MAX_OF_ADDRESS = 64, 2  # visits at once
 MAX_VISIT = 10.0  # seconds
-SLOT_TIMEOUT = 0.1  # seconds in which a visit that has lost its place ends
-# seconds between two questions to the DHT's process, as relay addresses come and go, and for its answer
+SLOT_TIMEOUT = 0.1  # seconds for an evicted visit to end
+# seconds between two requests to the DHT's process for addresses, because relays change, and seconds for its answer
 ADDRESS_PERIOD, LOOK_TIMEOUT = 10.0, 2.0
-ANSWER_PERIOD = 1.0  # seconds for which an answer is good enough for all others who ask
+ANSWER_PERIOD = 1.0  # seconds for which an answer is cached
 MAX_ANSWERS = 64
 
 
 class StatusServer(http.server.ThreadingHTTPServer):
-    """Bound at once, so that a port in use is an error at the start; answers only after `serve`."""
+    """A server that binds its port at once, to fail early if the port is in use, and answers only after `serve`."""
 
     daemon_threads = True
 
     def __init__(self, port: int, prefix: str):
         self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
-        #: open visits, the eldest first: from which address, and until when
+        #: the address and the deadline of each open visit, oldest first
         self.visits: dict[socket.socket, tuple[str, float]] = {}
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
-        # not bound by HTTPServer, which looks this machine's name up, and may take seconds
+        # HTTPServer would look up this machine's name on bind, which may take seconds
         super().__init__(("", port), StatusHandler, bind_and_activate=False)
         self.socket.close()
         try:
             self.socket = socket.create_server(("", port), family=family, backlog=MAX_VISITORS, dualstack_ipv6=is_dual)
         except OSError as e:
             raise UserError(f"--status_port {port}: {os.strerror(e.errno).lower()}, choose another port or 0") from e
-        # helper processes must not hold the port when this one is killed
+        # otherwise helper processes would hold the port after this one is killed
         os.register_at_fork(after_in_child=self.socket.close)
 
     def serve(self, dht: DHT, read_progress: Callable[[], dict], history: History) -> None:
-        """Begin to answer, in a thread: call it when all helper processes are forked.
+        """Start to answer, in a thread. Call this after all helper processes are forked.
 
-        :param read_progress: called by that thread; epoch, loss, peers and what else is known, None if unknown; and the
-            flags that all peers of the run share
-        :param history: of the run, which may grow
+        :param read_progress: a function for that thread, which returns epoch, loss, peers and other figures (None if
+            unknown) and the shared flags of the run
+        :param history: the run's history, which may grow
         """
         self.dht, self.read_progress, self.history = dht, read_progress, history
-        # or the first visitors would find none where the DHT's process is too busy to answer in time
+        # the first visitors need addresses even if the DHT's process is too busy to answer
         self.maddrs, self.next_look = list_shareable_maddrs(dht.get_visible_maddrs()), 0.0
         self.answers, self.next_answers, self.answering = {}, 0.0, threading.Lock()
         self.html = (Path(__file__).parent / "page.html").read_bytes()
@@ -82,22 +82,23 @@ class StatusServer(http.server.ThreadingHTTPServer):
         logger.info(f"status page: {self.find_url()}")
 
     def find_url(self) -> str:
-        """Return the address of this page for those who reach this peer directly."""
+        """Return the address of this page for clients that reach this peer directly."""
         direct = [maddr for maddr in self.maddrs if not is_relayed(maddr)]
         protocol, host, _ = get_host_port(direct[0]) if direct else ("dns", "localhost", None)
         return f"http://{f'[{host}]' if protocol == 'ip6' else host}:{self.socket.getsockname()[1]}/"
 
     def answer(self, name: str, make: Callable[[], dict]) -> bytes:
-        """As JSON what `make` returns, or has returned a moment ago for this name."""
+        """Return the result of `make` as JSON, or its cached result for this name."""
         with self.answering:
             if time.monotonic() >= self.next_answers or len(self.answers) >= MAX_ANSWERS:
                 self.answers, self.next_answers = {}, time.monotonic() + ANSWER_PERIOD
             if name not in self.answers:
-                indent = 2 if name == "status" else None  # people read it too
+                indent = 2 if name == "status" else None  # for readers
                 self.answers[name] = json.dumps(make(), indent=indent).encode() + b"\n"
             return self.answers[name]
 
     def make_status(self) -> dict:
+        """Return the content of /status.json."""
         if time.monotonic() >= self.next_look:
             self.look_for_addresses()
         progress = self.read_progress()
@@ -114,17 +115,17 @@ class StatusServer(http.server.ThreadingHTTPServer):
         }
 
     def look_for_addresses(self) -> None:
-        """What was known stays where the DHT's process does not answer: all visitors wait for this one."""
+        """Update this peer's addresses, or keep the old ones if the DHT's process does not answer soon."""
         look = self.dht.run_coroutine(partial(DHT._get_visible_maddrs, latest=True), return_future=True)
         self.next_look = time.monotonic() + ANSWER_PERIOD
         try:
             self.maddrs = list_shareable_maddrs(look.result(LOOK_TIMEOUT))
             self.next_look = time.monotonic() + ADDRESS_PERIOD
-        except Exception as e:  # whatever went wrong there
-            logger.warning(f"the page cannot tell this peer's addresses anew ({e!r}), will ask again")
+        except Exception as e:  # the DHT's process may raise any type
+            logger.warning(f"cannot update this peer's addresses for the status page ({e!r}), will retry")
 
     def process_request(self, request, client_address) -> None:
-        """Where there are too many visits, or too many of this address, the eldest of them ends."""
+        """Start a visit. If there are too many, or too many from this address, end the oldest."""
         address = find_network(client_address[0])
         of_address = [visit for visit, (other, _) in list(self.visits.items()) if other == address]
         for visit in of_address[: 1 - MAX_OF_ADDRESS] or list(self.visits)[: 1 - MAX_VISITORS]:
@@ -143,7 +144,7 @@ class StatusServer(http.server.ThreadingHTTPServer):
             self.slots.release()
 
     def service_actions(self) -> None:
-        """Twice a second."""
+        """End visits that last too long; socketserver calls this twice a second."""
         for visit, (_, deadline) in list(self.visits.items()):
             if time.monotonic() > deadline:
                 self.end(visit)
@@ -158,11 +159,13 @@ class StatusServer(http.server.ThreadingHTTPServer):
 
 
 def open_page(args: SwarmArguments) -> StatusServer | None:
-    """Return the server of the page that --status_port asks for, if any."""
+    """Return the server for --status_port, or None if it is not set."""
     return None if args.status_port is None else StatusServer(args.status_port, args.experiment_prefix)
 
 
 class StatusHandler(http.server.BaseHTTPRequestHandler):
+    """A handler for one visit to the status page."""
+
     timeout = VISIT_TIMEOUT
     server_version, sys_version = "status", ""
 
@@ -193,7 +196,7 @@ class StatusHandler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_) -> None:
-        """Visitors are not worth a line each."""
+        """Log nothing for visits."""
 
 
 HEADERS = {
@@ -205,7 +208,7 @@ HEADERS = {
 
 
 def make_policy(html: str) -> str:
-    """What a browser may do with this page: run the script and use the style that stand in it, and ask its server."""
+    """Return a content security policy that allows the page's own script and style, and requests to its server."""
 
     def find_hash(tag: str) -> str:
         text = re.search(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[1]
@@ -218,7 +221,6 @@ def make_policy(html: str) -> str:
 
 
 def find_network(ip: str) -> str:
-    """Whose connections are counted together: those of an IPv4 address, or of 64 bits of an IPv6 one, which a single
-    customer has."""
+    """Return the network whose connections are counted together: an IPv4 address, or a customer's /64 of IPv6."""
     _, address = make_place(ip)
     return str(address if address.version == 4 else ipaddress.ip_network((int(address) >> 64 << 64, 64)))

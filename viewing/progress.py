@@ -1,4 +1,4 @@
-"""How far a run has come, and when it ends: for lines of a log, files, dashboards, the status page and --watch."""
+"""The progress of a run and its estimated end, for logs, files, dashboards, the status page and --watch."""
 
 import math
 import statistics
@@ -12,22 +12,22 @@ from swarm.contract import TrainingSchedule, choose_contract, fetch_contracts, p
 from swarm.processes import STOP_REQUESTED
 from utils import ContributorRegistry, LocalMetrics, RunContract, find_peer_id
 
-RECENT_EPOCHS = 20  # whose median time tells when a run ends
-SCHEDULE_PERIOD = 20.0  # seconds between two looks at what changes only when another run begins
+RECENT_EPOCHS = 20  # the median of their times predicts the end of a run
+SCHEDULE_PERIOD = 20.0  # seconds between two reads of the contract, which changes only with a new run
 SCHEDULE_TIMEOUT = 5.0
 
 
 class RunCourse:
-    """How far a run has come, for those who see what its trainers publish: the contracts have the schedule."""
+    """An estimator of a run's progress from its trainers' records, and from the schedule in their contracts."""
 
     def __init__(self, prefix: str):
         self.prefix, self.schedule, self.next_look = prefix, TrainingSchedule(), 0.0
-        #: that of most who have worked
+        #: the contract of most peers that have worked
         self.contract: RunContract | None = None
         self.is_gone = False
 
     def look_at_contract(self, dht: hivemind.DHT, workers: ContributorRegistry) -> None:
-        """Now and then, find out by which settings most train that have worked; it may wait for the DHT."""
+        """Update the contract if that is due. This may wait for the DHT."""
         now = time.monotonic()
         if now < self.next_look or STOP_REQUESTED.is_set():
             return
@@ -35,8 +35,8 @@ class RunCourse:
         if contract := choose_contract(it for key, it in found.items() if find_peer_id(key) in workers.ids):
             self.contract, self.schedule, self.next_look = contract, parse_schedule(contract), now + SCHEDULE_PERIOD
         elif self.is_gone:
-            self.contract = None  # the next run of this name has settings of its own
-        self.is_gone = not contract  # or the DHT has not answered
+            self.contract = None  # the next run of this name has its own settings
+        self.is_gone = not contract  # once may mean that the DHT did not answer
 
     def measure(
         self,
@@ -46,9 +46,9 @@ class RunCourse:
         recent_seconds: Iterable[float],
         workers: ContributorRegistry,
     ) -> dict[str, float]:
-        """Like measure_progress; it may wait for the DHT.
+        """Update the contract, and return the result of measure_progress. This may wait for the DHT.
 
-        :param records: the trainers' newest ones
+        :param records: the trainers' newest records
         """
         self.look_at_contract(dht, workers)
         final_epoch = find_final_epoch(records, self.schedule.total_steps)
@@ -56,9 +56,9 @@ class RunCourse:
 
 
 def find_final_epoch(records: list[tuple[str, LocalMetrics]], total_steps: int | None) -> int | None:
-    """The epoch at which most of these peers end; None while it is not known.
+    """Return the final epoch of most of these peers, or None if it is unknown.
 
-    :param total_steps: where those end that report no epoch of their own
+    :param total_steps: the final epoch of peers that report none
     """
     epochs = [metrics.final_epoch or total_steps for _, metrics in records if metrics.final_epoch or total_steps]
     return max(set(epochs), key=epochs.count) if epochs else total_steps
@@ -67,9 +67,9 @@ def find_final_epoch(records: list[tuple[str, LocalMetrics]], total_steps: int |
 def measure_progress(
     epoch: int, final_epoch: int | None, schedule: TrainingSchedule, recent_seconds: Iterable[float]
 ) -> dict[str, float]:
-    """How far the swarm has come, and when it ends, by the names of files and dashboards; without what is not known.
+    """Return the swarm's progress and estimated time left, as far as known, by the names of files and dashboards.
 
-    :param recent_seconds: of its last epochs, each; RECENT_EPOCHS of them will do
+    :param recent_seconds: the seconds of each of its last RECENT_EPOCHS epochs
     """
     progress, recent = {}, [seconds for seconds in recent_seconds if seconds > 0]
     if schedule.target_batch_size:
@@ -83,7 +83,7 @@ def measure_progress(
 
 
 def format_progress(epoch: int, progress: dict[str, float]) -> str:
-    """`12% of 1,000 epochs, ends in 2 h 5 min`, or of a trainer's own samples; as much of it as is known."""
+    """Return `12% of 1,000 epochs, ends in 2 h 5 min`, or the share of a trainer's own samples, as far as known."""
     if "sample_limit" in progress:
         done, total, what = progress["own_samples"], progress["sample_limit"], "samples of its data"
     elif "final_epoch" in progress:
@@ -95,7 +95,7 @@ def format_progress(epoch: int, progress: dict[str, float]) -> str:
 
 
 def format_samples(progress: dict[str, float]) -> str:
-    """`491,520 samples so far, 4,096 an epoch`: of the swarm; nothing where that is not known."""
+    """Return `491,520 samples so far, 4,096 an epoch` of the swarm, or an empty string if that is unknown."""
     if "swarm_samples" not in progress:
         return ""
     return f"{progress['swarm_samples']:,} samples so far, {progress['target_batch_size']:,} an epoch"

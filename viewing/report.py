@@ -1,6 +1,6 @@
-"""What people look at: the dashboard, the learning curve, the table of contributors, the summary of a run.
+"""Reports of a run by run_training_monitor.py and run_aux_peer.py.
 
-Used by the roles that watch the whole swarm, run_training_monitor.py and run_aux_peer.py.
+These are the dashboard, the learning curve, the table of contributors and the summary.
 """
 
 import contextlib
@@ -38,23 +38,23 @@ from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_s
 
 logger = logging.getLogger("report")
 
-CURVE_PERIOD = 30.0  # seconds between two drawings: one takes up to a second of a core that may be training
-# Seconds between two tables of contributors: dashboards show every one of them. They get the last one at the end.
+CURVE_PERIOD = 30.0  # seconds between two drawings, which take up to a second of a core that may be training
+# seconds between two tables of contributors, because dashboards show all of them; the last one follows at the end
 TABLE_PERIOD = 86400.0
 FINAL_FETCH_TIMEOUT = 1.0
-# A read of the DHT may miss a record that is there; so many that miss all newer ones mean that a run started over.
+# Reads of the DHT without any newer record, after which the run has started over. A single read may miss records.
 READS_BEFORE_GOING_BACK = 3
-READS_BEFORE_THE_END = 2  # that find no trainer: one may have missed them
-# Up to this epoch, or a tenth of the one reached, a run that went back is a new one; beyond, it continues from an older
-# state of itself. A new run may have come that far before it is noticed.
+READS_BEFORE_THE_END = 2  # reads without a trainer, of which one may have missed records
+# A run that went back is a new one up to this epoch, or up to a tenth of the epoch reached. Beyond, it has resumed from
+# an older state. A new run may reach that epoch before it is detected.
 NEW_RUN_EPOCH = 30
 
 
 class RunReport:
-    """Follows a run's metrics and writes what people look at; the state that lives from one look to the next.
+    """A reporter that follows a run's metrics and writes curve, summary and dashboard.
 
-    It continues where an earlier process with the same --output_dir ended, and keeps others out of that folder. An
-    --output_dir that is in use, or cannot be written, is a UserError when it is made.
+    It continues the reports of an earlier process with the same --output_dir, and locks that folder. The constructor
+    raises a UserError if the folder is in use or cannot be written.
     """
 
     def __init__(self, args: ReportArguments, swarm: SwarmArguments):
@@ -69,27 +69,27 @@ class RunReport:
             raise UserError(
                 f"--output_dir {args.output_dir} cannot be read and written ({e.strerror}): choose another folder"
             ) from e
-        #: what was reported last, be it by an earlier process
+        #: the metrics of the last report, which may be an earlier process's
         self.last = SwarmMetrics(**pick(self.history[-1], SwarmMetrics)) if self.history else None
         self.contributions = Contributions(summary.get("peers", {}))
-        #: the run's name on dashboards, and on which of them it is
+        #: the run's name on dashboards, and the dashboards that have it
         self.run_name = summary.get("run_name") or make_run_name(self.prefix)
         self.reported_to = summary.get("reported_to", [])
-        #: arguments to show beside the curves
+        #: arguments for dashboards
         self.config = asdict(swarm) | asdict(args)
         self.dashboard, self.alive_peers = Dashboard(), 0
         known = self.history[-1] if self.history else {}
         self.course = RunCourse(self.prefix)
-        #: of measure_progress, at the last epoch
+        #: the result of measure_progress at the last epoch
         self.progress = {name: known[name] for name in ("final_epoch", "swarm_samples") if name in known}
-        #: looks in a row that found no trainer
+        #: updates in a row that found no trainer
         self.empty_looks = 0
         self.workers = ContributorRegistry(map(bytes.fromhex, summary.get("workers", [])))
         self.older_reads, start = 0, time.monotonic()
         self.next_drawing, self.next_table = start + CURVE_PERIOD, start + TABLE_PERIOD
 
     def start_dashboard(self) -> None:
-        """Call it when all helper processes are forked."""
+        """Start the dashboard that the flags select. Call this after all helper processes are forked."""
         if self.args.report_to == "trackio":
             self.dashboard = start_trackio(self.prefix, self.run_name, self.config)
             folder = os.environ.get("TRACKIO_DIR")
@@ -99,34 +99,34 @@ class RunReport:
             where = self.args.wandb_project
         if self.dashboard.run is None or f"{self.args.report_to} {where}" in self.reported_to:
             return
-        # a dashboard that does not know this run yet
+        # this dashboard is new and needs the whole history
         for entry in self.history:
             self.dashboard.report(entry)
         if self.history:
-            # before it is noted that all this was reported, it has to be
+            # finish the reports before the summary records that they are complete
             self.dashboard.finish()
-        # the run's name there is on the disk at once, should this process be killed
+        # save the run's name at once, because this process may be killed
         self.reported_to.append(f"{self.args.report_to} {where}")
         self.write_summary()
         if self.history:
             self.start_dashboard()
 
     def update(self, dht: hivemind.DHT, is_last: bool = False) -> SwarmMetrics | None:
-        """Look at the swarm once; the metrics of its newest epoch, if that was not reported yet.
+        """Read and report the swarm's metrics, and return those of its newest epoch if they are new.
 
-        :param is_last: hurry, and draw the curve in any case
+        :param is_last: whether to hurry, and to draw the curve in any case
         """
         last_epoch = self.last.epoch if self.last else None
         timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
-        # at the end what this peer holds: trainers that have just left do not answer, which takes the DHT seconds
+        # at the end only local records: the DHT waits for seconds for trainers that have just left
         records = fetch_records(dht, self.prefix, timeout, self.workers, latest=not is_last)
         if STOP_REQUESTED.is_set() and not is_last:
-            return None  # the last look does not wait for this one
+            return None  # the last update must not wait for this one
         believable = filter_plausible_records([(label, metrics) for label, (metrics, _) in records.items()], last_epoch)
         current = aggregate_metrics(believable, last_epoch)
         self.alive_peers = current.alive_peers if current else 0
         self.older_reads = self.older_reads + 1 if current and self.last and current.epoch < last_epoch else 0
-        # of older records it is not clear at first to which run they belong
+        # older records may belong to this run or to a new one
         is_clear = self.older_reads in (0, READS_BEFORE_GOING_BACK)
         is_new = current is not None and is_clear and current.epoch != last_epoch
         starts_over = is_new and self.older_reads > 0 and self.go_back(current.epoch)
@@ -158,8 +158,7 @@ class RunReport:
         return current if is_new else None
 
     def note(self, is_new: bool, starts_over: bool, evaluation: Evaluation | None) -> None:
-        """Add the last epoch to metrics.jsonl, curve and dashboard; or, as an evaluation may come later than the
-        metrics of its epoch, another line on it, in place of the last."""
+        """Add the last epoch to metrics.jsonl, curve and dashboard, or replace its entry if an evaluation follows."""
         validation = describe_evaluation(evaluation) if evaluation else {}
         entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(self.last), **self.progress}
         entry["total_samples"] = self.contributions.total_samples()
@@ -171,12 +170,12 @@ class RunReport:
         if time.monotonic() >= self.next_table:
             self.next_table = time.monotonic() + TABLE_PERIOD
             rows = self.contributions.make_rows()
-        # of a second line only what is new: dashboards have the rest
+        # dashboards have the rest of a second entry
         news = entry if is_new else {"epoch": entry["epoch"], **validation}
         self.dashboard.report(news, rows)
 
     def go_back(self, epoch: int) -> bool:
-        """The swarm continues from an older state, or, if True, has started over: a new curve begins."""
+        """Start a new curve after the swarm went back; return whether it is a new run, not an older state."""
         starts_over = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
         self.history.forget_from(0 if starts_over else epoch)
         if starts_over:
@@ -190,7 +189,7 @@ class RunReport:
         return starts_over
 
     def read_progress(self) -> dict:
-        """Return what the status page shows; it asks from its own thread."""
+        """Return the content of the status page, which calls this from its own thread."""
         last, ended = self.last, self.find_end()
         progress = {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
         progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
@@ -198,11 +197,11 @@ class RunReport:
         return progress | ({"peers": 0, "samples_per_second": 0.0, "seconds_left": 0} if ended else {})
 
     def find_end(self) -> float | None:
-        """Return the Unix time of the last trainer's last report if no trainer is there any more, otherwise None."""
+        """Return the Unix time of the last trainer's last report if all trainers have left, otherwise None."""
         if not self.last:
             return None
         is_complete = self.last.epoch >= self.progress.get("final_epoch", math.inf)
-        # one read of the DHT may miss what is there
+        # one read of the DHT may miss records
         if self.empty_looks < (1 if is_complete else READS_BEFORE_THE_END):
             return None
         return max((peer.last_seen for _, peer in self.contributions.ranking()), default=self.history[-1]["time"])
@@ -220,12 +219,12 @@ class RunReport:
         names = [n for n in ("learning_curve.png", "metrics.jsonl", "summary.json") if (self.output_dir / n).exists()]
         logger.info(f"In {self.output_dir}: {', '.join(names)}")
         if self.last:
-            # the whole table once more, beside the last epoch's numbers
+            # the complete table again, at the last epoch
             self.dashboard.report({"epoch": self.last.epoch}, self.contributions.make_rows())
         self.dashboard.finish()
 
     def write_summary(self) -> None:
-        """Write summary.json: the contributors, and what the next process needs to continue."""
+        """Write summary.json with the contributors and the state that the next process needs to continue."""
         summary = {
             "experiment_prefix": self.prefix,
             "epochs": self.last.epoch if self.last else 0,
@@ -240,7 +239,7 @@ class RunReport:
         write_file(self.output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def load_summary(self) -> dict:
-        """What an earlier process has written of this run; that of another run is put aside."""
+        """Return the summary that an earlier process wrote of this run; rename one of another run."""
         summary = read_json(self.output_dir / "summary.json")
         if summary and summary.get("experiment_prefix") != self.prefix:
             self.put_summary_aside()
@@ -248,7 +247,8 @@ class RunReport:
         return summary
 
     def put_summary_aside(self) -> None:
+        """Rename the summary of another run, with the time in its new name."""
         aside = self.output_dir / f"summary-until-{time.strftime('%Y%m%d-%H%M%S')}.json"
         with contextlib.suppress(FileNotFoundError):
             (self.output_dir / "summary.json").rename(aside)
-            logger.info(f"The summary of the run before is in {aside}")
+            logger.info(f"Moved the summary of the earlier run to {aside}")

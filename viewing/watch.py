@@ -1,8 +1,7 @@
-"""The swarm live in a terminal, for anyone who wants to watch: `python run_training_monitor.py --watch`.
+"""A live view of the swarm in a terminal: `python run_training_monitor.py --watch`.
 
-It joins the DHT as a client that only reads: it is not a peer of the run, is not counted and writes no file. What it
-shows is what trainers have published, signed: their metrics of the last epoch, their progress in this one, their
-contract.
+It joins the DHT as a client that only reads. It does not count as a peer of the run, and writes no file. It shows the
+trainers' signed records: their metrics of the last epoch, their progress in this one, and their contract.
 """
 
 import contextlib
@@ -48,15 +47,15 @@ from viewing.progress import RECENT_EPOCHS, RunCourse, format_progress, format_s
 
 logger = logging.getLogger("watch")
 
-WATCH_PERIOD = 2.0  # seconds between two looks, at most
+WATCH_PERIOD = 2.0  # seconds; upper bound on the time between two updates
 FETCH_TIMEOUT = 5.0
-WIDE = 72  # columns of a terminal that has room for everything
+WIDE = 72  # columns of a terminal with room for all values
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass
 class SwarmSnapshot:
-    """What the DHT tells of the swarm at one moment."""
+    """The swarm's records in the DHT at one moment."""
 
     metrics: dict[str, LocalMetrics]  # by peer label
     progress: dict[str, LocalTrainingProgress]  # by peer label
@@ -65,20 +64,20 @@ class SwarmSnapshot:
     def __post_init__(self):
         reports = self.progress.values()
         self.evaluation = find_evaluation(list(self.metrics.items()))
-        #: that the swarm works at
+        #: the swarm's current epoch
         self.epoch = max((report.epoch for report in reports), default=self.swarm.epoch if self.swarm else None)
-        #: gathered so far toward the next step
+        #: samples for the next step so far
         self.samples = sum(report.samples_accumulated for report in reports if report.epoch == self.epoch)
         self.samples_per_second = math.fsum(report.samples_per_second for report in reports)
 
 
 def watch_swarm(swarm: SwarmArguments, membership: Membership | None, refresh_period: float) -> None:
-    """Show the swarm until Ctrl-C: live in a terminal, else a line an epoch."""
+    """Show the swarm until Ctrl-C: live in a terminal, otherwise one line per epoch."""
     prefix = swarm.experiment_prefix
-    # the identity file may be the monitor's, and two peers of one name are one too many
+    # without the identity file, which a running monitor may use
     swarm = dataclasses.replace(swarm, client_mode=True, identity_path=None)
     dht = Swarm.join(make_swarm_config(swarm), membership).dht
-    losses: deque[float] = deque(maxlen=48)  # as many bars as fit
+    losses: deque[float] = deque(maxlen=48)  # bars that fit
     seconds: deque[float] = deque(maxlen=RECENT_EPOCHS)
     course, workers, last_epoch = (
         RunCourse(prefix),
@@ -104,14 +103,15 @@ def watch_swarm(swarm: SwarmArguments, membership: Membership | None, refresh_pe
 def take_snapshot(
     dht: hivemind.DHT, prefix: str, last_epoch: int | None, workers: ContributorRegistry
 ) -> SwarmSnapshot:
+    """Read the swarm's records from the DHT."""
     records = filter_plausible_records(fetch_metrics(dht, prefix, FETCH_TIMEOUT, workers), last_epoch)
-    # both have an epoch, and both may hold an absurd one
+    # both kinds of records may hold an implausible epoch
     progress = filter_plausible_records(list(fetch_progress(dht, prefix, FETCH_TIMEOUT).items()), last_epoch)
     return SwarmSnapshot(dict(records), dict(progress), aggregate_metrics(records, last_epoch))
 
 
 def describe(snapshot: SwarmSnapshot, progress: dict[str, float]) -> str:
-    """Return one line, for where there is no terminal."""
+    """Return one line for output that is not a terminal."""
     swarm, evaluation = snapshot.swarm, snapshot.evaluation
     parts = [
         f"{time.strftime('%H:%M:%S')} epoch {swarm.epoch}  loss {swarm.loss:.4f}  peers {swarm.alive_peers}",
@@ -127,16 +127,16 @@ def describe(snapshot: SwarmSnapshot, progress: dict[str, float]) -> str:
 
 @contextlib.contextmanager
 def open_screen() -> Iterator[Callable | None]:
-    """What shows a snapshot of the swarm (see `make_screen`), or None: standard output is no terminal."""
+    """Yield a function that shows a snapshot (see `make_screen`), or None if standard output is not a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         yield None
         return
     with (
-        afterwards(partial(console.show_cursor, True)),  # which Live hides
+        afterwards(partial(console.show_cursor, True)),  # Live hides it
         Live(console=console, auto_refresh=False, vertical_overflow="crop") as live,
     ):
-        # warnings above the picture, not across it: Live has put something of its own in place of sys.stderr
+        # Live has replaced sys.stderr by a stream that prints warnings above the view
         for handler in logging.getLogger().handlers:
             if type(handler) is logging.StreamHandler:
                 handler.setStream(sys.stderr)
@@ -146,9 +146,9 @@ def open_screen() -> Iterator[Callable | None]:
 def make_screen(
     console: Console, snapshot: SwarmSnapshot, prefix: str, progress: dict[str, float], losses: Sequence[float]
 ) -> RenderableType:
-    """The picture: run, epoch and loss, then the peers, most generous first, as many as fit into the terminal.
+    """Return the view: run, epoch and loss, then as many peers as fit into the terminal, largest contribution first.
 
-    :param progress: of measure_progress
+    :param progress: the result of measure_progress
     """
     is_wide = console.width >= WIDE
     head = Table.grid(padding=(0, 2))
@@ -181,7 +181,7 @@ def make_screen(
         )
         traffic = f"{format_bytes(swarm.bytes_sent)} sent, {format_bytes(swarm.bytes_received)} received by all peers"
         head.add_row("traffic", traffic)
-    # below the head: the table's own head and rule, a line on those left out, and the line with the clock
+    # rows that are not peers: the table's head and rule, the line with the number of other peers, and the clock
     table, left_out = make_peer_table(snapshot, max(3, console.height - head.row_count - 6), is_wide)
     foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends"
     return Group(head, table, Text(f"and {left_out} more peers\n" * bool(left_out) + foot, style="dim"))
@@ -201,13 +201,13 @@ def make_progress(snapshot: SwarmSnapshot, target: int | None, width: int) -> Re
 
 
 def make_sparkline(losses: Sequence[float]) -> str:
-    """A line of bars, lowest to highest."""
+    """Return the losses as a line of bars."""
     low, high = min(losses), max(losses)
     return "".join(BARS[round((loss - low) / ((high - low) or 1) * (len(BARS) - 1))] for loss in losses)
 
 
 def make_peer_table(snapshot: SwarmSnapshot, rows: int, is_wide: bool) -> tuple[Table, int]:
-    """:returns: the table, and how many peers did not fit into it"""
+    """Return a table of the peers, and the number of peers that did not fit into it."""
     columns = ("peer", "epoch", "samples", "share", "samples/s", "last seen", "connection")
     columns = columns if is_wide else ("peer", "samples", "samples/s", "last seen")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -227,7 +227,7 @@ def make_peer_table(snapshot: SwarmSnapshot, rows: int, is_wide: bool) -> tuple[
             "samples": f"{given[label]:,}",
             "share": f"{given[label] / total:.1%}",
             "samples/s": f"{newest.samples_per_second:,.1f}" if report else "-",
-            "last seen": f"{seconds:,.0f} s ago" if report else "gone",
+            "last seen": f"{seconds:,.0f} s ago" if report else "left",
             "connection": "client" if newest.client_mode else "public",
         }
         table.add_row(*(row[name] for name in columns), style=None if report else "dim")

@@ -22,7 +22,7 @@ def test_a_look_at_batches_of_each_kind(tmp_path, tiny_data, objective):
     run = run_python(*words, "--tokenizer_path", tiny_data["--tokenizer_path"], expect=0)
     assert f"objective {objective}" in run.stdout and "more of the lines" in run.stdout.replace("\n   ", "")
     assert ("mask rate" in run.stdout) == (objective == "mlm") == ("⟦" in run.stdout)
-    assert "1,000 instances" in run.stdout and "swapped" not in run.stdout
+    assert "1,000 sequences" in run.stdout and "swapped" not in run.stdout
 
 
 def test_a_look_at_the_batches(tiny_data, capsys):

@@ -161,7 +161,7 @@ def test_torchrun_and_its_end(tmp_path, start, data, number):
 @pytest.mark.parametrize(
     "number, words",
     [
-        (signal.SIGKILL, "rank 1 of this machine is gone (exit code -9)"),
+        (signal.SIGKILL, "rank 1 of this machine has ended (exit code -9)"),
         pytest.param(
             signal.SIGTERM, "another rank of this machine was stopped; the state is saved", marks=pytest.mark.slow
         ),
@@ -184,7 +184,7 @@ def test_a_rank_0_that_dies_leaves_no_process(tmp_path, start, data):
     script.process.kill()
     wait_until(lambda: not list_running(processes), 30, f"no process left: {processes}")
     assert "Traceback" not in script.text
-    assert script.text.count("another rank of this machine is gone") == 1
+    assert script.text.count("another rank of this machine has ended") == 1
 
 
 # --- memory, and waiting for data -------------------------------------------------------------------------------------
