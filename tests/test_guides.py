@@ -1,5 +1,5 @@
 """The commands of the guides that volunteers followed elsewhere: each parses here, and means what it meant there. And
-those of our own guides, README.md and docs/, whose links and notes lead somewhere."""
+those of our own guides, README.md, CONTRIBUTING.md and docs/, whose links and notes lead somewhere."""
 
 import dataclasses
 import re
@@ -116,7 +116,8 @@ def test_each_other_name_of_a_flag_stands_in_its_help(script, monkeypatch, capsy
         assert all(re.search(rf"Also known as [^.]*{alias}\b", text) for alias in aliases), aliases
 
 
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in GUIDES}
 # whose parsers stand in their main(): here only the names of flags are looked for
 SIMPLE = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "demo.py", *ROOT.glob("benchmarks/*.py"))}
 
