@@ -15,6 +15,7 @@ from arguments import (
     DataArguments,
     ModelArguments,
     OptimizerArguments,
+    SwarmArguments,
     TrainerArguments,
 )
 from callback import CollaborativeCallback
@@ -58,7 +59,7 @@ with clean_end():
         return Callback(
             swarm,
             optimizer,
-            (None, ModelArguments(), options, averaging, DataArguments(), arguments),
+            (SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, DataArguments(), arguments),
             model=model,
             tokenizer=None,
             dataset={"train": range(100)},
