@@ -123,7 +123,7 @@ def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]
         name = ["Salesforce/wikitext", "wikitext-103-raw-v1"]
         return load_hub_splits(name, "text", args.cache_dir, "--corpus sample or --text_files")
     if not documents:
-        raise UserError(f"{source} contains no text: give files that are not empty")
+        raise UserError(f"there is no text in {source}: give files that are not empty")
     return source, split_documents(documents, args)
 
 
