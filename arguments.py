@@ -1,11 +1,11 @@
 """Every flag of every role, as dataclasses for HfArgumentParser, grouped by who reads them.
 
 Names and defaults are those of hivemind's ALBERT example, or of RuLeanALBERT for what only it has; the defaults are the
-real experiment, small runs come from flags. `shared=True` means that every trainer of a run must use the same value:
-these values make up the run's contract, which is published on the DHT and compared when a peer joins. "ALL TRAINERS" in
-a help text: they should, but nothing compares it.
-An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data, and flags
-that end in `_steps` count epochs; only --gradient_accumulation_steps and --grad_acc_steps count batches.
+real experiment, small runs come from flags. `shared=True` means that every trainer of a run must use the same value.
+These values make up the run's contract, which is published on the DHT and compared when a peer joins. "Should match on
+all trainers" in a help text marks values that are not compared.
+An *epoch* is one optimizer step of the whole swarm (target_batch_size samples), not a pass over the data. Flags that
+end in `_steps` count epochs; only --gradient_accumulation_steps and --grad_acc_steps count batches.
 """
 
 import hashlib
@@ -27,17 +27,17 @@ DEFAULT_CONFIG_PATH = "configs/albert-large.json"
 DEFAULT_TOKENIZER_PATH = "data/tokenizer"
 DEFAULT_DATASET_PATH = "data/albert_tokenized_wikitext"
 SAMPLE_TEXT = "sample_data/austen.txt.xz"
-SHORTEST_INSTANCE = 8  # tokens: of a pair of sentences, three of them special
+SHORTEST_INSTANCE = 8  # tokens; a pair of sentences has three special ones
 LARGEST_SEED = 2**32 - 1  # of numpy's generators
 
 LOGGING_DIR_HELP = "Folder for log files and, unless TRACKIO_DIR or WANDB_DIR name one, the dashboard's data."
 REPORT_DIR_HELP = "Folder for metrics.jsonl, learning_curve.png, summary.json and the checkpoints."
-SENTENCE_SPLITTER_HELP = "What splits text into sentences: punkt, or razdel, the default for Russian."
+SENTENCE_SPLITTER_HELP = "Sentence splitter: punkt, or razdel, the default for Russian."
 
 
 @dataclass
 class SwarmArguments:
-    """How a peer finds the others and is found by them. Read by every role."""
+    """The connection to the swarm. Read by every role."""
 
     experiment_prefix: str = flag(
         "",
@@ -50,9 +50,9 @@ class SwarmArguments:
         "Peers through which to join the run: multiaddrs as the monitor prints them, e.g. "
         "/ip4/203.0.113.1/tcp/31337/p2p/XXXX, or host:port of a peer or its status page. Default: none, a new swarm.",
     )
-    adopt: bool = flag(True, "Take over from the initial peers what all peers must share and is not given.")
-    new_run: bool = flag(False, "Begin a run of its own, although the initial peers serve another one.")
-    use_ipfs: bool = flag(False, "Find initial peers through the public IPFS network, by their ids alone: /p2p/XXXX.")
+    adopt: bool = flag(True, "Load shared flags that are not given from the initial peers.")
+    new_run: bool = flag(False, "Start a new run, even if the initial peers serve another one.")
+    use_ipfs: bool = flag(False, "Find initial peers by their ids alone (/p2p/XXXX), through the public IPFS network.")
     host_maddrs: list[str] = flag(
         ["/ip4/0.0.0.0/tcp/0"],
         "Multiaddrs to listen on, best with a port that your router forwards (0: any); /ip6/::/tcp/0 among them for "
@@ -60,39 +60,41 @@ class SwarmArguments:
         aliases=["--dht_listen_on"],
     )
     announce_maddrs: list[str] = flag(
-        [], "Multiaddrs to announce, if others: your public IP and forwarded port. An empty list means none."
+        [], "Multiaddrs to announce instead: your public IP and forwarded port. An empty list means none."
     )
     use_google_dns: bool = flag(
         False,
-        "Ask --public_ip_url (Google is not asked) for this machine's public address and announce it, with the ports "
-        "of --host_maddrs, for a machine that does not know its own, as in a cloud.",
+        "Announce the public address that --public_ip_url (not Google) reports, with the ports of --host_maddrs: for a "
+        "machine without a public address of its own, as in a cloud.",
     )
     public_ip_url: str = flag(
-        "https://api.ipify.org", "With --use_google_dns: page that holds nothing but the visitor's IP address."
+        "https://api.ipify.org", "With --use_google_dns: URL of a page that contains only the visitor's IP address."
     )
-    authorize: bool = flag(False, "A closed run, for members alone. Needs --invite; on its monitor, --authority_key.")
+    authorize: bool = flag(False, "Require a closed run. Needs --invite; on its monitor, --authority_key.")
     invite: str | None = flag(
-        None, "Invitation to a closed run, a file from invite.py: the peer's identity and credential, renewed there."
+        None,
+        "Invitation file from invite.py for a closed run: the peer's identity and its (renewed) credential.",
     )
     authority_key: str | None = flag(
-        None, "A closed run's monitor: key file that signs credentials, created if missing."
+        None, "On a closed run's monitor: key file that signs credentials, created if missing."
     )
-    username: str | None = flag(None, "Name on dashboards; in a closed run that of --invite. Default: a number.")
-    client_mode: bool = flag(False, "Accept no connection (one trainer must); automatic where others cannot reach it.")
-    use_relay: bool = flag(True, "Reach, and be reached by, peers behind routers through a third peer.")
+    username: str | None = flag(None, "Name on dashboards; in a closed run, the name in --invite. Default: a number.")
+    client_mode: bool = flag(False, "Accept no connection (one trainer must); automatic if others cannot reach it.")
+    use_relay: bool = flag(True, "Connect to peers behind routers through a third peer, in both directions.")
     use_auto_relay: bool = flag(
-        False, "When others cannot reach this peer, have --initial_peers relay all its traffic rather than be a client."
+        False,
+        "If others cannot reach this peer, relay all its traffic through --initial_peers.",
     )
     identity_path: str | None = flag(
-        None, "File with this peer's private key, made if missing: keeps its id, and so its address, across restarts."
+        None, "File with this peer's private key, created if missing: keeps its id and address across restarts."
     )
     status_port: int | None = flag(
-        None, "Serve the run's page, and JSON for programs, on this TCP port (0: any); others may join by its address."
+        None, "TCP port of the status page, and of its JSON for programs (0: any); others may join by its address."
     )
 
     def __post_init__(self):
         self.host_maddrs = [maddr for text in self.host_maddrs for maddr in make_host_maddrs(text)]
-        # a variable that is not set, in quotation marks
+        # "$VARIABLE" of a shell that does not set it
         self.announce_maddrs = [maddr for maddr in self.announce_maddrs if maddr]
         if self.status_port is not None and not 0 <= self.status_port < 2**16:
             raise UserError(f"--status_port {self.status_port} is not a TCP port: choose one from 1024 to 65535, or 0")
@@ -117,7 +119,7 @@ class SwarmArguments:
 
 @dataclass
 class ModelArguments:
-    """Which model is trained. Read by trainers, and by a monitor that stores checkpoints."""
+    """The model to train. Read by trainers, and by a monitor that stores checkpoints."""
 
     config_path: str | None = flag(
         None,
@@ -127,17 +129,20 @@ class ModelArguments:
         shared=True,
     )
     model_name_or_path: str | None = flag(
-        None, "A pretrained model to train on instead: folder or Hub name; missing heads start at random.", shared=True
+        None,
+        "Pretrained model to train on instead: folder or Hub name; missing heads start at random.",
+        shared=True,
     )
     objective: OBJECTIVES | None = flag(
         None,
-        "What the model learns to predict: mlm: masked words; mlm_sop: masked words and the order of sentences; clm: "
-        "the next word. Default: what suits the model's type: mlm_sop for ALBERT and LeanALBERT, mlm for BERT, "
-        "RoBERTa and similar models, clm for GPT-2, Llama and similar models.",
+        "Pretraining objective: mlm (masked tokens), mlm_sop (also the order of sentences) or clm (the next token). "
+        "Default: mlm_sop for ALBERT and LeanALBERT, mlm for BERT, RoBERTa and similar models, clm for GPT-2, Llama "
+        "and similar models.",
         shared=True,
     )
     attn_implementation: str | None = flag(
-        None, "eager, sdpa, flash_attention_2 or any other that transformers knows. Default: the fastest of the model."
+        None,
+        "Attention of transformers: eager, sdpa, flash_attention_2, ... Default: the model's fastest.",
     )
     tokenizer_path: str | None = flag(
         None,
@@ -147,7 +152,7 @@ class ModelArguments:
         aliases=["--tokenizer", "--tokenizer_name"],
         shared=True,
     )
-    seed: int = flag(42, "Seed of the initial weights. (The data order comes from the peer id.)", shared=True)
+    seed: int = flag(42, "Seed of the initial weights; the data order depends on the peer id instead.", shared=True)
 
     def __post_init__(self):
         check_exclusive(self, "model_name_or_path", "config_path")
@@ -201,85 +206,83 @@ class OptimizerArguments:
 
 @dataclass
 class AveragingArguments:
-    """How the swarm forms a batch and averages. Read by trainers, and by a monitor that stores checkpoints."""
+    """Batches and averaging of the swarm. Read by trainers, and by a monitor that stores checkpoints."""
 
-    target_batch_size: int = flag(4096, "Samples that the whole swarm gathers before each optimizer step.", shared=True)
+    target_batch_size: int = flag(4096, "Samples of the whole swarm per epoch (optimizer step).", shared=True)
     batch_size_lead: int = flag(
-        0, "Look for a group this many samples before target_batch_size is reached; raise it when rounds start late."
+        0, "Start matchmaking N samples before target_batch_size is reached; raise it if rounds start late."
     )
     matchmaking_time: float | None = flag(
         None,
-        "Seconds to wait for others when a group forms; an epoch should take several times as long. Default: derived "
-        "from the response times measured here, 5 to 8 s on a good line; at least 8 %% of an epoch, at most 15 s.",
+        "Seconds of matchmaking; an epoch should take several times as long. Default: derived from the measured "
+        "response times, 5 to 8 s on a good connection; at least 8 %% of an epoch, at most 15 s.",
         aliases=["--averaging_expiration"],
     )
     request_timeout: float | None = flag(
         None,
-        "Seconds after which a peer that does not answer a request to form a group is skipped. Default: derived from "
-        "the response times measured here, 3 s on a good line.",
+        "Seconds that a peer has to answer a matchmaking request. Default: derived from the measured response times, "
+        "3 s on a good connection.",
     )
     averaging_timeout: float | None = flag(
         None,
-        "Seconds after which an averaging round is abandoned; its gradients are kept. Default: three times what the "
-        "group's lines need for the model, or what the last rounds took, at least 30 s, and matchmaking_time.",
+        "Seconds after which an averaging round fails; its gradients are kept. Default: three times the transfer time "
+        "of the model in the group or the time of the last rounds, at least 30 s, plus matchmaking_time.",
     )
     next_chunk_timeout: float | None = flag(
-        None, "Seconds without data until a peer is excluded from a round. Default: half a round's time, at least 10 s."
+        None, "Seconds without data until a peer is excluded from a round. Default: half a round's time, at least 10."
     )
     target_group_size: int = flag(
-        256, "Peers in an averaging group, at most; a full group starts at once.", shared=True
+        256, "Maximum number of peers in an averaging group; a full group starts at once.", shared=True
     )
     bandwidth: float | None = flag(
         None,
-        "This peer's upload bandwidth in Mbit/s, which limits what it sends and its share of the averaging: give less "
-        "than your line has to keep some for yourself. Default: measured, then adjusted continuously.",
+        "Upload bandwidth in Mbit/s, which limits this peer's traffic and its share of the averaging. Pass less than "
+        "your uplink has to keep some for yourself. Default: measured, then adjusted continuously.",
     )
     min_vector_size: int = flag(
         0,
-        "Elements that one peer averages at least: raise it in large groups, against many small messages.",
+        "Minimum number of elements that one peer averages; raise it if large groups send many small messages.",
         shared=True,
     )
     compression: Literal["none", "float16", "8bit", "sparse"] = flag(
         "float16",
-        "Compression of gradients; 8bit: half of float16. sparse: with --local_steps the largest in 2 bits.",
+        "Compression of gradients; 8bit: half of float16; sparse, with --local_steps: top-k entries in 2 bits.",
         aliases=["--grad_compression"],
         shared=True,
     )
-    state_compression: Literal["none", "float16"] = flag(
-        "none", "Compression of parameters when averaged.", shared=True
-    )
+    state_compression: Literal["none", "float16"] = flag("none", "Compression of averaged parameters.", shared=True)
     load_state_compression: Literal["none", "float16", "8bit"] = flag(
         "8bit",
-        "Compression of the state for a peer that joins or has missed a round. float16: of parameters; 8bit: of "
-        "moments too, which changed no loss by more than 0.01 percent; none: 3 times the bytes.",
+        "Compression of a state transfer. float16: parameters only; 8bit: moments too, which changed no loss by more "
+        "than 0.01 percent; none: 3 times the bytes.",
         shared=True,
     )
     robust_averaging: Literal["clip", "none"] = flag(
         "clip",
-        "What is odd, but no lie. clip: gradients count for twice the median's length at most, and not if they point "
-        "away from all others; of parameters, the median counts.",
+        "Treatment of outliers. clip: limit gradients to twice the median norm, drop those that point away from all "
+        "others, and average parameters by their median.",
     )
     average_state_every: int = flag(
-        10, "Average parameters every N epochs, in the background: failed rounds have parted some.", shared=True
+        10, "Average parameters every N epochs, in the background, because failed rounds let them diverge.", shared=True
     )
-    local_steps: int = flag(1, "An epoch is N batches, in which peers step by themselves.", shared=True)
+    local_steps: int = flag(1, "Batches per epoch, each a local step; 1: average every gradient.", shared=True)
     local_steps_from: int | None = flag(None, "First epoch of local steps; default: warmup_steps or 200.", shared=True)
-    outer_lr: float = flag(0.7, "With --local_steps: rate of the step by how far the peers have come.", shared=True)
-    outer_momentum: float = flag(0.6, "With --local_steps: Nesterov momentum of that step.", shared=True)
-    density: float = flag(0.03, "With --compression sparse: share of the entries that is sent.", shared=True)
+    outer_lr: float = flag(0.7, "With --local_steps: learning rate of the outer step.", shared=True)
+    outer_momentum: float = flag(0.6, "With --local_steps: Nesterov momentum of the outer step.", shared=True)
+    density: float = flag(0.03, "With --compression sparse: share of entries that are sent.", shared=True)
     overlap: bool = flag(
         False,
-        "Average in the background, for long rounds: without --local_steps, small models stop learning.",
+        "Average in the background, for long rounds; small models stop learning without --local_steps.",
         aliases=["--delay_grad_averaging", "--delay_optimizer_step"],
         shared=True,
     )
     min_refresh_period: float = flag(0.5, "Minimum seconds between two checks of the swarm's progress.")
     max_refresh_period: float = flag(5, "Maximum seconds between two checks of the swarm's progress.")
-    default_refresh_period: float = flag(3, "Seconds between two checks of the swarm's progress before there is any.")
+    default_refresh_period: float = flag(3, "Seconds between two checks before any progress is reported.")
     expected_drift_peers: float = flag(3, "Peers expected to join within one epoch.")
     expected_drift_rate: float = flag(0.2, "Share of the swarm expected to join or leave within one epoch.")
     performance_ema_alpha: float = flag(0.1, "Weight of the newest step in the moving average of samples per second.")
-    metadata_expiration: float = flag(120, "Seconds for which this peer's progress and contract stay on the DHT.")
+    metadata_expiration: float = flag(120, "Seconds that this peer's progress and contract stay on the DHT.")
 
     def __post_init__(self):
         check_range(self, "target_batch_size", "average_state_every", "local_steps", at_least=1)
@@ -294,7 +297,7 @@ class AveragingArguments:
         check_order(self, "batch_size_lead", "target_batch_size", is_strict=True)
         # hivemind warns of deadlocks otherwise (hivemind/averaging/matchmaking.py)
         check_order(self, "request_timeout", "matchmaking_time", is_strict=True)
-        # or no round would have time to form
+        # otherwise no round would have time to form
         check_order(self, "matchmaking_time", "averaging_timeout", is_strict=True)
         check_order(self, "min_refresh_period", "max_refresh_period")
         check_range(self, "bandwidth", at_least=0.01, at_most=1e6)  # PLAUSIBLE_MBITS in swarm/plan.py
@@ -304,23 +307,23 @@ class AveragingArguments:
 
 @dataclass
 class DataArguments:
-    """What the model reads, and how. Read by trainers, and by experiment/show.py, which shows it."""
+    """The data and their preparation. Read by trainers and by experiment/show.py."""
 
     dataset_path: str = flag(
         DEFAULT_DATASET_PATH,
-        "The tokenized dataset: a folder of tokenize_wikitext103.py's, an archive of it (.tar, .tar.gz), an index of "
+        "Tokenized dataset: a folder that tokenize_wikitext103.py wrote, its archive (.tar, .tar.gz), an index of "
         "shards (.json), or the http(s) URL of such a file.",
     )
     dataset_sha256: str | None = flag(
-        None, "sha256 of that archive or index, as tokenize_wikitext103.py --archive prints it: any other is rejected."
+        None, "SHA-256 that the archive or index must have, as tokenize_wikitext103.py --archive prints it."
     )
     dataset_cache_dir: str = flag(
         "data/cache",
-        "Folder for downloaded and unpacked data, which several trainers may share; when the disk is full, the shards "
-        "that were read longest ago go.",
+        "Folder for downloaded and unpacked data, which several trainers may share; if the disk is full, the least "
+        "recently read shards are deleted.",
     )
     dataset_name: str | None = flag(
-        None, "Text to train on instead, tokenized at the first start: a dataset of the Hub, or its folder."
+        None, "Text to train on instead, tokenized at the first start: a dataset on the Hub, or its folder."
     )
     dataset_config_name: str | None = flag(None, "With --dataset_name: its configuration, if it has several.")
     train_file: str | None = flag(
@@ -328,7 +331,7 @@ class DataArguments:
         "Like --dataset_name, but a file: plain text, .jsonl, .csv or .tsv (field --text_column), also .gz, .xz.",
     )
     validation_file: str | None = flag(
-        None, "With --train_file or --dataset_name: text for --do_eval; default: its validation split, or 5 percent."
+        None, "With --train_file or --dataset_name: text for --do_eval. Default: its validation split, or 5 percent."
     )
     text_column: str = flag("text", "With --dataset_name, .jsonl, .csv and .tsv: the field that holds the text.")
     streaming: bool = flag(
@@ -337,33 +340,34 @@ class DataArguments:
         "swarm's tokenizer in --tokenizer_path; --dataset_path is then used by --do_eval only.",
     )
     sources: str = flag(
-        "configs/sources.json", "With --streaming: what to read, in which proportion (see docs/data.md). ALL TRAINERS."
+        "configs/sources.json",
+        "With --streaming: file of sources (docs/data.md). Should match on all trainers.",
     )
-    language: str = flag("english", "With --dataset_name or --train_file: its language, to split it into sentences.")
+    language: str = flag("english", "With --dataset_name or --train_file: language, for splitting sentences.")
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag(
         "auto", f"With --dataset_name, --train_file or --streaming: {SENTENCE_SPLITTER_HELP} A source may name its own."
     )
-    shuffle_buffer: int = flag(8192, "With --streaming: instances shuffled together, twice; 3 kB each at 512 tokens.")
+    shuffle_buffer: int = flag(8192, "With --streaming: sequences shuffled together, twice; 3 kB each at 512 tokens.")
     mlm_probability: float = flag(
-        0.15, "Share of tokens to predict, 80 percent of them as [MASK], 10 percent as another token. ALL TRAINERS."
+        0.15, "Share of tokens to predict: 80 percent as [MASK], 10 percent random. Should match on all trainers."
     )
     whole_word_mask: bool = flag(
-        True, "Mask whole words; not where the tokenizer does not mark them, nor text without spaces. ALL TRAINERS."
+        True, "Mask whole words, if the tokenizer and the text mark them. Should match on all trainers."
     )
     max_sequence_length: int | None = flag(
         None,
-        "Maximum number of tokens of an instance; longer ones are truncated. Default: as in the dataset; 512 with "
-        "--streaming, --train_file or --dataset_name. ALL TRAINERS.",
+        "Maximum tokens of a sequence; longer ones are truncated. Default: as in the dataset; 512 with --streaming, "
+        "--train_file or --dataset_name. Should match on all trainers.",
         aliases=["--block_size", "--max_seq_length"],
     )
     initial_sequence_length: int | None = flag(
-        None, "Like max_sequence_length, at epoch 0, to grow from: short instances train faster. ALL TRAINERS."
+        None, "Maximum tokens at epoch 0; short sequences train faster. Should match on all trainers."
     )
     sequence_length_warmup_steps: int = flag(
-        0, "With --initial_sequence_length: epochs over which it grows, in steps of pad_to_multiple_of. ALL TRAINERS."
+        0, "Epochs of growth from --initial_sequence_length, by pad_to_multiple_of. Should match on all trainers."
     )
     pad_to_multiple_of: int | None = flag(
-        None, "Pad batches to multiples of this. Default: 8, or 1 where no instance has 128 tokens. ALL TRAINERS."
+        None, "Pad batches to multiples of N. Default: 8, or 1 below 128 tokens. Should match on all trainers."
     )
 
     def __post_init__(self):
@@ -393,7 +397,7 @@ class DataArguments:
 
 @dataclass
 class PrecisionArguments:
-    """In which precision a model computes, here or in fine-tuning."""
+    """The precision of a model, in pretraining and fine-tuning."""
 
     fp16: bool = flag(False, "Mixed precision with float16 and loss scaling; needs a CUDA GPU.")
     bf16: bool = flag(False, "Mixed precision with bfloat16; needs a GPU or CPU that supports it.")
@@ -404,70 +408,71 @@ class PrecisionArguments:
 
 @dataclass
 class TrainerArguments(PrecisionArguments):
-    """One trainer's own work. Read by run_trainer.py."""
+    """The trainer. Read by run_trainer.py."""
 
-    preflight: bool = flag(False, "Do not train: check this machine, the data and the connection, and print a table.")
+    preflight: bool = flag(False, "Check the machine, data and connection, and print a table, without training.")
     per_device_train_batch_size: str = flag(
         "4",
-        "Samples per forward pass of each device, as many as fit into memory; auto: find out at the start what the "
-        "first device can do, and choose gradient_accumulation_steps too.",
+        "Samples per forward pass of each device, as many as fit into memory; auto: measure the first device at the "
+        "start, and choose gradient_accumulation_steps too.",
     )
     gradient_accumulation_steps: int = flag(
-        2, "Batches (not epochs) per step of this peer, which should take 0.5 to 10 s: it may report after each."
+        2, "Batches (not epochs) per step of this peer, which should take 0.5 to 10 s, as reports follow steps."
     )
     device: str = flag(
         "auto",
-        "What to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, untested) or xla "
-        "(a TPU by torch_xla, untested); auto: cuda where there is a GPU, else cpu.",
+        "Device to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, untested) or xla "
+        "(a TPU by torch_xla, untested); auto: cuda if there is a GPU, otherwise cpu.",
     )
     num_devices: int | None = flag(
-        None, "How many devices of this machine make up this peer, each with a process. Default: all GPUs, or one CPU."
+        None, "Number of devices in this peer, one process each. Default: all GPUs of the machine, or one CPU."
     )
-    tf32: bool = flag(False, "NVIDIA GPUs from 2020 on multiply float32 with a 10-bit mantissa, several times as fast.")
+    tf32: bool = flag(False, "Multiply float32 with a 10-bit mantissa, several times as fast (NVIDIA, since 2020).")
     torch_compile: bool = flag(
-        False, "Compile the model: a start slower by minutes, faster steps. Needs a C++ compiler, on GPUs also triton."
+        False,
+        "Compile the model: faster steps, a start slower by minutes. Needs a C++ compiler, on GPUs also triton.",
     )
     gradient_checkpointing: bool = flag(
         False,
-        "Recompute activations in the backward pass instead of keeping them: longer sequences and larger batches fit, "
-        "steps take somewhat longer. Only for models that support it.",
+        "Recompute activations in the backward pass to save memory; steps take somewhat longer. Only for models that "
+        "support it.",
         aliases=["--gradient_checkpoints"],
     )
-    dataloader_num_workers: int = flag(4, "Processes that prepare batches; 0: the training process does it itself.")
-    max_steps: int | None = flag(None, "Stop at this epoch of the swarm; default: at total_steps.")
+    dataloader_num_workers: int = flag(4, "Processes that prepare batches; 0: the training process prepares them.")
+    max_steps: int | None = flag(None, "Epoch at which to stop. Default: total_steps.")
     num_train_epochs: float | None = flag(
-        None, "Leave the swarm after N passes over this trainer's own data (not its epochs), restarts included."
+        None, "Leave the swarm after N passes over this trainer's own data (not epochs), restarts included."
     )
-    logging_steps: int = flag(1, "Log every N epochs. The progress bar of a terminal shows all of them.")
-    logging_first_step: bool = flag(False, "Log this trainer's first epoch too, when --logging_steps is larger.")
+    logging_steps: int = flag(1, "Log every N epochs; the progress bar of a terminal shows every epoch.")
+    logging_first_step: bool = flag(False, "Log this trainer's first epoch too, if --logging_steps is larger.")
     logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
     wandb_project: str | None = flag(
-        None, "Report this trainer's own curves to this project on Weights & Biases. Default: WANDB_PROJECT, or none."
+        None, "Weights & Biases project for this trainer's own curves. Default: WANDB_PROJECT, or none."
     )
     output_dir: str = flag(
         "outputs/trainer",
         "Folder for checkpoints, the trained model (from_pretrained format), history.jsonl and summary.json; each "
         "trainer needs its own. Running the same command again resumes from it.",
     )
-    overwrite_output_dir: bool = flag(False, "Kept for old commands: a run in output_dir is resumed anyway.")
+    overwrite_output_dir: bool = flag(False, "Ignored, for old commands: a run in output_dir is always resumed.")
     resume_from_checkpoint: str | None = flag(
         None,
-        "Checkpoint folder or state file to resume from, or none to start over; default: the newest complete one in "
-        "output_dir or at state_path. A swarm that is further ahead sends its state in any case.",
+        "Checkpoint folder or state file to resume from, or none to start over. Default: the newest complete one in "
+        "output_dir or at state_path. A swarm that is ahead always sends its state.",
     )
     save_steps: int = flag(500, "Save a checkpoint every N epochs (and at a normal end).")
     save_total_limit: int = flag(2, "Keep N checkpoints, each three times as large as the weights (lamb_8bit: half).")
-    do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before training and after it.")
+    do_eval: bool = flag(False, "Measure loss and accuracy on the validation split, before and after training.")
     eval_steps: int | None = flag(
         None,
-        "With --do_eval: also measure every N epochs, and report it to the monitor; one trainer of a swarm is enough. "
-        "The others do not wait for it: choose --max_eval_samples so that it rarely takes longer than an epoch.",
+        "With --do_eval: also measure every N epochs and report to the monitor; one trainer of a swarm is enough. The "
+        "swarm does not wait: choose --max_eval_samples so that a measurement rarely exceeds an epoch.",
     )
     per_device_eval_batch_size: int = flag(32, "Samples per forward pass in evaluation.")
-    max_eval_samples: int | None = flag(None, "Maximum number of validation samples; default: the whole split.")
-    statistics_expiration: float = flag(600, "Seconds for which this peer's published metrics stay on the DHT.")
+    max_eval_samples: int | None = flag(None, "Maximum number of validation samples. Default: the whole split.")
+    statistics_expiration: float = flag(600, "Seconds that this peer's published metrics stay on the DHT.")
     backup_every_epochs: int = flag(10, "Write --state_path every N epochs.", aliases=["--backup_every_steps"])
-    state_path: str | None = flag(None, "File for the state between checkpoints, resumed from if it is the newest.")
+    state_path: str | None = flag(None, "File for the state between checkpoints, resumed from if it is newest.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -490,14 +495,14 @@ class TrainerArguments(PrecisionArguments):
 
 @dataclass
 class ReportArguments:
-    """How a role that watches the whole swarm reports what it sees. Read by viewing/report.py."""
+    """Reports on the whole swarm. Read by viewing/report.py."""
 
     refresh_period: float = flag(30, "Seconds between two checks of the swarm's metrics.")
     report_to: Literal["trackio", "wandb", "none"] = flag(
         "trackio", "Dashboard: trackio is local and needs no account; wandb needs --wandb_project."
     )
     wandb_project: str | None = flag(
-        None, "Report to this project on Weights & Biases. WANDB_MODE and WANDB_DISABLED are respected."
+        None, "Weights & Biases project to report to; WANDB_MODE and WANDB_DISABLED are respected."
     )
     logging_dir: str | None = flag(None, LOGGING_DIR_HELP)
     output_dir: str = flag("outputs/monitor", REPORT_DIR_HELP)
@@ -512,11 +517,11 @@ class ReportArguments:
 
 @dataclass
 class MonitorArguments(ReportArguments):
-    """The monitor's own work. Read by run_training_monitor.py."""
+    """The monitor. Read by run_training_monitor.py."""
 
-    watch: bool = flag(False, "Instead of monitoring, show the swarm of --initial_peers live here, as a reader only.")
+    watch: bool = flag(False, "Show the swarm of --initial_peers live, as a reader only, instead of monitoring.")
     plot: str | None = flag(
-        None, "Instead of monitoring, draw the loss that a monitor has written to --output_dir to this PNG file."
+        None, "Draw the loss from a monitor's --output_dir to this PNG file, instead of monitoring."
     )
 
     def __post_init__(self):
@@ -528,11 +533,11 @@ class MonitorArguments(ReportArguments):
 
 @dataclass
 class AuxPeerArguments(ReportArguments):
-    """The auxiliary peer's own work. Read by run_aux_peer.py."""
+    """The auxiliary peer. Read by run_aux_peer.py."""
 
     output_dir: str = flag("outputs/aux_peer", REPORT_DIR_HELP)
     assist_in_averaging: bool = flag(
-        False, "Average for the others, above all for clients. Needs the trainers' model and averaging flags."
+        False, "Average for other peers, mainly clients. Needs the trainers' model and averaging flags."
     )
     assist_refresh: float = flag(1.0, "With --assist_in_averaging: seconds between two checks of the epoch's progress.")
 
@@ -543,29 +548,29 @@ class AuxPeerArguments(ReportArguments):
 
 @dataclass
 class ArchiveArguments:
-    """Which states of the swarm are kept and published. Read by viewing/archive.py, for monitor and auxiliary peers."""
+    """Checkpoints and uploads of the swarm's state. Read by viewing/archive.py, for monitor and auxiliary peers."""
 
     store_checkpoints: bool = flag(False, "Save the swarm's state. Needs trainers' model, optimizer, averaging flags.")
     save_checkpoint_step_interval: int = flag(
         5,
-        "With --store_checkpoints: save a state every N epochs; each costs a trainer the upload of the whole state.",
+        "With --store_checkpoints: save every N epochs; each time, a trainer uploads the whole state.",
         aliases=["--save_checkpoint_epoch_interval"],
     )
     save_total_limit: int = flag(
-        2, "With --store_checkpoints: keep the N newest, each three times as large as the weights (lamb_8bit: half)."
+        2, "With --store_checkpoints: keep N checkpoints, each three times as large as the weights (lamb_8bit: half)."
     )
-    keep_one_in: int = flag(0, "With --store_checkpoints: also keep one in N of them forever, e.g. 100; 0: none.")
+    keep_one_in: int = flag(0, "With --store_checkpoints: also keep one in N checkpoints forever, e.g. 100; 0: none.")
     local_path: str | None = flag(
-        None, "With --store_checkpoints: their folder, this peer's alone; default: output_dir.", aliases=["--repo_path"]
+        None, "With --store_checkpoints: folder of this peer alone. Default: output_dir.", aliases=["--repo_path"]
     )
     repo_url: str | None = flag(
         None,
-        "With --store_checkpoints: upload the newest one to this model repository of the Hugging Face Hub: ORG/NAME, "
-        "its URL, or NAME in HF_ORGANIZATION_NAME; made, a public one, if it does not exist. The token comes from "
-        "HF_TOKEN, HF_USER_ACCESS_TOKEN or `hf auth login`; on a terminal you are asked to log in.",
+        "With --store_checkpoints: Hugging Face Hub model repository for the newest checkpoint: ORG/NAME, its URL, or "
+        "NAME in HF_ORGANIZATION_NAME; created as a public one if missing. The token comes from HF_TOKEN, "
+        "HF_USER_ACCESS_TOKEN or `hf auth login`; a terminal prompts for a login.",
     )
     upload_interval: float | None = flag(
-        None, "With --repo_url: seconds between uploads, which all count towards the quota; default: 43200, half a day."
+        None, "With --repo_url: seconds between uploads, which all count towards the quota. Default: 43200 (12 hours)."
     )
 
     def __post_init__(self):
@@ -582,39 +587,41 @@ class ArchiveArguments:
 
 @dataclass
 class FinetuneArguments(PrecisionArguments):
-    """Tuning a trained model for a task. Read by finetune_mlm.py; names and defaults are RuLeanALBERT's."""
+    """Fine-tuning of a trained model. Read by finetune_mlm.py; names and defaults are RuLeanALBERT's."""
 
     task: str | None = flag(
-        None, "Of RussianSuperGLUE: rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; or rucola.", aliases=["-t"]
+        None,
+        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; or rucola.",
+        aliases=["-t"],
     )
     task_file: str | None = flag(
         None,
-        "A task of your own instead: a JSON file that names CSV, TSV or JSON-lines files and their columns, e.g. "
+        "Your own task instead: a JSON file that names CSV, TSV or JSON-lines files and their columns, e.g. "
         '{"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; experiment/tasks.py lists all '
         "fields.",
     )
     checkpoint: str | None = flag(
-        None, "Folder of a trained model, or a state.pth with config.json and tokenizer/ beside it.", aliases=["-c"]
+        None, "Folder of a trained model, or a state.pth next to config.json and tokenizer/.", aliases=["-c"]
     )
     model_name: str | None = flag(
-        None, "Another model instead: ruroberta-large, any id on the Hugging Face Hub, or a folder.", aliases=["-m"]
+        None, "Another model instead: ruroberta-large, an id on the Hugging Face Hub, or a folder.", aliases=["-m"]
     )
     data_dir: str = flag(
         ".",
-        "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, but RuCoLA, come from the Hub.",
+        "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, except RuCoLA, come from the Hub.",
         aliases=["-d"],
     )
-    output_dir: str | None = flag(None, "Folder for results.json, predictions, model; default: outputs/finetune/TASK.")
+    output_dir: str | None = flag(None, "Folder for results.json, predictions, model. Default: outputs/finetune/TASK.")
     num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
     num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
-    batch_size: int = flag(32, "Samples per forward pass. Use as many as fit into memory.")
+    batch_size: int = flag(32, "Samples per forward pass, as many as fit into memory.")
     grad_acc_steps: int = flag(1, "Batches, not epochs, per optimizer step.")
     learning_rate: float = flag(1e-5, "Peak learning rate; raise it for models much smaller than BERT.")
-    warmup_ratio: float = flag(0.1, "Share of the steps in which the learning rate rises.")
-    weight_decay: float = flag(0.01, "AdamW's, on all weights except biases and norms.")
-    max_grad_norm: float = flag(1.0, "Clip the gradient's norm to this.")
-    dropout: float = flag(0.1, "Wherever the model has dropout; in LeanALBERT before the head.")
-    max_length: int = flag(512, "Maximum number of tokens of a text or pair; longer ones are truncated.")
+    warmup_ratio: float = flag(0.1, "Share of the steps with a rising learning rate.")
+    weight_decay: float = flag(0.01, "Weight decay of AdamW, on all weights except biases and norms.")
+    max_grad_norm: float = flag(1.0, "Upper bound of the gradient's norm.")
+    dropout: float = flag(0.1, "Dropout of the whole model; in LeanALBERT only before the head.")
+    max_length: int = flag(512, "Maximum tokens of a text or pair; longer ones are truncated.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -633,15 +640,15 @@ class FinetuneArguments(PrecisionArguments):
 class PredictArguments:
     """Predictions of a tuned model. Read by predict_on_lidirus.py; names are RuLeanALBERT's."""
 
-    model: str = flag(MISSING, "The --output_dir of a run of finetune_mlm.py on TERRa.", aliases=["-m"])
+    model: str = flag(MISSING, "The --output_dir of finetune_mlm.py, run on TERRa.", aliases=["-m"])
     arch: str = flag(
-        "lean_albert", "The tokenizer: lean_albert: as saved with the model; otherwise an id or folder.", aliases=["-a"]
+        "lean_albert", "Tokenizer: an id or folder, or lean_albert for the one saved with the model.", aliases=["-a"]
     )
     data_dir: str = flag(
-        ".", "Folder that contains LiDiRus/LiDiRus.jsonl; if it is missing, it is loaded from the Hub.", aliases=["-d"]
+        ".", "Folder that contains LiDiRus/LiDiRus.jsonl, which is downloaded from the Hub if missing.", aliases=["-d"]
     )
     batch_size: int = flag(32, "Samples per forward pass.")
-    max_length: int = flag(512, "Maximum number of tokens of a pair; longer ones are truncated.")
+    max_length: int = flag(512, "Maximum tokens of a pair; longer ones are truncated.")
 
     def __post_init__(self):
         check_range(self, "batch_size", at_least=1)
@@ -650,13 +657,13 @@ class PredictArguments:
 
 @dataclass
 class TokenizeArguments:
-    """From text to a tokenized dataset. Read by tokenize_wikitext103.py."""
+    """Tokenization of a dataset. Read by tokenize_wikitext103.py."""
 
     objective: OBJECTIVES = flag(
         "mlm_sop",
-        "mlm_sop: pairs of segments, for ALBERT and LeanALBERT (BERT and similar models can use them too); mlm: full "
-        "blocks of text, for BERT, RoBERTa and similar models; clm: the same with no special tokens but an end token "
-        "after each document, for GPT-2, Llama and similar models.",
+        "Kind of sequences. mlm_sop: segment pairs, for ALBERT and LeanALBERT, also usable by BERT; mlm: full "
+        "blocks of text, for BERT, RoBERTa and similar models; clm: full blocks with no special token except an end "
+        "token after each document, for GPT-2, Llama and similar models.",
     )
     corpus: Literal["wikitext103", "sample"] = flag(
         "wikitext103", "WikiText-103 from the Hugging Face Hub, or the sample included in this repository."
@@ -671,23 +678,21 @@ class TokenizeArguments:
     train_tokenizer: bool = flag(
         False, "Train a tokenizer on the text instead: Unigram as ALBERT's; for clm BPE of bytes, as GPT-2's."
     )
-    vocab_size: int = flag(30_000, "With --train_tokenizer: maximum number of pieces in the vocabulary.")
+    vocab_size: int = flag(30_000, "With --train_tokenizer: maximum number of tokens in the vocabulary.")
     cased: bool = flag(False, "With --train_tokenizer: distinguish upper and lower case; always done for clm.")
     keep_accents: bool = flag(False, "With --train_tokenizer: keep accents; Russian needs them. Always kept for clm.")
     language: str = flag("english", "Language of the text, for splitting it into sentences.")
     sentence_splitter: Literal["auto", "punkt", "razdel"] = flag("auto", SENTENCE_SPLITTER_HELP)
-    seq_length: int = flag(512, "Maximum number of tokens of an instance.")
+    seq_length: int = flag(512, "Maximum number of tokens of a sequence.")
     validation_fraction: float = flag(0.05, "Share of documents for validation, unless the corpus has a split for it.")
     seed: int = flag(42, "Seed of the split, the cuts and the swaps.")
     num_proc: int = flag(1, "Processes to tokenize with; the result does not depend on it.")
     cache_dir: str = flag("data/cache", "Folder for downloads from the Hub.")
     dataset_path: str = flag(DEFAULT_DATASET_PATH, "Folder to write the dataset to; must not exist yet.")
     tokenizer_path: str = flag("data/tokenizer", "Folder to write the tokenizer to; must not exist yet.")
-    archive: str | None = flag(
-        None, "Pack dataset and tokenizer, also existing ones, into this: NAME.tar.gz or NAME.tar."
-    )
+    archive: str | None = flag(None, "Archive for dataset and tokenizer, also existing ones: NAME.tar.gz or NAME.tar.")
     archive_shards: int = flag(
-        1, "With --archive NAME.tar.gz: N parts, NAME-00000-of-0000N.tar.gz, and an index, NAME.json."
+        1, "With --archive NAME.tar.gz: number of parts, NAME-00000-of-0000N.tar.gz, with an index, NAME.json."
     )
 
     def __post_init__(self):
@@ -708,12 +713,12 @@ class InviteArguments:
     """Invitations to closed runs. Read by invite.py."""
 
     authority_key: str = flag("authority.pem", "Key file that signs credentials, as the run's monitor created it.")
-    experiment_prefix: str = flag("", "The run. Default: the only one that the key has served.", aliases=["--run_id"])
-    username: str | None = flag(None, "Invite a member of this name.")
-    expires: str = flag("30d", "With --username: validity of the credential, and of its renewals: 30d, 12h, 45m, 90s.")
-    out: str | None = flag(None, "With --username: file for the invitation; default: NAME.invite.")
+    experiment_prefix: str = flag("", "Name of the run. Default: the key's only run.", aliases=["--run_id"])
+    username: str | None = flag(None, "Invite a member with this name.")
+    expires: str = flag("30d", "With --username: validity of the credential and its renewals: 30d, 12h, 45m, 90s.")
+    out: str | None = flag(None, "With --username: file for the invitation. Default: NAME.invite.")
     revoke: str | None = flag(None, "Revoke all invitations of the member with this name.")
-    initial_peers: list[str] = flag([], "With --revoke: peers of the run to tell, where its monitor is not here.")
+    initial_peers: list[str] = flag([], "With --revoke: peers of the run to notify, if its monitor runs elsewhere.")
     list: bool = flag(False, "List all invitations.")
 
     def __post_init__(self):
@@ -723,7 +728,7 @@ class InviteArguments:
 
 
 def split_host_port(text: str) -> tuple[str, int | None]:
-    """`host:port`, `[IPv6]:port` or `host:*` (port None), split in two; ValueError where it is none of these."""
+    """Split `host:port`, `[IPv6]:port` or `host:*` (port None) in two, or raise a ValueError."""
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/\s]+)):(\*|\d{1,5})", text)
     port = None if match and match[3] == "*" else int(match[3]) if match else -1
     if port is not None and not 0 <= port < 2**16:
@@ -732,7 +737,7 @@ def split_host_port(text: str) -> tuple[str, int | None]:
 
 
 def make_host_maddrs(text: str) -> list[str]:
-    """The multiaddrs to listen on that a multiaddr, or `host:port` as older guides write it, means."""
+    """Return the multiaddrs to listen on for a multiaddr, or for `host:port` as older guides write it."""
     if text.startswith("/"):
         return [text]
     try:
@@ -742,20 +747,19 @@ def make_host_maddrs(text: str) -> list[str]:
         raise UserError(
             f"--host_maddrs {text!r} is not an address to listen on, such as /ip4/0.0.0.0/tcp/31337 or '[::]:31337'"
         ) from None
-    # a socket on [::] accepts IPv4 too, libp2p's does not
+    # a socket on [::] also accepts IPv4, but libp2p's does not
     addresses = ["ip4/0.0.0.0", "ip6/::"] if address == ipaddress.ip_address("::") else [f"ip{address.version}/{host}"]
     return [f"/{address}/tcp/{port or 0}" for address in addresses]
 
 
-#: of the scripts, in the order in which their functions take them
+#: dataclasses of each script, in the order in which its functions take them
 SHARED_ARGS = (ModelArguments, OptimizerArguments, AveragingArguments)
 TRAINER_ARGS = (SwarmArguments, *SHARED_ARGS, DataArguments, TrainerArguments)
 MONITOR_ARGS = (SwarmArguments, MonitorArguments, ArchiveArguments, *SHARED_ARGS)
 AUX_PEER_ARGS = (SwarmArguments, AuxPeerArguments, ArchiveArguments, *SHARED_ARGS)
 
 
-#: that matter first, to whoever joins or starts a run, those of README.md among them: what --help lists where a script
-#: has many
+#: flags that --help lists if a script has many: those needed to join or start a run, including all of README.md's
 BASIC_FLAGS = {
     *("experiment_prefix", "initial_peers", "host_maddrs", "identity_path", "status_port", "username", "client_mode"),
     *("authorize", "invite", "authority_key", "config_path", "model_name_or_path", "tokenizer_path", "objective"),
@@ -767,17 +771,17 @@ BASIC_FLAGS = {
     *("store_checkpoints", "assist_in_averaging"),
 }
 
-#: lists that may be given without a value: guides write --announce_maddrs $ANNOUNCE_ON, and do not always set it
+#: lists that may have no value: guides write --announce_maddrs $ANNOUNCE_ON, which is not always set
 MAY_BE_EMPTY = {"announce_maddrs"}
 
 
 def begin_new_run(found: dict[type, Any]) -> None:
-    """Name a run that was given neither a name nor peers. If a pretrained model with its own tokenizer was given and no
-    data, it trains on the sample text.
+    """Name a run that has neither a name nor peers.
 
-    The name is a digest of this machine's name and --output_dir, so that the same command continues the same run.
+    The name is a digest of this machine's name and --output_dir, so that the same command continues the same run. A
+    pretrained model with its own tokenizer and no data trains on the sample text.
 
-    :param found: the instances of the script's dataclasses by class
+    :param found: the instances of the script's dataclasses, by class
     """
     output_dir = next(group.output_dir for group in found.values() if hasattr(group, "output_dir"))
     place = f"{platform.node()} {os.path.abspath(output_dir)}"
@@ -785,12 +789,12 @@ def begin_new_run(found: dict[type, Any]) -> None:
     model, data = found[ModelArguments], found.get(DataArguments)
     if data and model.tokenizer_path == model.model_name_or_path:
         is_given = data.train_file or data.dataset_name or data.streaming or data.dataset_path != DEFAULT_DATASET_PATH
-        # not the default dataset: another tokenizer may have made it
+        # another tokenizer may have made the default dataset
         found[DataArguments] = data if is_given else replace(data, train_file=SAMPLE_TEXT)
 
 
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
-    """Parse the command line into one instance of each dataclass, in order; for more see `parse_flags`."""
+    """Parse the command line into one instance of each dataclass, in order (see `parse_flags`)."""
     found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, MAY_BE_EMPTY, description, before)}
     swarm, monitor, averaging = map(found.get, (SwarmArguments, MonitorArguments, AveragingArguments))
     if monitor and monitor.watch and not swarm.initial_peers:

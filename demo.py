@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""The demo: a monitor and two trainers on this machine, each its own process, learn English together.
+"""The demo: a monitor and two trainers, each a process of this machine, train one model of English.
 
     make demo
 
 or, with everything installed, `python demo.py`; with --clients neither trainer accepts a connection, and an auxiliary
-peer averages for them; with --config_path configs/lean-demo.json they train a LeanALBERT. It only starts the project's
-scripts and reads what they write: each command is printed, and you can run it yourself. It ends on its own after two to
-three minutes on two cores; all that it writes is in --output_dir.
+peer averages for them; with --config_path configs/lean-demo.json they train a LeanALBERT. The demo only starts the
+project's scripts and reads their output: it prints each command, and you can run it yourself. It ends after two to
+three minutes on two cores. All files are in --output_dir.
 Exit code 0: the peers averaged and learned more than word frequencies; 1: they did not, or something failed; 130:
 Ctrl-C.
 """
@@ -35,9 +35,8 @@ TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
 HERE = "--experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0"
 MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2 --status_port 0"
-# A group of two is full, and averages, as soon as both are there. An epoch takes about a second: peers must look for
-# each other more often than every 3 s, the default. AdamW at a high rate: the real run's LAMB wants larger batches and
-# thousands of epochs.
+# A group of two is full, and averages at once. An epoch takes about a second: peers must check the progress more often
+# than every 3 s, the default. AdamW has a high rate; the real run's LAMB needs larger batches and thousands of epochs.
 SHARED = (
     "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 "
     "--matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 --next_chunk_timeout 5 "
@@ -51,23 +50,23 @@ AUX_PEER = f"run_aux_peer.py {HERE} {SHARED} --refresh_period 2 --status_port 0 
 # Two trainers share the cores. On a GPU, epochs of this small model would end faster than peers can find each other.
 TRAINER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-# Of chapters that nobody trains on: a word in each, of one piece of the vocabulary, is masked.
+# From chapters of the validation split; the masked word of each is one token of the vocabulary.
 SENTENCES = (
     "Catherine [was] disappointed and vexed.",
     "He must have been dreadfully cruel [to] her!",
     "The weather added what it could [of] gloom.",
 )
 
-STALL_LIMIT = 180.0  # seconds without a new epoch before the demo gives up
-# what the first peer says of how to join, and of its page
+STALL_LIMIT = 180.0  # seconds; the demo fails after this time without a new epoch
+# the first peer's output about joining, and about its status page
 JOIN, PAGE = r"--initial_peers .+$", r"status page: http://\S+:(\d+)/"
-STOP_LIMIT = 20.0  # seconds that scripts have to end after Ctrl-C
+STOP_LIMIT = 20.0  # seconds; time for scripts to stop after Ctrl-C
 SAME_GRADIENT = 1e-3  # relative difference of gradient norms; each peer's own gradient differs by several per cent
 SAME_WEIGHTS = 1e-6
 
 
 class Scripts:
-    """The scripts that run, each in a session of its own, with a log of its own. They end when the block ends."""
+    """The running scripts, each with its own session and log. They stop when the block ends."""
 
     def __init__(self, output_dir: Path, stop: threading.Event):
         self.output_dir, self.stop = output_dir, stop
@@ -86,14 +85,14 @@ class Scripts:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C reaches the demo alone, which passes it on
+                start_new_session=True,  # Ctrl-C of a terminal reaches only the demo, which forwards it
             )
 
     def log(self, name: str) -> Path:
         return self.output_dir / f"{name}.log"
 
     def has_ended(self, name: str) -> bool:
-        """Whether the script has ended well; a bad end is the demo's."""
+        """Return whether the script has ended; raise a UserError if it failed."""
         code = self.running[name].poll()
         if code:
             lines = self.log(name).read_text(errors="replace").strip().splitlines() or ["(it printed nothing)"]
@@ -102,7 +101,7 @@ class Scripts:
         return code == 0
 
     def pause(self, seconds: float) -> None:
-        """Wait; the one place where Ctrl-C is noticed, so that no script is lost in the middle of its start."""
+        """Wait. Only here Ctrl-C takes effect, so that it cannot interrupt the start of a script."""
         if self.stop.wait(seconds):
             print("\nstopping", flush=True)
             raise KeyboardInterrupt
@@ -115,7 +114,7 @@ class Scripts:
             self.pause(0.1)
 
     def interrupt(self, name: str) -> None:
-        """Ctrl-C, as a terminal sends it: to the script and to all that it has started."""
+        """Send Ctrl-C to the script and to its child processes, as a terminal does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.running[name].pid, signal.SIGINT)
 
@@ -131,12 +130,12 @@ class Scripts:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also for helpers that a crashed script has left behind
+                os.killpg(process.pid, signal.SIGKILL)  # also stops child processes of a crashed script
             process.wait()
 
 
 class ProgressLine:
-    """One line of a terminal, written anew each time; in a file, a line every ten seconds."""
+    """One line of a terminal, rewritten each time; in a file, a new line every ten seconds."""
 
     def __init__(self):
         self.is_terminal, self.next_time, self.text = sys.stdout.isatty(), 0.0, ""
@@ -159,12 +158,12 @@ class ProgressLine:
 
 
 def format_path(path: str | Path) -> str:
-    """Short, where it lies in the project's folder, in which the demo runs."""
+    """Return the path, relative if it is inside the project's folder."""
     return os.path.relpath(path) if Path(path).absolute().is_relative_to(ROOT) else str(path)
 
 
 def wrap_command(command: str) -> str:
-    """The command on lines that fit the terminal and that a shell takes as one, each flag beside its value."""
+    """Wrap a command to the terminal's width with backslashes, and keep each flag next to its value."""
     width = min(110, shutil.get_terminal_size().columns) - 4
     lines = [""]
     for words in re.findall(r"--\S+(?: (?!--)\S+)*|\S+", command):
@@ -179,9 +178,9 @@ def minutes(seconds: float) -> str:
 
 
 def tokenize(scripts: Scripts, data: Path) -> str:
-    """Tokenize the sample, unless an earlier demo has done so with the scripts as they are.
+    """Tokenize the sample, unless an earlier demo did so with the same scripts.
 
-    :returns: the flags that tell where the data are
+    :returns: the flags with the paths of the data
     """
     flags = f"--dataset_path {shlex.quote(f'{data}/dataset')} --tokenizer_path {shlex.quote(f'{data}/tokenizer')}"
     corpus = data / "dataset" / "corpus.json"
@@ -197,9 +196,9 @@ def tokenize(scripts: Scripts, data: Path) -> str:
 
 
 def fill_in(**model: str) -> list[str]:
-    """What a model puts in place of the words in brackets.
+    """Return the words that a model predicts for those in brackets.
 
-    :param model: where it is, by names of flags
+    :param model: flags of ModelArguments
     """
     import torch
 
@@ -222,7 +221,7 @@ def fill_in(**model: str) -> list[str]:
 
 
 def show_sentences(config_path: str, data: Path, trained: Path) -> None:
-    """That the model has learned, for people: what it puts in place of some words before and after."""
+    """Print the model's predictions of some masked words, before and after training."""
     tokenizer_path = str(data / "tokenizer")
     before = fill_in(config_path=config_path, tokenizer_path=tokenizer_path)
     after = fill_in(model_name_or_path=str(trained), tokenizer_path=tokenizer_path)
@@ -236,11 +235,11 @@ def show_sentences(config_path: str, data: Path, trained: Path) -> None:
 
 
 def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
-    """Start the monitor, or the auxiliary peer in its place.
+    """Start the monitor, or the auxiliary peer instead.
 
-    :returns: the address that it gives to those who join, --initial_peers and all
+    :returns: the --initial_peers flag and its addresses, for new peers
     """
-    # the dashboard's data beside everything else, not in the user's home
+    # by default, the dashboard's data would be in the user's home
     environment = {"TRACKIO_DIR": str(folder / "trackio")}
     scripts.start("monitor", what, f"{command} --output_dir {shlex.quote(str(folder))}", environment)
     deadline = time.monotonic() + STALL_LIMIT
@@ -276,7 +275,7 @@ def watch(scripts: Scripts, metrics_file: Path, epochs: int, start_time: float) 
 
 
 def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
-    """One line; pace and time left are those of the last 20 reports, waiting and averaging included."""
+    """Return one line; pace and time left come from the last 20 reports, including waiting and averaging."""
     recent, last = metrics[-20:], metrics[-1]
     parts = [f"epoch {last['epoch']}/{epochs}", f"loss {last['loss']:.3f}", format_count(last["alive_peers"], "peer")]
     passed, left = f"{minutes(elapsed)} elapsed", ""
@@ -290,7 +289,7 @@ def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
 
 
 def report(output_dir: Path, config_path: str, epochs: int) -> None:
-    """Print the outcome, from the files that the trainers have written; a UserError when it is a failure."""
+    """Print the outcome from the trainers' files; raise a UserError if the demo failed."""
     from safetensors.numpy import load_file
 
     folders = [output_dir / name for name in TRAINERS]
@@ -305,7 +304,7 @@ def report(output_dir: Path, config_path: str, epochs: int) -> None:
         f"peer {number} contributed {count:,} samples ({count / max(1, sum(samples)):.1%})"
         for number, count in enumerate(samples, start=1)
     ]
-    # two averages with one norm are one average; what the logs say counts for nothing
+    # equal gradient norms prove that both peers used one average, independently of the logs
     averaged = [
         epoch
         for epoch in set(histories[0]) & set(histories[1])
@@ -364,10 +363,10 @@ def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", default="demo_output", help="folder for everything; old results are replaced")
-    parser.add_argument("--epochs", type=int, default=128, help="optimizer steps of the swarm; fewer learn less")
+    parser.add_argument("--output_dir", default="demo_output", help="folder for all results; old results are replaced")
+    parser.add_argument("--epochs", type=int, default=128, help="optimizer steps of the swarm")
     parser.add_argument("--config_path", default="configs/demo.json", help="the model, e.g. configs/lean-demo.json")
-    parser.add_argument("--clients", action="store_true", help="both peers accept no connection, as behind firewalls")
+    parser.add_argument("--clients", action="store_true", help="make both trainers clients, as behind firewalls")
     args = parser.parse_args()
     if args.epochs < 1:
         parser.error("--epochs must be at least 1")

@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Tune a trained model for a task, several times, and measure it: RussianSuperGLUE, RuCoLA, or any classification.
+"""Fine-tune a trained model on a task, with several seeds: RussianSuperGLUE, RuCoLA, or any classification.
 
-The model that a run has trained, and one from the Hub or any folder, on the same task:
+The model of a run, and a model from the Hub or any folder, on the same task:
 
     python finetune_mlm.py -t terra --checkpoint outputs/trainer/model --data-dir . --batch-size 32 \\
         --grad-acc-steps 1 --dropout 0.1 --weight-decay 0.01 --num-seeds 3
     python finetune_mlm.py -t terra --model-name ruroberta-large --data-dir . --bf16
 
-A tiny run of your own task on a CPU (experiment/tasks.py describes the file):
+A tiny run on your own task on a CPU (experiment/tasks.py describes the file):
 
     python finetune_mlm.py --task_file my.json --checkpoint demo_output/trainer1/model --num_train_epochs 3
 
-After each epoch the validation data are measured; the best epoch counts. --output_dir gets results.json, the
-predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/, both of the best seed. Running the same
-command again resumes with the first seed that is not in results.json.
+After each epoch it measures the validation data; the best epoch counts. It writes results.json to --output_dir, and the
+predictions for the leaderboard (TERRa.jsonl, RuCoLA.csv, ...) and model/ of the best seed. Running the same command
+again resumes with the first seed that is not in results.json.
 """
 
 import contextlib
@@ -61,8 +61,8 @@ from text.batches import group_by_length
 
 logger = logging.getLogger("finetune")
 
-PADDING = 8  # the width of batches is a multiple of it
-#: short names of old commands
+PADDING = 8  # tokens; batches are padded to a multiple of it
+#: short names in older commands
 MODEL_NAMES = {"ruroberta-large": "ai-forever/ruRoberta-large"}
 
 
@@ -71,18 +71,18 @@ MODEL_NAMES = {"ruroberta-large": "ai-forever/ruRoberta-large"}
 
 @dataclass
 class Pretrained:
-    """Where the weights come from: a folder or an id for from_pretrained, or a loaded RuLeanALBERT."""
+    """The source of the weights: a folder or an id for from_pretrained, or a loaded RuLeanALBERT."""
 
     name: str
     config: transformers.PretrainedConfig
     tokenizer: transformers.PreTrainedTokenizerBase
     encoder: torch.nn.Module | None = None
-    #: whether the user knows which weights are not used, as each seed loads them again
+    #: whether unused weights were reported, because each seed loads the weights again
     is_reported: bool = False
 
 
 def load_pretrained(args: FinetuneArguments) -> Pretrained:
-    """What --checkpoint or --model-name says, or one line that names the cure."""
+    """Load the config and tokenizer of --checkpoint or --model-name, or raise a UserError."""
     name = args.checkpoint or MODEL_NAMES.get(args.model_name, args.model_name)
     path, flag = Path(name), "--checkpoint" if args.checkpoint else "--model-name"
     if path.is_dir() and (path / "state.pth").is_file():
@@ -92,15 +92,15 @@ def load_pretrained(args: FinetuneArguments) -> Pretrained:
     if args.checkpoint and not (path / "config.json").is_file():
         raise UserError(
             f"--checkpoint {path} has no config.json: give a folder with a model, as outputs/trainer/model or a "
-            "checkpoint-N, or a state.pth with config.json and tokenizer/ beside it"
+            "checkpoint-N, or a state.pth next to config.json and tokenizer/"
         )
     cure = "give the id of a model on the Hub, or a folder with a model and its tokenizer"
     return load_folder(name, f"{flag} {name}", cure)
 
 
 def load_folder(name: str | Path, what: str, cure: str) -> Pretrained:
-    """Of a folder or id; a UserError where that cannot be loaded."""
-    transformers.utils.logging.set_verbosity_error()  # that a new head is new is no news
+    """Load the config and tokenizer of a folder or id, or raise a UserError."""
+    transformers.utils.logging.set_verbosity_error()  # it warns of the new head
     transformers.utils.logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -110,21 +110,19 @@ def load_folder(name: str | Path, what: str, cure: str) -> Pretrained:
 
 
 def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of a folder or id, as it was saved; for errors see from_pretrained."""
+    """Load the tokenizer of a folder or id; the errors are those of from_pretrained."""
     names = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
     if [(Path(name) / file).is_file() for file in names] == [True, True, False]:
-        # RuLeanALBERT's: AutoTokenizer makes it an AlbertTokenizer, with that one's normalizer in place of its own
+        # AutoTokenizer would replace the normalizer of RuLeanALBERT by that of AlbertTokenizer
         return transformers.PreTrainedTokenizerFast.from_pretrained(name, trust_remote_code=False)
     return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def load_old_checkpoint(path: Path) -> Pretrained:
-    """A state.pth of RuLeanALBERT, with config.json and tokenizer/ beside it, as its guide lays them out."""
+    """Load a state.pth of RuLeanALBERT, with config.json and tokenizer/ in the same folder, as in its guide."""
     for part in ("config.json", "tokenizer/tokenizer.json"):
         if not (path.parent / part).is_file():
-            raise UserError(
-                f"--checkpoint {path} needs {path.parent / part} beside it: get it from where you got the state"
-            )
+            raise UserError(f"--checkpoint {path} needs {path.parent / part}: get it from the source of the state")
     try:
         model = load_ruleanalbert(path.parent / "config.json", path)
         tokenizer = load_tokenizer(path.parent / "tokenizer")
@@ -134,9 +132,10 @@ def load_old_checkpoint(path: Path) -> Pretrained:
 
 
 def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
-    """
-    :param is_own: a checkpoint of this project, where the tokenizer of an ALBERT has as many pieces as the model; other
-        models may have begun as a pretrained one, whose vocabulary was rounded up
+    """Raise a UserError if the tokenizer does not fit the model.
+
+    :param is_own: whether it is a checkpoint of this project, in which both vocabularies of an ALBERT have the same
+        size; pretrained models may have rounded it up
     """
     pieces, rows = len(pretrained.tokenizer), pretrained.config.vocab_size
     is_exact = is_own and pretrained.config.model_type in ("albert", "lean_albert")
@@ -150,18 +149,18 @@ def check_tokenizer(pretrained: Pretrained, is_own: bool) -> None:
 
 
 def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch.nn.Module:
-    """The pretrained encoder with a new head, or a UserError; draws torch's random numbers."""
+    """Return the pretrained encoder with a new head, initialized by torch's generator, or raise a UserError."""
     config = pretrained.config
     config.pad_token_id = pretrained.tokenizer.pad_token_id
     if getattr(config, "is_decoder", False):
-        # a BERT that was trained with --objective clm; here its first place, which the head reads, must see the others
+        # a BERT trained with --objective clm: its first token, which the head reads, must attend to all others
         config.is_decoder = False
     config.num_labels = 1 if task.head == "choices" else len(task.labels)
     if task.head == "classes":
         config.id2label = {i: str(label) for i, label in enumerate(task.labels)}
         config.label2id = {str(label): i for i, label in enumerate(task.labels)}
     for name, value in config.to_dict().items():
-        # LeanALBERT has dropout in front of the head alone
+        # LeanALBERT has dropout only before the head
         exists = config.model_type != "lean_albert" or name == "classifier_dropout_prob"
         if exists and name.endswith(("dropout", "dropout_prob", "pdrop")) and isinstance(value, int | float):
             setattr(config, name, dropout)
@@ -177,9 +176,9 @@ def make_task_model(pretrained: Pretrained, task: Task, dropout: float) -> torch
 
 
 def load_weights(auto_class: type, pretrained: Pretrained, is_tuned: bool = False) -> torch.nn.Module:
-    """from_pretrained, which silently starts from random numbers where the weights have other names.
+    """Load a model, and raise a UserError if weights are missing, which from_pretrained silently initializes.
 
-    :param is_tuned: the head is one of the weights too
+    :param is_tuned: whether the head must be among the weights
     """
     try:
         options = dict(config=pretrained.config, dtype=torch.float32, output_loading_info=True)
@@ -188,7 +187,7 @@ def load_weights(auto_class: type, pretrained: Pretrained, is_tuned: bool = Fals
         raise UserError(
             f"the weights of {pretrained.name} cannot be loaded ({first_line(e)}): give another model"
         ) from e
-    # not every model is trained with a pooler
+    # some models are trained without a pooler
     encoder = {param for name, param in model.base_model.named_parameters() if "pooler" not in name}
     absent = {name: param for name, param in model.named_parameters() if name in info["missing_keys"]}
     missing = [name for name, param in absent.items() if is_tuned or param in encoder]
@@ -199,7 +198,7 @@ def load_weights(auto_class: type, pretrained: Pretrained, is_tuned: bool = Fals
         )
     if not pretrained.is_reported:
         inside, prefix = {*model.base_model.parameters()}, f"{model.base_model_prefix}."
-        # not of heads: the task's is new, and that of the pretraining has nothing to do
+        # heads are ignored: the task's head is new, and the pretraining head is unused
         lacking = [name for name, param in absent.items() if param in inside]
         unused = [name for name in info["unexpected_keys"] if name.startswith(prefix)]
         warn_of_weights(pretrained.name, model, lacking, unused)
@@ -212,7 +211,7 @@ def load_weights(auto_class: type, pretrained: Pretrained, is_tuned: bool = Fals
 
 @dataclass
 class Row:
-    """An example in tokens: inputs of each of its texts, the tokens of each of its spans."""
+    """A tokenized example: the inputs of each text, and the tokens of each span."""
 
     inputs: list[dict]
     spans: list[list[int]]
@@ -224,16 +223,16 @@ class Row:
 
 
 def choose_length(model: torch.nn.Module, wanted: int) -> int:
-    """Tokens of a text, at most: what was asked for, or what the model's table of positions holds.
+    """Return the maximum tokens of a text: `wanted`, or fewer if the model's position table is shorter.
 
-    :param model: of make_task_model
+    :param model: a model from make_task_model
     """
     longest = find_longest_sequence(model)
     return int(min(wanted, longest if longest == math.inf else longest // PADDING * PADDING))
 
 
 def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> tuple[list[Row], int]:
-    """Rows, and how many of their texts were longer than `max_length` tokens and were cut."""
+    """Return the rows, and the number of texts truncated to `max_length` tokens."""
     has_types = (getattr(pretrained.config, "type_vocab_size", 0) or 0) > 1
     rows, cut = [], 0
     for example in examples:
@@ -247,9 +246,8 @@ def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> 
         )
         cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
         inputs = [{name: values[i] for name, values in encoded.items()} for i in range(len(firsts))]
-        # not char_to_token, which knows one token for a character: where a word begins with the pieces "▁" and "а",
-        # both have the place of the letter
-        text_of = np.array(encoded.sequence_ids(0), dtype=float)  # nan: of none
+        # char_to_token returns one token per character, but the tokens "▁" and "а" may both start at the letter
+        text_of = np.array(encoded.sequence_ids(0), dtype=float)  # nan: a special token
         begins, ends = np.array(encoded.encodings[0].offsets).T
         spans = []
         for places in example.spans:
@@ -260,7 +258,7 @@ def encode(examples: list[Example], pretrained: Pretrained, max_length: int) -> 
 
 
 def collate(rows: list[Row], task: Task, tokenizer, device: torch.device) -> dict[str, torch.Tensor]:
-    """A batch on the device.
+    """Return a batch on the device.
 
     :returns: the model's inputs, each [texts, length]; for heads that look at spans `span_weights` [rows, spans,
         length], which average the tokens of each; `right` and `possible` [rows, answers]: whether an answer is right,
@@ -277,7 +275,7 @@ def collate(rows: list[Row], task: Task, tokenizer, device: torch.device) -> dic
         for number, row in enumerate(rows):
             for span, tokens in enumerate(row.spans):
                 weights[number, span, tokens] = 1 / max(1, len(tokens))
-        if task.head == "entities":  # one that was cut away cannot be chosen
+        if task.head == "entities":  # a truncated entity cannot be chosen
             batch["possible"] = weights[:, 1:].any(dim=2)
     for number, row in enumerate(rows):
         batch["right"][number, row.right or []] = True
@@ -286,7 +284,7 @@ def collate(rows: list[Row], task: Task, tokenizer, device: torch.device) -> dic
 
 
 def compute_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [rows, answers] in fp32, and `right`."""
+    """Return the logits [rows, answers] in fp32, and `right`."""
     batch = dict(batch)
     right, possible = batch.pop("right"), batch.pop("possible")
     logits = model(**batch).logits.float().view(right.shape)
@@ -294,17 +292,15 @@ def compute_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tu
 
 
 def compute_losses(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Minus the log probability of all right answers together, [rows]: the cross entropy where only one is right, and 0
-    where none is left."""
-    # not -inf: a row of them has no gradient
+    """Return the negative log probability of all right answers together, [rows], or 0 if none is left."""
+    # not -inf, because a row of -inf has no gradient
     masked = log_softmax(logits, dim=1).masked_fill(~right, torch.finfo(logits.dtype).min)
     log_probability = masked.logsumexp(dim=1)
     return -log_probability.masked_fill(~right.any(dim=1), 0.0)
 
 
 def order_batches(rows: list[Row], batch_size: int, generator: np.random.Generator) -> list[np.ndarray]:
-    """Batches as row numbers, each row once, by the lengths that they are padded to: more rows to choose from for a
-    batch, and no more padding."""
+    """Return batches of row numbers, each row once, grouped by padded length to reduce padding."""
     lengths = np.array([-(-row.length // PADDING) for row in rows])
     return group_by_length(lengths, batch_size, generator, keep_rest=True)
 
@@ -318,7 +314,7 @@ def make_autocast(args: FinetuneArguments, device: torch.device) -> contextlib.A
 def predict(
     model: torch.nn.Module, rows: list[Row], task: Task, tokenizer, batch_size: int, device: torch.device
 ) -> list[int]:
-    """The index of the most probable answer of each row."""
+    """Return the index of the most probable answer of each row."""
     model.eval()
     predictions = [0] * len(rows)
     order = sorted(range(len(rows)), key=lambda row: rows[row].length)
@@ -342,7 +338,7 @@ def tune(
     seed: int,
     device: torch.device,
 ) -> tuple[dict, torch.nn.Module]:
-    """Train with one seed: what results.json says of it, and the model of its best epoch."""
+    """Train with one seed, and return its entry of results.json and the model of its best epoch."""
     started = time.monotonic()
     torch.manual_seed(seed)
     generator = np.random.default_rng(seed)
@@ -362,7 +358,7 @@ def tune(
         for epoch in range(1, args.num_train_epochs + 1):
             model.train()
             batches = order_batches(rows["train"], args.batch_size, generator)
-            # on the device, so that it is not waited for in each step
+            # kept on the device to avoid a synchronization in each step
             loss_sum, right_sum = torch.zeros((), device=device), torch.zeros((), device=device)
             for start in range(0, len(batches), args.grad_acc_steps):
                 group = batches[start : start + args.grad_acc_steps]
@@ -408,7 +404,7 @@ def tune(
 
 
 def describe_settings(args: FinetuneArguments) -> dict:
-    """What makes results comparable: seeds of other settings are not added to them."""
+    """Return the settings that must match to add seeds to results."""
     settings = {name: value for name, value in asdict(args).items() if name not in ("num_seeds", "output_dir")}
     if args.task_file:
         settings["task_file"] = json.loads(Path(args.task_file).read_text(encoding="utf-8"))
@@ -416,11 +412,11 @@ def describe_settings(args: FinetuneArguments) -> dict:
 
 
 def load_results(args: FinetuneArguments, folder: Path) -> list[dict]:
-    """Seeds that an earlier call has finished."""
+    """Return the seeds in results.json."""
     try:
         results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
         seeds, settings = results["seeds"], dict(results["settings"])
-        format_table(results)  # it reads all that is read of a seed
+        format_table(results)  # checks the fields of each seed
     except FileNotFoundError:
         return []
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
@@ -453,7 +449,7 @@ def summarize(args: FinetuneArguments, task: Task, seeds: list[dict], majority: 
 
 
 def format_table(results: dict) -> str:
-    """Each metric's mean and spread over the seeds beside what the most frequent answer would score; then the seeds."""
+    """Format each metric's mean and spread, the score of the most frequent answer, and then the seeds."""
     columns = ("mean", "deviation", "lowest", "highest", "most frequent answer")
     lines = [f"{results['task'] + ', validation':24}" + "".join(f"{column:>{len(column) + 3}}" for column in columns)]
     for name, mean in results["mean"].items():
@@ -485,7 +481,7 @@ def main(args: FinetuneArguments) -> None:
     examples = load_examples(task, args.data_dir)
     pretrained = load_pretrained(args)
     check_tokenizer(pretrained, is_own=args.checkpoint is not None)
-    # what is wrong with the model is said before anything is written
+    # errors of the model must appear before anything is written
     max_length = choose_length(make_task_model(pretrained, task, args.dropout), args.max_length)
     lock_folder("--output_dir", folder)
     seeds = load_results(args, folder)
@@ -516,7 +512,7 @@ def main(args: FinetuneArguments) -> None:
                     predictions = predict(model, rows["test"], task, pretrained.tokenizer, args.batch_size, device)
                 name, text = format_predictions(task, examples["test"], predictions)
                 write_file(folder / name, text)
-        # last: a seed that is in there is finished
+        # written last, because a seed in results.json is finished
         write_file(folder / "results.json", json.dumps(results, indent=2, ensure_ascii=False) + "\n")
     print(format_table(summarize(args, task, seeds, majority, counts)))
     print(f"model, predictions and results.json: {folder}")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Predictions for LiDiRus, the diagnostic data of RussianSuperGLUE, from a model that was tuned for TERRa.
+"""Predict LiDiRus, the diagnostic data of RussianSuperGLUE, with a model fine-tuned on TERRa.
 
-LiDiRus has no training data of its own; its pairs have TERRa's labels. So:
+LiDiRus has no training data, and its pairs have TERRa's labels:
 
     python finetune_mlm.py -t terra --checkpoint outputs/trainer/model --output_dir outputs/finetune/TERRa
     python predict_on_lidirus.py -m outputs/finetune/TERRa -a lean_albert --data-dir .
 
-It writes LiDiRus.jsonl, as the leaderboard takes it, beside the run's results, and prints Matthews correlation and
-accuracy where the data have labels.
+It writes LiDiRus.jsonl, in the leaderboard's format, next to the results. If the data have labels, it prints Matthews
+correlation and accuracy.
 """
 
 import json
@@ -43,7 +43,7 @@ logger = logging.getLogger("finetune")
 
 
 def load_tuned(args: PredictArguments) -> tuple[Pretrained, torch.nn.Module]:
-    """The run's best model, and a tokenizer for it, or one line that names the cure."""
+    """Return the run's best model and its tokenizer, or raise a UserError."""
     folder = Path(args.model)
     cure = "give the --output_dir of python finetune_mlm.py -t terra"
     try:

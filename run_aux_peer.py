@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""An auxiliary peer: a server without a GPU that supports the trainers. Several may run at once, and any may fail.
+"""An auxiliary peer: a server without a GPU that supports the trainers. A run may have several, and any may fail.
 
     python run_aux_peer.py --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX --host_maddrs /ip4/0.0.0.0/tcp/12345 \\
         --identity_path aux.id --assist_in_averaging
@@ -9,11 +9,11 @@ On one machine, to try it out with the model of a tiny run (see run_trainer.py):
     python run_aux_peer.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2 \\
         --config_path configs/demo.json --optim adamw --assist_in_averaging
 
-Without other flags it welcomes others onto the DHT, relays for peers behind firewalls, and follows the learning curve
-as the monitor does. --assist_in_averaging: it also averages for the others, without gradients of its own; trainers in
-client mode need one peer that does, and can join late through it. --store_checkpoints: it keeps the swarm's
-states, and uploads them with --repo_url. These two need the trainers' model, optimizer and averaging flags,
-which it takes over from --initial_peers where they are not given.
+Without other flags it connects new peers to the DHT, relays for peers behind firewalls, and reports the learning curve
+like the monitor. With --assist_in_averaging it also averages for other peers, without gradients of its own. Trainers in
+client mode need one such peer, and can join late through it. With --store_checkpoints it saves the swarm's states, and
+uploads them with --repo_url. These two flags need the trainers' model, optimizer and averaging flags, which it loads
+from --initial_peers by default.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger("aux")
 
 
 def main(*groups) -> None:
-    """:param groups: instances of GROUPS"""
+    """Run the auxiliary peer with instances of GROUPS."""
     _, args, *_ = groups
     setup_logging("aux")
     if args.logging_dir:

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""The monitor: first peer of a run. Welcomes others onto the DHT, follows the learning curve, can save checkpoints.
+"""The monitor: the first peer of a run. It connects new peers to the DHT, reports the learning curve and can save
+checkpoints.
 
-Start it on a machine that others can reach, and give its --initial_peers line to whoever joins:
+Start it on a machine that others can reach, and send its --initial_peers line to new peers:
 
     python run_training_monitor.py --experiment_prefix my_albert --host_maddrs /ip4/0.0.0.0/tcp/31337 \\
         --identity_path monitor.id
@@ -10,12 +11,12 @@ On one machine, to try it out:
 
     python run_training_monitor.py --experiment_prefix tiny --host_maddrs /ip4/127.0.0.1/tcp/0 --refresh_period 2
 
-It reads what the trainers publish, signed, after each epoch, and writes to --output_dir: metrics.jsonl (one line per
-epoch, and another if a trainer's evaluation comes later), learning_curve.png, and at the end (Ctrl-C) summary.json.
-With --store_checkpoints it also downloads the swarm's state every few epochs and saves it; it then needs the trainers'
-model, optimizer and averaging flags. Whatever of these it is given it tells newcomers, who need not give them.
+It reads the signed metrics that trainers publish after each epoch. It writes to --output_dir: metrics.jsonl (one line
+per epoch, another for a later evaluation), learning_curve.png, and at the end (Ctrl-C) summary.json.
+With --store_checkpoints it also downloads and saves the swarm's state every few epochs. It then needs the trainers'
+model, optimizer and averaging flags, and sends those that it has to new peers, which need not set them.
 
-To watch a swarm from any terminal, as a reader that leaves no trace; and to plot what a monitor has written:
+To watch a swarm from any terminal without joining it, and to plot the metrics of a monitor:
 
     python run_training_monitor.py --watch --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
     python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
@@ -46,9 +47,9 @@ logger = logging.getLogger("monitor")
 
 
 def print_how_to_join(swarm: Swarm, flags: str) -> None:
-    """Print, for copy and paste, the addresses of this peer and a trainer's command that uses them.
+    """Print the addresses of this peer and a trainer's command that uses them.
 
-    :param flags: that all peers of the run must share
+    :param flags: the flags that must match on all peers
     """
     maddrs = swarm.list_maddrs()
     peers, command = " ".join(maddrs), format_join(swarm.prefix, maddrs, flags, swarm.dht.membership is not None)
@@ -58,7 +59,7 @@ def print_how_to_join(swarm: Swarm, flags: str) -> None:
 
 
 def plot(file: str, output_dir: str, prefix: str) -> None:
-    """Draw the curves of the run that --output_dir has the metrics of."""
+    """Plot the metrics in --output_dir."""
     path = Path(output_dir) / "metrics.jsonl"
     try:
         history = load_history(path, prefix)
@@ -74,13 +75,13 @@ def plot(file: str, output_dir: str, prefix: str) -> None:
 
 
 def main(*groups) -> None:
-    """:param groups: instances of GROUPS"""
+    """Run the monitor with instances of GROUPS."""
     swarm, args, *_ = groups
     setup_logging("monitor", args.logging_dir)
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
-    if args.watch:  # it is another peer than the monitor, whose file it may have been given
+    if args.watch:  # its peer id must differ from the monitor's, even if both have the same --identity_path
         groups = dataclasses.replace(swarm, identity_path=None), *groups[1:]
     membership, groups = begin(groups)
     if args.watch:

@@ -1,27 +1,27 @@
 #!/usr/bin/env python
-"""Turn text into a tokenized dataset on disk for run_trainer.py, and save the tokenizer that made it.
+"""Tokenize text into a dataset on disk for run_trainer.py, and save the tokenizer.
 
 The real experiment (WikiText-103 and the tokenizer of albert-large-v2, both from the Hugging Face Hub; about ten
 minutes on one core):
 
     python tokenize_wikitext103.py
 
-Without the Hub, in seconds, from the sample included in this repository; and from text of your own:
+From the sample in this repository (no Hub, takes seconds), or from your own text:
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python tokenize_wikitext103.py --text_files a.txt b.txt.gz c.jsonl --train_tokenizer --vocab_size 8000
 
-Instances are pairs of segments, half of them swapped, for ALBERT (--objective mlm_sop, the default), or full blocks:
-mlm, for BERT, RoBERTa and similar models; clm, for GPT-2, Llama and similar ones:
+A sequence is a pair of segments, half of them swapped, for ALBERT (--objective mlm_sop, the default), or a full block:
+mlm for BERT, RoBERTa and similar models; clm for GPT-2, Llama and similar models:
 
     python tokenize_wikitext103.py --objective clm --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
 
-With --archive NAME.tar.gz it also packs both, for volunteers who fetch them (see text/fetch.py); if both exist already,
-it does only that.
+With --archive NAME.tar.gz it also packs both for volunteers to download (see text/fetch.py). If both exist already, it
+only packs them.
 
-Writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which describes
-it. Both appear complete or not at all. All of it, the tokenizer included, depends on text and flags only, not on
---num_proc.
+It writes --tokenizer_path, then --dataset_path: a DatasetDict of train and validation, and corpus.json, which describes
+it. Both appear complete or not at all. The result, including the tokenizer, depends only on the text and the flags, not
+on --num_proc.
 """
 
 import contextlib
@@ -47,12 +47,12 @@ def main():
     (args,) = parse_arguments(TokenizeArguments, description=__doc__)
     tokenizer_path, dataset_path = Path(args.tokenizer_path), Path(args.dataset_path)
     kind = KINDS[args.objective]
-    # a second dataset for the tokenizer of the first one: it stays where it is
+    # a second dataset for an existing tokenizer, which stays in its folder
     is_tokenizer_kept = not args.train_tokenizer and Path(args.tokenizer).resolve() == tokenizer_path.resolve()
     if args.archive:
         check_archive(Path(args.archive), args)
         if dataset_path.is_dir() and tokenizer_path.is_dir() and not args.text_files and not args.train_tokenizer:
-            print(f"{dataset_path} and {tokenizer_path} are there already, and are packed as they are")
+            print(f"{dataset_path} and {tokenizer_path} exist already: packing them unchanged")
             return make_archive(dataset_path, tokenizer_path, args)
     check_targets(tokenizer_path, dataset_path, is_tokenizer_kept)
     load_sentence_splitter(args.language, args.sentence_splitter)
@@ -72,11 +72,11 @@ def main():
                 cure = "--train_tokenizer, or --tokenizer with a folder"
                 tokenizer = load_tokenizer(args.tokenizer, kind, args.cache_dir, cure)
             tokenizer.save_pretrained(unfinished_tokenizer)
-            # what the peers will load is what tokenizes
+            # tokenize with the saved files, which the peers will load
             tokenizer = load_tokenizer(unfinished_tokenizer, kind)
 
         corpus = make_dataset(source, splits, tokenizer, unfinished_dataset, args)
-        with LAST_ACT:  # both or none
+        with LAST_ACT:  # write both or none
             try:
                 if not is_tokenizer_kept:
                     unfinished_tokenizer.rename(tokenizer_path)
@@ -88,16 +88,16 @@ def main():
 
     instances, tokens = corpus["instances"], corpus["tokens"]
     print(
-        f"wrote {instances['train']:,} instances ({tokens['train']:,} tokens) for training and "
+        f"wrote {instances['train']:,} sequences ({tokens['train']:,} tokens) for training and "
         f"{instances['validation']:,} ({tokens['validation']:,}) for validation to {dataset_path}\n"
-        f"the tokenizer of {corpus['vocab_size']:,} pieces is in {tokenizer_path}; unigram entropy "
+        f"the tokenizer of {corpus['vocab_size']:,} tokens is in {tokenizer_path}; unigram entropy "
         f"{corpus['unigram_entropy']:.2f} nats: the loss of a model that knows only word frequencies"
     )
     if args.archive:
         make_archive(dataset_path, tokenizer_path, args)
     paths = f"--dataset_path {shlex.quote(args.dataset_path)} --tokenizer_path {shlex.quote(args.tokenizer_path)}"
     print(
-        "next, with --initial_peers ADDRESS to join a run, or --experiment_prefix NAME to begin one:\n"
+        "next, with --initial_peers ADDRESS to join a run, or --experiment_prefix NAME to start one:\n"
         f"python run_trainer.py {paths} --objective {args.objective}"
     )
 
@@ -112,14 +112,14 @@ def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: b
 
 
 def load_splits(args: TokenizeArguments) -> tuple[str, dict[str, list[list[str]]]]:
-    """(where the text is from, {"train": documents, "validation": documents}); a document is a list of paragraphs."""
+    """Return the name of the text's source, and the documents of each split, which are lists of paragraphs."""
     if args.text_files:
         source = ", ".join(Path(path).name for path in args.text_files)
         documents = [document for path in args.text_files for document in read_documents(path, args.text_column)]
     elif args.corpus == "sample":
         source, documents = SAMPLE_CORPUS.name, split_chapters(read_text(SAMPLE_CORPUS))
     else:
-        # raw: the other one has <unk> for words that any subword tokenizer can spell
+        # raw, because the other version replaces rare words by <unk>
         name = ["Salesforce/wikitext", "wikitext-103-raw-v1"]
         return load_hub_splits(name, "text", args.cache_dir, "--corpus sample or --text_files")
     if not documents:

@@ -1,18 +1,18 @@
-"""What one hostile peer does to three honest trainers: a swarm for each kind of attack, and one without any.
+"""Measure the damage of one malicious peer to three trainers: a swarm for each kind of attack, and one without.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/attacks.py
     python benchmarks/attacks.py --attacks nan huge --epochs 12
     python benchmarks/attacks.py --closed
 
-With --closed the run is for members alone, which the honest peers are, and the attacker is a stranger; where it would
-take part in rounds, it shows an invitation that it has forged.
+With --closed the run is closed and the attacker is not a member. If the attack is on rounds, it uses a forged
+invitation.
 
 Real processes on loopback: a monitor, three trainers of the demo model, and after some epochs hostile_peer.py, which
 describes the kinds. Weights, data order and batches per epoch are the same with and without it; batches are paced
 (paced_trainer.py), so that a fourth trainer takes no time from the others. A kind takes about a minute, all of them
 half an hour. What a row says:
-    acts       how often the attacker did what it is there for; an attack that never came to pass harms nobody
+    acts       how often the attacker did what it is there for; an attack that did not happen does no harm
     epochs     that the honest trainers have reached, of those asked for
     averaged   epochs since the attack that all honest trainers averaged together, of those reached
     loss       validation loss of the worst honest model at the end (the undisturbed swarm's at the same epoch)
@@ -63,10 +63,10 @@ from utils import RecordValidator, find_peer_id
 HONEST, PACE, BATCH_SIZE = 3, 0.4, 8  # trainers, and seconds per batch of each
 PATIENCE = 2.0  # times the usual time that the epochs after the attack may take
 START_SECONDS, END_SECONDS = 300.0, 30.0
-NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5")  # attacks on who joins
+NEWCOMERS = ("donor", "endless", "plain_value", "contracts_5")  # attacks on joining peers
 PAIRS = ("pair_ahead",)  # attacks of two peers
 EARLY = ("contract_first",)  # before any trainer is there
-MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # whose memory is of interest
+MEMORY = {"endless": "newcomer", "ask_60": "trainer0"}  # peers with measured memory
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 5 --total_steps 1000000 "
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --target_batch_size 160 "
@@ -76,7 +76,7 @@ TITLES = "attack | acts | epochs | averaged | loss | kept | longest | apart | ex
 
 
 class Swarm:
-    """A monitor and honest trainers, what has joined them, and what they have written."""
+    """A monitor, honest trainers, the peers that joined them, and their files."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, identities: Path):
         self.args, self.folder, self.identities = args, folder, identities
@@ -125,7 +125,7 @@ class Swarm:
         return self.start(name, "benchmarks/paced_trainer.py", PACE, *flags)
 
     def read_history(self, name: str) -> list[dict]:
-        """Of a trainer: a line for each epoch."""
+        """Return the history of a trainer: one line per epoch."""
         return self.read_json_lines(f"{name}/history.jsonl")
 
     def read_json_lines(self, name: str) -> list[dict]:
@@ -143,7 +143,7 @@ class Swarm:
         wait_until(have_all, START_SECONDS, f"epoch {epoch} of all honest trainers, see {self.folder}")
 
     def end_honest(self) -> list[int | None]:
-        """The exit codes, after Ctrl-C where they have not ended; None: not even then."""
+        """Stop the honest trainers by Ctrl-C, and return their exit codes, or None for a trainer that does not stop."""
         for script in self.honest:
             if script.process.poll() is None:
                 script.process.send_signal(signal.SIGINT)
@@ -153,7 +153,7 @@ class Swarm:
         return [script.process.poll() for script in self.honest]
 
     def end(self) -> None:
-        """The others, which need not end well."""
+        """Stop the other peers, whose exit codes do not matter."""
         for script in reversed(self.scripts):
             if script.process.poll() is None:
                 script.process.send_signal(signal.SIGINT)
@@ -161,7 +161,7 @@ class Swarm:
                     script.wait(10)
 
     def kill(self) -> None:
-        """Whatever happens, nothing is left behind; also where Ctrl-C is pressed twice."""
+        """Kill all processes, even if Ctrl-C is pressed twice."""
         numbers = (signal.SIGINT, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         for script in self.scripts:
@@ -174,7 +174,7 @@ def list_honest() -> list[str]:
 
 
 class Judge:
-    """Measures models on the validation split, all in the same way."""
+    """The validation loss of models, measured the same way for all."""
 
     def __init__(self, args: argparse.Namespace):
         torch.set_num_threads(1)  # others compute too
@@ -195,7 +195,7 @@ class Judge:
             return evaluate(self.model, self.batches, torch.device("cpu"))["loss"]
 
     def learn_usual(self, folder: Path) -> None:
-        """From the checkpoints of the undisturbed swarm."""
+        """Measure the checkpoints of the undisturbed swarm."""
         for path in folder.glob("checkpoint-*"):
             self.losses[int(path.name.split("-")[1])] = self.measure(path)
 
@@ -205,7 +205,7 @@ class Judge:
 
 @dataclasses.dataclass
 class Course:
-    """What has become of a swarm."""
+    """The outcome of a swarm."""
 
     swarm: Swarm
     codes: list[int | None]  # exit codes of the honest trainers
@@ -225,13 +225,13 @@ class Course:
 
 
 def find_peer(script: Script) -> str:
-    """The id of the peer that a script runs."""
+    """Return the peer id of a script."""
     match = re.search(r'(?:parameters, peer |"peer": ")(\w+)', script.text)
     return match[1] if match else "nobody"
 
 
 def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identities: Path, seconds: float) -> Course:
-    """One swarm from its start to its end.
+    """Run one swarm from start to end.
 
     :param kind: of the attack; None: none
     :param seconds: at most, for the epochs after the attack
@@ -270,7 +270,7 @@ def run_swarm(args: argparse.Namespace, kind: str | None, folder: Path, identiti
 
 
 def watch(course: Course, kind: str | None) -> None:
-    """Note when the attack begins, let a newcomer come, measure memory."""
+    """Record the start of the attack, start a new peer, and measure memory."""
     swarm = course.swarm
     is_there = course.attacker and (course.acts or "first samples" in course.attacker.text)
     if kind in NEWCOMERS and is_there and not course.newcomer:
@@ -310,7 +310,7 @@ def find_longest(course: Course, usual: float) -> tuple[float, float]:
 
 
 def describe_weights(folders: list[Path]) -> str:
-    """The largest difference between two models, or which of them are not finite."""
+    """Return the largest difference between two models, or the models that are not finite."""
     models = {folder.parent.name: load_file(folder / "model.safetensors") for folder in folders}
     broken = [name for name, model in models.items() if not all(tensor.isfinite().all() for tensor in model.values())]
     if broken:
@@ -320,7 +320,7 @@ def describe_weights(folders: list[Path]) -> str:
 
 
 def count_rounds(course: Course) -> str:
-    """Epochs since the attack that all honest trainers have averaged together."""
+    """Count the epochs since the attack that all honest trainers averaged together."""
     since = [
         {line["epoch"]: line["averaged_with"] for line in lines if line["time"] > (course.began or 0)}
         for lines in course.swarm.histories()
@@ -365,7 +365,7 @@ def describe_notes(kind: str | None, course: Course) -> str:
 
 
 def describe(kind: str | None, course: Course, judge: Judge, usual: float) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     swarm, logs = course.swarm, [script.text for script in course.swarm.honest]
     epochs = [lines[-1]["epoch"] if lines else 0 for lines in swarm.histories()]
     folders = [path for name in list_honest() if (path := swarm.folder / name / "model").exists()]

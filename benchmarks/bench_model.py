@@ -1,4 +1,4 @@
-"""What a model keeps for the backward pass and what a step takes: LeanALBERT beside transformers' ALBERT, in one run.
+"""Measure the memory and time of a step: LeanALBERT compared with transformers' ALBERT.
 
     python benchmarks/bench_model.py                            # the yardstick, a minute on two cores
     python benchmarks/bench_model.py --shape albert-large --batch_size 1
@@ -81,7 +81,7 @@ def make_batch(vocab_size: int, batch_size: int, device: str) -> dict[str, torch
 
 
 def measure_kept(run_forward, model: torch.nn.Module) -> int:
-    """Bytes that autograd keeps after a forward pass, parameters apart."""
+    """Return the bytes that autograd keeps after a forward pass, without parameters."""
     parameters = {param.untyped_storage().data_ptr() for param in model.parameters()}
     kept = {}
 

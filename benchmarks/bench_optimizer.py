@@ -29,7 +29,7 @@ NUMBERS = 2**22
 
 
 def measure(*functions: Callable[[], object]) -> list[float]:
-    """Median milliseconds of the processor that each takes; they take turns."""
+    """Return the median CPU milliseconds of each function, called in turn."""
     times = [[] for _ in functions]
     for _ in range(TURNS + 1):
         for function, own in zip(functions, times, strict=True):
@@ -56,7 +56,7 @@ def measure_steps() -> None:
 
 
 def measure_quantizers() -> None:
-    """Ours against the kernels of both libraries, with the same blocks and nearly the same values."""
+    """Compare our quantizer with both libraries, with the same blocks and nearly the same values."""
     tensor = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0)) * 1e-3
     quantizer = DynamicQuantizer(signed=True)
     pairs = {"ours": (lambda: quantizer.quantize(tensor), lambda parts: quantizer.dequantize(*parts))}

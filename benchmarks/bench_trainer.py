@@ -1,4 +1,4 @@
-"""Samples per second of the trainer, alone and in a swarm of two, beside a plain loop and transformers' Trainer.
+"""Samples per second of the trainer, alone and in a swarm of two, compared with a plain loop and transformers' Trainer.
 
     pip install accelerate                                    # for transformers' Trainer; without: --no_transformers
     python benchmarks/bench_trainer.py --families bert albert --turns 3
@@ -10,7 +10,7 @@ calls an epoch, clipped, AdamW. They take turns, each in processes of its own, o
 
     plain           a loop of thirty lines, see run_plain
     transformers    transformers.Trainer, with the same forward pass, which computes logits at labels alone
-    one             run_trainer.py, without anybody else
+    one             run_trainer.py as the only peer
     two             two of them in one swarm: what each of them computes. On one GPU they share it.
 
 The plain loop chooses, at its first turn, how many samples take --epoch_seconds, and how many batches a step of a
@@ -103,7 +103,7 @@ class Meter:
         self.tokens += batch["input_ids"].numel() if mask is None else int(mask.sum())
 
     def end_epoch(self, waited: float) -> bool:
-        """Whether that was the last one.
+        """Return whether that was the last epoch.
 
         :param waited: seconds for data since the end before
         """
@@ -272,7 +272,7 @@ def run_transformers(args: argparse.Namespace) -> None:
 
 
 def run_child(args: argparse.Namespace, way: str, own: dict) -> dict:
-    """What a process of this script has measured."""
+    """Run a process of this script, and return its measurements."""
     words = [f"--{name}={value}" for name, value in own.items()]
     command = [sys.executable, __file__, *sys.argv[1:], *words, "--way", way]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -315,7 +315,7 @@ def read_lines(folder: Path) -> list[dict]:
 
 
 def run_swarm(args: argparse.Namespace, own: dict, count: int) -> dict:
-    """The mean of these trainers over --epochs in which all have taken part."""
+    """Return the mean of these trainers over --epochs with all of them."""
     prefix = f"benchmark_{uuid.uuid4().hex[:8]}"
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         folders = [Path(name) / str(number) for number in range(count)]
@@ -352,7 +352,7 @@ def run_swarm(args: argparse.Namespace, own: dict, count: int) -> dict:
 
 
 def count_cpu_seconds(processes: list[subprocess.Popen]) -> float:
-    """That these trainers and all their helpers have used so far."""
+    """Return the CPU seconds of these trainers and all their helpers so far."""
     total = 0.0
     for process in processes:
         trainer = psutil.Process(process.pid)
@@ -364,7 +364,7 @@ def count_cpu_seconds(processes: list[subprocess.Popen]) -> float:
 
 
 def in_rounds(line: dict) -> float:
-    """Share of an epoch that went into waiting for a group and averaging."""
+    """Return the share of an epoch spent in matchmaking and averaging."""
     return (line["waiting_seconds"] + line["averaging_seconds"]) / line["epoch_seconds"]
 
 

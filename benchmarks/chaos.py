@@ -1,4 +1,4 @@
-"""What faults cost a swarm: trainers that are killed, frozen, cut off and restarted, by a schedule that a seed decides.
+"""Measure the cost of faults: trainers are killed, frozen, cut off and restarted, on a schedule that depends on a seed.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/chaos.py --minutes 10
@@ -87,18 +87,18 @@ class Trainer:
             (self.folder / "history.jsonl").rename(self.folder / f"history-{len(self.runs) - 1}.jsonl")
 
     def read_history(self) -> list[dict]:
-        """The lines of the run that is going on."""
+        """Return the history of the current run."""
         path = self.folder / "history.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def histories(self) -> list[tuple[dict, list[dict]]]:
-        """Each run and its lines."""
+        """Return each run with its history."""
         return [(run, run["history"] if run["ended"] else self.read_history()) for run in self.runs]
 
 
 class Chaos:
-    """The swarm, what was done to it and when."""
+    """The swarm, its faults and their times."""
 
     def __init__(self, args: argparse.Namespace, net: netlab.Net | None, folder: Path):
         self.args, self.net, self.folder = args, net, folder
@@ -145,7 +145,7 @@ class Chaos:
         return self.net.prefix(name) if self.net else []
 
     def kill(self) -> None:
-        """Whatever happens, nothing is left behind."""
+        """Kill all processes."""
         for script in [self.monitor, *(trainer.script for trainer in self.trainers)]:
             script.kill()
 
@@ -181,7 +181,7 @@ class Chaos:
             trainer.look()
             if trainer.has_died():
                 code = trainer.script.process.returncode
-                if code == 2:  # a mistake of the user's, which another start repeats
+                if code == 2:  # a user error, which a restart would repeat
                     sys.exit(trainer.script.text.strip().splitlines()[-1])
                 self.say(f"{trainer.name} ended by itself with {code}, see {trainer.script.log}; it is started again")
                 self.events.append(dict(time=time.time(), kind="death", names=[trainer.name], until=time.time()))
@@ -259,7 +259,7 @@ class Chaos:
 
 
 def overlap(a: list[float], b: list[float]) -> float:
-    """Seconds that two intervals share."""
+    """Return the seconds that two intervals share."""
     return max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
@@ -315,7 +315,7 @@ def count_reached(trainers: list[Trainer], phase: list[float]) -> float:
 
 
 def throughput(trainers: list[Trainer], phase: list[float], epoch_seconds: float) -> float:
-    """Samples per second and live trainer."""
+    """Return the samples per second and live trainer."""
     live = sum(overlap(i, phase) for t in trainers for i in live_intervals(t, phase[1], epoch_seconds))
     return count_reached(trainers, phase) / live
 
@@ -387,7 +387,7 @@ def find_recovery(chaos: Chaos, event: dict, end: float, epoch_seconds: float) -
 
 
 def largest_difference(folders: list[Path]) -> float:
-    """Between any two trainers' weights."""
+    """Return the largest difference between any two trainers' weights."""
     first, *others = [load_file(folder / "model" / "model.safetensors") for folder in folders]
     return max((first[key] - other[key]).abs().max().item() for other in others for key in first)
 
@@ -460,7 +460,7 @@ def report(chaos: Chaos, phases: dict[str, list[float]]) -> dict:
 
 
 def measure_memory(chaos: Chaos) -> dict[str, float]:
-    """MB (PSS) of each role."""
+    """Return the memory of each role, in MB (PSS)."""
     scripts = {"monitor": chaos.monitor, **{trainer.name: trainer.script for trainer in chaos.trainers}}
     return {role: sum(mb for mb, _ in measure_processes(script).values()) for role, script in scripts.items()}
 

@@ -1,4 +1,4 @@
-"""What it costs an honest peer to check what the others of a round send: processor time with and without it.
+"""Measure the CPU time of a peer with and without the checks of the other peers' data in a round.
 
     OMP_NUM_THREADS=1 python benchmarks/checks.py
     OMP_NUM_THREADS=1 python benchmarks/checks.py --millions 60 --peers 8
@@ -56,7 +56,7 @@ def take_back(gradient: torch.Tensor, peers: int, is_guarded: bool) -> None:
 
 
 def measure(function) -> float:
-    """Median seconds of the processor."""
+    """Return the median CPU seconds."""
     times = []
     for _ in range(TURNS):
         start = time.process_time()

@@ -1,4 +1,4 @@
-"""Whether a swarm learns what one process learns from the same batches: real scripts, one curve for each way to train.
+"""Compare the learning curve of a swarm with that of one process on the same batches, with the real scripts.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     OMP_NUM_THREADS=1 python benchmarks/fidelity.py --picture fidelity.png

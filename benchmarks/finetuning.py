@@ -1,4 +1,4 @@
-"""Is pretraining worth it? A task of the sample corpus, learned by models that have read before, and that have not.
+"""Measure the gain of pretraining: a task of the sample corpus, for pretrained models and for random weights.
 
     python demo.py --config_path configs/lean-demo.json
     python benchmarks/finetuning.py --models demo_output/trainer1/model
@@ -71,7 +71,7 @@ def write_task(folder: Path, train_size: int, validation_size: int, seed: int) -
 
 
 def make_twin(model: Path, folder: Path) -> None:
-    """A model of the same shape and tokenizer that has read nothing."""
+    """Save a model of the same shape and tokenizer with random weights."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
     transformers.AutoModel.from_config(config, trust_remote_code=False).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The attackers of hostile_peer.py that train nothing: a stranger stores what anybody may store, and asks for much."""
+"""The attackers of hostile_peer.py without training: untrusted peers that store records and send many requests."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Whether trainers that start one after another next to other work average together: swarm after swarm, a line each.
+"""Check that trainers average together if they start one after another on a busy machine: one line per swarm.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/starts.py --starts 40 --load 12

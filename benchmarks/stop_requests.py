@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments of the first seconds of a trainer, a monitor and an auxiliary peer: do they end well?
+"""Send Ctrl-C to a trainer, a monitor and an auxiliary peer at random moments of their first seconds.
 
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python benchmarks/stop_requests.py --moments 40 --load 4

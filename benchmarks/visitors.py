@@ -1,4 +1,4 @@
-"""What visitors cost a run's page: slow ones, which hold a connection and send a byte a second, and open pages.
+"""Measure the load of a status page: slow visitors, which send a byte a second, and open pages.
 
     python benchmarks/visitors.py --port 8080 --pid PID_OF_THE_MONITOR --slow 500 --pages 200
 

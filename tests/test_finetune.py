@@ -609,7 +609,7 @@ def change_shape(folder: Path) -> None:
         (give_other_tokenizer, ["pieces", "its tokenizer", "do not belong together"]),
         (rename_weights, ["no weights for", "albert.embeddings.word_embeddings.weight"]),
         (change_shape, ["weights", "cannot be loaded"]),
-        (lambda folder: (folder / "state.pth").write_bytes(b"no state"), ["tokenizer/tokenizer.json", "beside it"]),
+        (lambda folder: (folder / "state.pth").write_bytes(b"no state"), ["tokenizer/tokenizer.json", "get it"]),
         (shutil.rmtree, ["no config.json"]),
     ],
     ids=[
@@ -644,7 +644,7 @@ def test_wrong_old_checkpoints(old_checkpoint, tmp_path, capsys):
     (old_checkpoint / "state.pth").write_bytes(b"no state")
     assert "holds no state" in refuse(finetune_mlm, capsys, *flags)
     (old_checkpoint / "config.json").unlink()
-    assert "config.json beside it" in refuse(finetune_mlm, capsys, *flags)
+    assert "config.json: get it" in refuse(finetune_mlm, capsys, *flags)
     assert not (tmp_path / "run").exists()
 
 
