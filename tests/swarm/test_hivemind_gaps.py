@@ -100,13 +100,13 @@ def test_a_group_waits_for_a_fixed_number_of_peers():
 
 
 def test_dead_peers_count_until_their_records_expire():
-    """Note 22; ProgressTracker.mark_unresponsive."""
+    """Note 22; PeerTracker.mark_unresponsive."""
     fetch = inspect.getsource(ProgressTracker._progress_fetcher)
     assert "ping" not in fetch and "ping" not in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
 
 
 def test_a_newcomer_is_silent_until_it_has_computed_something():
-    """ProgressTracker.announce."""
+    """PeerTracker.announce."""
     assert "samples_accumulated > 0" in inspect.getsource(ProgressTracker._progress_reporter)
 
 
@@ -218,7 +218,7 @@ def test_a_step_is_told_to_stop_before_it_is_cancelled():
 
 
 def test_progress_is_locked_while_the_dht_is_asked():
-    """Note 71; ProgressTracker._progress_fetcher."""
+    """Note 71; PeerTracker reads without a lock."""
     locked = inspect.getsource(ProgressTracker._progress_fetcher).split("self.lock_global_progress")[1]
     assert "await _fetch_progress_unless_shutdown_triggered()" in locked
 
@@ -285,7 +285,7 @@ def test_clients_give_no_state():
 
 
 def test_the_epochs_of_clients_do_not_count():
-    """ProgressTracker._parse_swarm_progress_data: nor would clients alone ever go on together."""
+    """PeerTracker counts them: otherwise, clients alone would never step together."""
     assert "if not peer.client_mode" in inspect.getsource(ProgressTracker._parse_swarm_progress_data)
 
 
@@ -336,7 +336,7 @@ def test_an_answer_to_a_question_that_was_just_given_up_leaves_nobody_deaf():
 
 
 def test_iterators_of_the_standard_library_are_not_recognised_in_requests():
-    """The import of AsyncIterator in swarm/averager.py: a stream would be taken for a single message."""
+    """The import of AsyncIterator in swarm/state_server.py: a stream would be taken for a single message."""
     from collections.abc import AsyncIterator
 
     assert hivemind.p2p.ServicerBase._strip_iterator_hint(AsyncIterator[int]) == (AsyncIterator[int], False)
