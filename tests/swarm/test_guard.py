@@ -206,7 +206,7 @@ def test_one_of_four_cannot_bend_a_round(start, kind):
             low = 0.1 if kind == "zeros" else 0.98  # its share of the samples is all that it takes
             assert -1.02 * epoch <= lines[epoch]["parameter"][0] <= lines[epoch]["parameter"][2] <= -low * epoch
         steps = [lines[before + 3]["parameter"][i] - lines[before + 2]["parameter"][i] for i in range(3)]
-        assert steps == pytest.approx([-1] * 3)
+        assert steps == pytest.approx([-1] * 3, rel=1e-5)
         assert set(re.findall(r"peer (\w+) .*: no rounds with it", peer.text)) <= {hostile}
         peer.interrupt()
         peer.assert_clean_end()
