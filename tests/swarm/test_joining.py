@@ -95,6 +95,6 @@ def test_bandwidth_is_measured_against_an_initial_peer(start, net, tmp_path):
     measurer = start("home", "-c", MEASURER, prefix, f"/ip4/{net.ip('home')}/tcp/0", address, prefix=net.prefix("home"))
     assert measurer.wait(60) == 0, measurer.text
     measured = json.loads(measurer.text.splitlines()[-1])
-    assert 5 <= measured <= 21  # on a busy machine less than the connection has
+    assert 10 <= measured <= 21
     alone = run_python("-c", MEASURER, prefix, LOOPBACK[1])
     assert json.loads(alone.stdout) == 100.0
