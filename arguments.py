@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal
 
-from support.console import UserError
-from support.flags import check_exclusive, check_needs, check_order, check_range, check_username, flag, parse_flags
-from support.hub import make_repo_id
+from common.console import UserError
+from common.flags import check_exclusive, check_needs, check_order, check_range, check_username, flag, parse_flags
+from common.hub import make_repo_id
 
 OBJECTIVES = Literal["mlm", "mlm_sop", "clm"]
 
@@ -495,7 +495,7 @@ class TrainerArguments(PrecisionArguments):
 
 @dataclass
 class ReportArguments:
-    """Reports on the whole swarm. Read by viewing/report.py."""
+    """Reports on the whole swarm. Read by monitoring/report.py."""
 
     refresh_period: float = flag(30, "Seconds between two checks of the swarm's metrics.")
     report_to: Literal["trackio", "wandb", "none"] = flag(
@@ -548,7 +548,7 @@ class AuxPeerArguments(ReportArguments):
 
 @dataclass
 class ArchiveArguments:
-    """Checkpoints and uploads of the swarm's state. Read by viewing/archive.py, for monitor and auxiliary peers."""
+    """Checkpoints and uploads of the swarm's state. Read by monitoring/archive.py, for monitor and auxiliary peers."""
 
     store_checkpoints: bool = flag(False, "Save the swarm's state. Needs trainers' model, optimizer, averaging flags.")
     save_checkpoint_step_interval: int = flag(

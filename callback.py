@@ -22,8 +22,20 @@ from pydantic.v1 import ValidationError
 from tqdm import tqdm
 
 from arguments import SAMPLE_TEXT
+from common.console import UserError, fit_terminal, format_count, format_duration, format_number
+from common.files import append_line, read_json_lines, write_file
 from experiment.data import make_eval_batches
-from machine.checkpoint import (
+from monitoring.dashboards import Dashboard, start_trainer_dashboard
+from monitoring.history import Contributions, History, describe_swarm
+from monitoring.page import StatusServer
+from monitoring.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
+from swarm.contract import parse_schedule
+from swarm.joining import Swarm
+from swarm.local_steps import at_anchor
+from swarm.optimizer import CollaborativeOptimizer
+from swarm.optimizer_state import list_params
+from swarm.processes import STOP_REQUESTED
+from training.checkpoint import (
     CheckpointError,
     apply_state,
     collect_state,
@@ -32,18 +44,10 @@ from machine.checkpoint import (
     save_model,
     write_readme,
 )
-from machine.devices import all_finite, is_out_of_memory
-from machine.page_client import format_join
-from machine.preflight import check_epoch_time, check_step_time, warn_of
-from machine.training import evaluate
-from support.console import UserError, fit_terminal, format_count, format_duration, format_number
-from support.files import append_line, read_json_lines, write_file
-from swarm.contract import parse_schedule
-from swarm.joining import Swarm
-from swarm.local_steps import at_anchor
-from swarm.optimizer import CollaborativeOptimizer
-from swarm.optimizer_state import list_params
-from swarm.processes import STOP_REQUESTED
+from training.devices import all_finite, is_out_of_memory
+from training.model import evaluate
+from training.page_client import format_join
+from training.preflight import check_epoch_time, check_step_time, warn_of
 from utils import (
     MAX_WORKERS,
     ContributorRegistry,
@@ -57,10 +61,6 @@ from utils import (
     make_worker_key,
     perplexity,
 )
-from viewing.dashboards import Dashboard, start_trainer_dashboard
-from viewing.history import Contributions, History, describe_swarm
-from viewing.page import StatusServer
-from viewing.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
 
 logger = logging.getLogger("trainer")
 
@@ -503,7 +503,7 @@ class CollaborativeCallback:
         return all_finite(tensor for tensor in self.state_tensors() if tensor.is_floating_point())
 
     def collect_state(self) -> dict:
-        """Return this trainer's whole state, see machine/checkpoint.py."""
+        """Return this trainer's whole state, see training/checkpoint.py."""
         counters = {**self.counters, "failed_rounds": self.optimizer.stats.failed}
         return collect_state(self.model, self.optimizer, self.arguments, self.scaler, counters)
 

@@ -27,8 +27,8 @@ import threading
 import time
 from pathlib import Path
 
-from support.console import UserError, format_count
-from support.files import lock_folder, read_json_lines
+from common.console import UserError, format_count
+from common.files import lock_folder, read_json_lines
 
 ROOT = Path(__file__).resolve().parent
 TRAINERS = ("trainer1", "trainer2")

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from arguments import FinetuneArguments, parse_arguments
-from support.console import UserError, edge, first_line, setup_logging, suggest
+from common.console import UserError, edge, first_line, setup_logging, suggest
 
 GROUPS = (FinetuneArguments,)
 
@@ -42,6 +42,7 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from common.files import lock_folder, write_file
 from experiment.optimizer import make_param_groups
 from experiment.tasks import (
     TASKS,
@@ -53,11 +54,10 @@ from experiment.tasks import (
     load_task_file,
     predict_majority,
 )
-from machine.checkpoint import save_model
 from models.build import find_longest_sequence, warn_of_weights
 from models.ruleanalbert import load_ruleanalbert
-from support.files import lock_folder, write_file
 from text.batches import group_by_length
+from training.checkpoint import save_model
 
 logger = logging.getLogger("finetune")
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from arguments import InviteArguments, SwarmArguments, parse_arguments
-from support.console import UserError, edge, format_count
+from common.console import UserError, edge, format_count
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge(interrupted="no invitation was written"):
@@ -61,7 +61,7 @@ def revoke(args: InviteArguments) -> None:
     count = Authority(args.authority_key).revoke(prefix, args.revoke)
     print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
     if args.initial_peers:
-        from machine.settings import begin
+        from training.settings import begin
 
         # sends them the new revocation list
         begin((SwarmArguments(prefix, args.initial_peers, authority_key=args.authority_key),))

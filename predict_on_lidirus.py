@@ -15,7 +15,7 @@ import logging
 from pathlib import Path
 
 from arguments import PredictArguments, parse_arguments
-from support.console import UserError, edge, first_line, setup_logging
+from common.console import UserError, edge, first_line, setup_logging
 
 GROUPS = (PredictArguments,)
 
@@ -26,6 +26,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from common.files import write_file
 from experiment.tasks import TASKS, format_predictions, load_examples
 from finetune_mlm import (
     Pretrained,
@@ -37,7 +38,6 @@ from finetune_mlm import (
     load_weights,
     predict,
 )
-from support.files import write_file
 
 logger = logging.getLogger("finetune")
 

@@ -20,15 +20,15 @@ import logging
 
 from arguments import AUX_PEER_ARGS as GROUPS
 from arguments import parse_arguments
-from support.console import edge, log_to_folder, setup_logging
+from common.console import edge, log_to_folder, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from machine.settings import begin
+from monitoring.observer import Observer
 from swarm.processes import clean_end
-from viewing.observer import Observer
+from training.settings import begin
 
 logger = logging.getLogger("aux")
 

@@ -12,9 +12,9 @@ The same on a laptop's CPU, alone, on the sample corpus:
         --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
         --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30
 
-Flags that all peers must share are inherited from --initial_peers unless they are set (machine/settings.py). The same
+Flags that all peers must share are inherited from --initial_peers unless they are set (training/settings.py). The same
 command resumes after any stop or crash: from the newest checkpoint in --output_dir, or from the swarm if that is ahead.
-With several GPUs, each has its own process, a rank, and together they are one peer (machine/ranks.py).
+With several GPUs, each has its own process, a rank, and together they are one peer (training/ranks.py).
 """
 
 import math
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from arguments import TRAINER_ARGS as GROUPS
 from arguments import parse_arguments
-from support.console import edge, setup_logging
+from common.console import edge, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
@@ -33,16 +33,12 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 import torch
 
 from callback import CollaborativeCallback
+from common.flags import describe_shared
 from experiment.data import load_data
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
-from machine.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
-from machine.feed import make_feed
-from machine.preflight import prepare_start, run_preflight
-from machine.ranks import DeviceGroup, list_gradients, start_ranks
-from machine.settings import begin, make_swarm_config, require_attested
-from machine.training import make_trained_model, move_batch
-from support.flags import describe_shared
+from monitoring.dashboards import require_wandb
+from monitoring.page import open_page
 from swarm.identity import KEY_FILE
 from swarm.joining import Swarm
 from swarm.membership import Membership
@@ -50,8 +46,12 @@ from swarm.processes import clean_end, handle_stop_signals
 from text.batches import data_seed
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
-from viewing.dashboards import require_wandb
-from viewing.page import open_page
+from training.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
+from training.model import make_trained_model, move_batch
+from training.prefetch import make_feed
+from training.preflight import prepare_start, run_preflight
+from training.ranks import DeviceGroup, list_gradients, start_ranks
+from training.settings import begin, make_swarm_config, require_attested
 
 
 def main(*groups) -> None:

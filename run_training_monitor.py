@@ -28,20 +28,20 @@ from pathlib import Path
 
 from arguments import MONITOR_ARGS as GROUPS
 from arguments import parse_arguments
-from support.console import UserError, edge, setup_logging
+from common.console import UserError, edge, setup_logging
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():
         groups = parse_arguments(*GROUPS, description=__doc__)
 
-from machine.page_client import format_join
-from machine.settings import begin
+from monitoring.curves import plot_run
+from monitoring.history import load_history
+from monitoring.observer import Observer
+from monitoring.watch import watch_swarm
 from swarm.joining import Swarm
 from swarm.processes import clean_end
-from viewing.curves import plot_run
-from viewing.history import load_history
-from viewing.observer import Observer
-from viewing.watch import watch_swarm
+from training.page_client import format_join
+from training.settings import begin
 
 logger = logging.getLogger("monitor")
 

@@ -31,9 +31,9 @@ import shutil
 from pathlib import Path
 
 from arguments import TokenizeArguments, parse_arguments
-from support.console import UserError, edge
-from support.files import unfinished_folder
-from support.signals import LAST_ACT
+from common.console import UserError, edge
+from common.files import unfinished_folder
+from common.signals import LAST_ACT
 from text.documents import load_sentence_splitter, read_documents, read_text, split_chapters
 from text.hosting import check_archive, make_archive
 from text.instances import KINDS

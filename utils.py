@@ -40,7 +40,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, StrictBool, ValidationError, confloat, conint, conlist, constr, root_validator
 
 from arguments import TRAINER_ARGS
-from support.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, list_shared
+from common.flags import MAX_SHARED, SHARED_FLAGS, USERNAME, list_shared
 
 logger = logging.getLogger("utils")
 

@@ -133,8 +133,8 @@ def prepare(args: argparse.Namespace) -> tuple:
     from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
     from experiment.data import load_data, make_train_batches
     from experiment.optimizer import make_local_optimizer, make_param_groups
-    from machine.devices import choose_devices, place_model
-    from machine.training import make_trained_model
+    from training.devices import choose_devices, place_model
+    from training.model import make_trained_model
 
     trainer_args = TrainerArguments(device=args.device, bf16=args.bf16)
     model_args = ModelArguments(args.config_path, tokenizer_path=args.tokenizer_path)
@@ -154,8 +154,8 @@ def run_plain(args: argparse.Namespace) -> None:
     import torch
 
     from experiment.objectives import compute_losses
-    from machine.feed import DeviceFeed
-    from machine.training import move_batch
+    from training.model import move_batch
+    from training.prefetch import DeviceFeed
 
     model, device, autocast, optimizer, batches = prepare(args)
     feed, meter = DeviceFeed(batches, device), Meter(args)
@@ -216,8 +216,8 @@ def run_transformers(args: argparse.Namespace) -> None:
     import transformers
 
     from experiment.objectives import compute_losses
-    from machine.feed import DeviceFeed
-    from machine.training import move_batch
+    from training.model import move_batch
+    from training.prefetch import DeviceFeed
 
     model, device, _, optimizer, batches = prepare(args)
     feed, meter = DeviceFeed(batches, device), Meter(args)

@@ -37,7 +37,7 @@ import netlab
 from chaos import LARGE
 from processes import LOOPBACK, Script, make_prefix, wait_until
 
-from viewing.curves import make_panels, save_figure
+from monitoring.curves import make_panels, save_figure
 
 LOCAL = "--local_steps 8 --local_steps_from 150"
 RUNS = ["1", "2", "4", f"4 {LOCAL}", f"4 {LOCAL} --compression sparse"]

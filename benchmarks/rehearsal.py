@@ -57,7 +57,7 @@ from chaos import LARGE, Trainer, gains, largest_difference, overlap
 from processes import LOOPBACK, Script, make_prefix, wait_until
 from soak import measure_processes
 
-from viewing.curves import make_panels, save_figure
+from monitoring.curves import make_panels, save_figure
 
 SERVER = dict(rtt_ms=10, down=1000, up=1000)
 FIBRE, CABLE = dict(rtt_ms=10, down=100, up=20), dict(down=50, up=10, loss=0.002)

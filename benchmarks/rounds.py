@@ -124,8 +124,8 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     import torch
 
     from arguments import AveragingArguments
+    from common.console import setup_logging
     from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
-    from support.console import setup_logging
     from swarm.config import SwarmConfig
     from swarm.joining import Swarm
     from swarm.optimizer import CollaborativeOptimizer

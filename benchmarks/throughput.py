@@ -40,9 +40,9 @@ def run_plain_loop(args: argparse.Namespace) -> None:
     from experiment.data import make_train_batches
     from experiment.model import make_model
     from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
-    from machine.training import move_batch
     from text.stored import load_tokenized_dataset
     from text.tokenizers import load_tokenizer
+    from training.model import move_batch
 
     tokenizer = load_tokenizer(args.tokenizer_path)
     dataset, _ = load_tokenized_dataset(args.dataset_path, tokenizer)

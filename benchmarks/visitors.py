@@ -17,7 +17,7 @@ from collections import Counter
 
 import psutil
 
-PERIOD = 5.0  # seconds between two questions of an open page, as in viewing/page.html
+PERIOD = 5.0  # seconds between two questions of an open page, as in monitoring/page.html
 
 
 async def visit(number: int, port: int):

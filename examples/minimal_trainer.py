@@ -27,7 +27,7 @@ needs beyond it. This file imports none of that:
     takes the state from one donor, unchecked                 swarm/state_download.py
     needs epochs longer than its matchmaking time             swarm/matchmaking.py
     leaves helper processes behind after kill -9              swarm/processes.py
-    saves no checkpoint and cannot resume                     machine/checkpoint.py
+    saves no checkpoint and cannot resume                     training/checkpoint.py
     shows the loss of one peer, not of the swarm              run_training_monitor.py
 
 run_trainer.py is the same loop with all of these. docs/hivemind.md has the details by number.

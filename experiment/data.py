@@ -14,8 +14,8 @@ from pathlib import Path
 from torch.utils.data import IterableDataset
 
 from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments
+from common.console import UserError
 from experiment.model import find_objective
-from support.console import UserError
 from text.batches import (
     BatchLoader,
     IndexedBatches,

@@ -14,10 +14,10 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments
+from common.console import UserError
 from experiment.objectives import OBJECTIVES, Objective, select_labelled_positions
 from models.build import build_model, is_text_alone, load_config, take_over_tokens
 from models.lean_albert import LeanAlbertForPreTraining, masked_lm_loss, to_float32
-from support.console import UserError
 
 
 class AlbertForPreTraining(transformers.AlbertForPreTraining):

@@ -16,7 +16,7 @@ import textwrap
 from collections import Counter
 
 from arguments import DataArguments, ModelArguments, parse_arguments
-from support.console import edge, make_printable
+from common.console import edge, make_printable
 
 if __name__ == "__main__":  # before the imports below, which take seconds
     with edge():

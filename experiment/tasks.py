@@ -30,7 +30,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from support.console import UserError, first_line, suggest
+from common.console import UserError, first_line, suggest
 from text.documents import read_records
 
 Span = tuple[int, int, int]  # text (0: the first one, 1: the second), first character, character after the last

@@ -16,8 +16,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from arguments import ModelArguments
-from support.console import UserError, first_line, suggest
-from support.hub import calm_transformers, hub
+from common.console import UserError, first_line, suggest
+from common.hub import calm_transformers, hub
 
 logger = logging.getLogger("model")
 

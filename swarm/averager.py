@@ -19,7 +19,7 @@ from hivemind.compression import CompressionBase
 from hivemind.p2p import PeerID
 from hivemind.utils.asyncio import as_aiter, azip
 
-from support.console import format_number
+from common.console import format_number
 from swarm.allreduce import FailFastAllReduceRunner
 from swarm.dht import format_peer_list, ping_peers
 from swarm.guard import MaliciousPeersError, RoundSettings

@@ -23,7 +23,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 
-from support.files import locked, write_file
+from common.files import locked, write_file
 from swarm.errors import SwarmError
 from utils import RecordValidator, find_peer_id
 

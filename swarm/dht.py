@@ -12,8 +12,8 @@ import numpy
 import torch
 from hivemind.p2p import P2P, PeerID
 
-from support.files import temporary_folder
-from support.signals import block_signals
+from common.files import temporary_folder
+from common.signals import block_signals
 from swarm.addresses import get_peer_id
 from swarm.attestation import RunAttestation
 from swarm.errors import SwarmError

@@ -1,6 +1,6 @@
 """Errors of the swarm that the user can fix."""
 
-from support.console import UserError
+from common.console import UserError
 
 
 class SwarmError(UserError):

@@ -176,7 +176,7 @@ class Swarm:
         listens_everywhere = any(ip is not None and ip.is_unspecified for ip in ips)
         if listens_everywhere and not self.dht.client_mode and not any(map(is_public, maddrs)):
             logger.warning(
-                f"{best} can be reached only from this {'machine' if is_local(best) else 'local network'}: for peers "
+                f"{best} can be reached only from this {'training' if is_local(best) else 'local network'}: for peers "
                 "outside, pass `announce_maddrs` /ip4/PUBLIC_IP/tcp/PORT with a port that your router forwards"
             )
 

@@ -25,7 +25,7 @@ from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.serializer import MSGPackSerializer
 
-from support.console import format_count
+from common.console import format_count
 from swarm.credentials import Authority, Invitation, MembershipCredential, parse_credential, read_revocations
 from swarm.errors import SwarmError
 from swarm.patches import replace_client

@@ -14,7 +14,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 
-from support.files import temporary_folder
+from common.files import temporary_folder
 from swarm.addresses import diagnose_unreachable, get_peer_id
 from swarm.attestation import ANSWER_TIMEOUT, RunAttestation, request_attestations, select_attesters
 from swarm.errors import SwarmError

@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_for_processes
 
-from support.console import edge
-from support.signals import begin_end, find_helpers, obey_signals, terminate_helpers, terminate_process_tree
+from common.console import edge
+from common.signals import begin_end, find_helpers, obey_signals, terminate_helpers, terminate_process_tree
 
 logger = logging.getLogger("swarm")
 

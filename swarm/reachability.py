@@ -19,7 +19,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe
 
-from support.console import format_number
+from common.console import format_number
 from swarm.addresses import diagnose_unreachable, get_host_port, get_ip, get_peer_id, is_relayed
 
 logger = logging.getLogger("reachability")

@@ -12,7 +12,7 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
-from support.console import format_count
+from common.console import format_count
 from swarm.dht import format_peer_list
 from swarm.guard import MaliciousPeersError
 from swarm.uplink import Uplink

@@ -21,7 +21,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 
-from support.console import format_number
+from common.console import format_number
 
 logger = logging.getLogger("swarm")
 

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from arguments import parse_arguments
-from support.console import UserError
+from common.console import UserError
 
 
 def run_main(module: ModuleType, *flags: object, groups: tuple[type, ...] = ()) -> None:

@@ -10,7 +10,7 @@ from conventions import MODULES
 from processes import ROOT, run_python
 
 import arguments
-from support.console import UserError
+from common.console import UserError
 
 GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)]
 FIELDS = [(group, field) for group in GROUPS for field in dataclasses.fields(group)]

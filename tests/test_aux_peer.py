@@ -17,7 +17,7 @@ from swarms import (
     stop,
 )
 
-from machine.checkpoint import find_checkpoints
+from training.checkpoint import find_checkpoints
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS  # of a gradient, uncompressed

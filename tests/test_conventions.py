@@ -95,10 +95,10 @@ def test_swarm_keeps_no_object_of_its_own_in_a_module():
 
 
 def test_swarm_knows_no_flag():
-    """It imports support/ and utils alone; its texts name settings in backquotes. Docstrings may show commands."""
+    """It imports common/ and utils alone; its texts name settings in backquotes. Docstrings may show commands."""
     for path in list_swarm():
         rooms = {name.split(".")[0] for name in find_imports(path)}
-        assert rooms <= {"support", "utils", "swarm"}, f"{path.name} imports {rooms}"
+        assert rooms <= {"common", "utils", "swarm"}, f"{path.name} imports {rooms}"
         text = re.sub(r"^    python .*(\n        .*)*", "", path.read_text(), flags=re.MULTILINE)
         assert not re.search(r"--[a-z_]{3,}|sys\.argv|argparse", text), path.name
 

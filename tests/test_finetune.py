@@ -32,6 +32,7 @@ from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassifica
 import finetune_mlm
 import predict_on_lidirus
 from arguments import FinetuneArguments
+from common.console import UserError
 from experiment.tasks import TASKS, load_examples, load_task_file
 from finetune_mlm import (
     check_tokenizer,
@@ -44,7 +45,6 @@ from finetune_mlm import (
     tune,
 )
 from models.lean_albert import RULEANALBERT_MODULES, LeanAlbertForPreTraining
-from support.console import UserError
 
 CPU = torch.device("cpu")
 PAIRS = list(enumerate(make_toy_pairs()))

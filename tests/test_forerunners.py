@@ -74,7 +74,7 @@ def test_log_lines_on_the_page_are_those_of_the_code():
     """Their constant beginnings; the swarm below logs the most important ones."""
     code = "".join(
         path.read_text()
-        for room in ("", "swarm/", "viewing/", "machine/", "text/")
+        for room in ("", "swarm/", "monitoring/", "training/", "text/")
         for path in ROOT.glob(f"{room}*.py")
     )
     for row in SECTIONS["Log lines"].splitlines()[3:]:

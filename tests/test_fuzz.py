@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from pydantic.v1 import ValidationError
 from records import make_metrics
 
-import machine.page_client
-from support.console import UserError
+import training.page_client
+from common.console import UserError
 from swarm.matchmaking import parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS
 from swarm.state_server import MAX_BLOCKS, parse_request
@@ -146,6 +146,6 @@ def test_pages_of_others_are_read_or_one_line(body):
         return body, "1.2.3.4"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine.page_client, "fetch_page", answer)
+        patch.setattr(training.page_client, "fetch_page", answer)
         with contextlib.suppress(UserError):
-            assert all(maddr.startswith("/") for maddr in machine.page_client.find_maddrs("example.org:80", "run"))
+            assert all(maddr.startswith("/") for maddr in training.page_client.find_maddrs("example.org:80", "run"))

@@ -11,7 +11,7 @@ from hivemind.p2p import PeerID
 from processes import ROOT
 
 import arguments
-from machine.preflight import check_epoch_time
+from training.preflight import check_epoch_time
 from utils import find_peer_id, make_validators
 
 SHARED = ("ModelArguments", "OptimizerArguments", "AveragingArguments")
@@ -24,7 +24,7 @@ GROUPS = {
     "finetune_mlm.py": ("FinetuneArguments",),
     "predict_on_lidirus.py": ("PredictArguments",),
     "experiment.show": ("ModelArguments", "DataArguments"),
-    "viewing.archive": ("ArchiveArguments",),
+    "monitoring.archive": ("ArchiveArguments",),
 }
 PEER = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWRZaQor8srzhFHM8yLXjHcyy4Fx9VcCo9a5sGWcuRred2"
 # hivemind's ALBERT tutorial, the notebook for Colab, NetMind's scripts, RuLeanALBERT

@@ -15,7 +15,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, PreTrai
 
 import run_training_monitor
 from experiment.objectives import OBJECTIVES
-from machine.checkpoint import find_checkpoints, save_checkpoint
+from training.checkpoint import find_checkpoints, save_checkpoint
 from utils import peer_label
 
 

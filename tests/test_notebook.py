@@ -158,7 +158,7 @@ def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
     # what the cell that joins starts, without starting it
     [start] = [node for node in ast.walk(join) if isinstance(node, ast.Call) and "Popen" in ast.unparse(node.func)]
     _, script, *words = eval(ast.unparse(start.args[0]), names)
-    assert script == "run_trainer.py" and [command[:2] for command in measured] == [("-m", "machine.preflight")]
+    assert script == "run_trainer.py" and [command[:2] for command in measured] == [("-m", "training.preflight")]
     for flags in (words, measured[0][2:]):
         monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
         swarm, *_, data, args = parse_arguments(*TRAINER_ARGS)

@@ -18,9 +18,9 @@ from transformers import AlbertTokenizer
 
 import tokenize_wikitext103
 from arguments import DataArguments, ModelArguments, TokenizeArguments
+from common.console import UserError
+from common.hub import hub
 from experiment import data
-from support.console import UserError
-from support.hub import hub
 from text import tokenization
 from text.documents import read_documents, read_text, split_sentences
 from text.instances import BLOCKS, KINDS, PAIRS, TEXT
@@ -401,7 +401,7 @@ def test_interrupted_run_leaves_nothing(start, written, tmp_path, number, code):
 IN_WORKERS = """
 import sys
 from arguments import TokenizeArguments
-from support.console import edge
+from common.console import edge
 from text.tokenization import tokenize_splits
 from text.tokenizers import load_tokenizer
 with edge():

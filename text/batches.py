@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from arguments import DataArguments
-from support.console import UserError
+from common.console import UserError
 from text.collators import DataCollator, DataCollatorForWholeWordMask, to_tensors
 from text.documents import count_within
 from text.instances import KINDS, PAIRS

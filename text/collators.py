@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from support.console import UserError
+from common.console import UserError
 from text.tokenizers import find_word_beginnings
 
 IGNORED_LABEL = -100  # the default ignore_index of torch's cross_entropy

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.console import UserError
+from common.console import UserError
 from text.instances import InstanceKind
 
 WIKITEXT_TITLE = re.compile(r"^ ?= (?!=)[^\n]* = *$")

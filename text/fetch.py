@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from support.console import UserError, format_bytes, show_progress
-from support.files import hash_file, locked
+from common.console import UserError, format_bytes, show_progress
+from common.files import hash_file, locked
 from text.http import FIRST_DELAY, ChangedError, HttpError, HttpFile, is_url
 
 logger = logging.getLogger("fetch")

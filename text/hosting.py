@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from arguments import TokenizeArguments
-from support.console import UserError, format_bytes
-from support.files import hash_file, unfinished_folder
+from common.console import UserError, format_bytes
+from common.files import hash_file, unfinished_folder
 from text.instances import KINDS, PAIRS
 from text.stored import load_tokenized_dataset, write_dataset
 from text.tokenizers import load_tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.console import UserError
+from common.console import UserError
 from text.fetch import FetchedDataset, NoRoomError, evict_oldest, fetch, locate_dataset, pin
 
 logger = logging.getLogger("shards")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from arguments import TokenizeArguments
-from support.console import UserError, first_line
+from common.console import UserError, first_line
 from text.fetch import FetchedDataset
 from text.instances import BLOCKS, KINDS, PAIRS, InstanceKind
 from text.shards import ShardedSplit

@@ -45,7 +45,7 @@ import pyarrow
 import pyarrow.parquet
 from torch.utils.data import IterableDataset, get_worker_info
 
-from support.console import UserError, suggest
+from common.console import UserError, suggest
 from text.documents import (
     cut_blocks,
     encode_documents,

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from arguments import DataArguments, TokenizeArguments
-from support.console import UserError, first_line, show_progress
-from support.files import locked, make_folder, unfinished_folder
-from support.hub import hub
+from common.console import UserError, first_line, show_progress
+from common.files import locked, make_folder, unfinished_folder
+from common.hub import hub
 from text.documents import (
     WIKITEXT_TITLE,
     cut_blocks,

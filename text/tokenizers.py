@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from arguments import DEFAULT_TOKENIZER_PATH, TokenizeArguments
-from support.console import UserError, first_line
-from support.hub import hub
+from common.console import UserError, first_line
+from common.hub import hub
 from text.instances import PAIRS, InstanceKind
 
 logger = logging.getLogger("tokenizers")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-import support.signals  # noqa: F401  makes forked processes ignore Ctrl-C
+import common.signals  # noqa: F401  makes forked processes ignore Ctrl-C
 
 
 def keep_arrays(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -19,17 +19,17 @@ from swarms import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
 from arguments import DataArguments, ModelArguments
+from common.console import format_duration
 from experiment.data import make_eval_batches
 from experiment.model import make_model
-from machine.training import evaluate
-from support.console import format_duration
+from monitoring.curves import draw_learning_curve
+from monitoring.history import History
+from monitoring.progress import find_final_epoch, format_progress, format_samples, measure_progress
 from swarm.contract import TrainingSchedule
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from training.model import evaluate
 from utils import LocalMetrics, find_evaluation, make_validators, perplexity
-from viewing.curves import draw_learning_curve
-from viewing.history import History
-from viewing.progress import find_final_epoch, format_progress, format_samples, measure_progress
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [

@@ -18,6 +18,7 @@ from transformers import AlbertTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from arguments import FinetuneArguments
+from common.console import UserError
 from experiment.tasks import (
     TASKS,
     Example,
@@ -30,7 +31,6 @@ from experiment.tasks import (
     predict_majority,
 )
 from finetune_mlm import Row, collate, compute_logits, compute_losses, encode, load_pretrained, order_batches
-from support.console import UserError
 
 CPU = torch.device("cpu")
 
@@ -527,7 +527,7 @@ def test_the_hub(tmp_path, monkeypatch):
     # where no server is, and nothing in the cache
     code = (
         "from experiment.tasks import TASKS, load_examples\n"
-        "from support.console import edge\n"
+        "from common.console import edge\n"
         f"with edge(): load_examples(TASKS['terra'], {str(tmp_path)!r})"
     )
     env = {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "empty")}

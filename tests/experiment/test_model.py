@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from arguments import ModelArguments
 from experiment.model import make_model
 from experiment.objectives import compute_losses
-from machine.training import evaluate, move_batch
+from training.model import evaluate, move_batch
 
 VOCABULARY = 300
 

@@ -11,7 +11,7 @@ import pytest
 from processes import ROOT, make_prefix, run_python
 
 GUIDE = (ROOT / "docs" / "new_experiment.md").read_text()
-ROOMS = ["experiment", "machine", "models", "support", "swarm", "text"]
+ROOMS = ["experiment", "training", "models", "common", "swarm", "text"]
 RECIPES = {diff[1]: diff[2] for diff in re.finditer(r"```diff\n--- (\S+)\n(.*?)```", GUIDE, re.DOTALL)}
 
 

@@ -17,19 +17,19 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from arguments import AveragingArguments, DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
+from common.console import UserError
 from experiment.data import make_eval_batches, make_train_batches
 from experiment.model import find_objective, make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_local_optimizer, make_param_groups
-from machine.checkpoint import find_checkpoints
-from machine.training import evaluate, make_trained_model, move_batch
 from models.build import describe_architecture, find_longest_sequence
-from support.console import UserError
 from swarm.contract import find_differences
 from text.documents import read_text
 from text.instances import BLOCKS
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from training.checkpoint import find_checkpoints
+from training.model import evaluate, make_trained_model, move_batch
 
 VOCABULARY = 300
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from arguments import DataArguments, ModelArguments, OptimizerArguments
 from experiment.data import make_train_batches
 from experiment.model import make_model
 from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
-from machine.training import move_batch
 from models.lamb_8bit import BLOCK_SIZE, DynamicQuantizer, Lamb8bit, make_dynamic_values
 from swarm.optimizer_state import list_params
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from training.model import move_batch
 
 DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 OPTIONS = dict(lr=0.01, betas=(0.9, 0.999), eps=1e-6, clamp_value=10.0)

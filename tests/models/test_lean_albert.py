@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 from arguments import ModelArguments, TrainerArguments
+from common.console import UserError
 from experiment.model import make_model
 from experiment.optimizer import make_param_groups
-from machine.training import make_trained_model, move_batch
 from models import lean_albert
 from models.lean_albert import (
     LeanAlbertConfig,
@@ -31,7 +31,7 @@ from models.lean_albert import (
     project,
 )
 from models.ruleanalbert import load_ruleanalbert
-from support.console import UserError
+from training.model import make_trained_model, move_batch
 
 sys.path.append(str(ROOT / "benchmarks"))
 from bench_model import LENGTH, make_batch, make_lean, measure_kept

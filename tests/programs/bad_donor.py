@@ -18,7 +18,7 @@ from google.protobuf.wrappers_pb2 import BytesValue
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2
 
-from support.console import setup_logging
+from common.console import setup_logging
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.optimizer_state import StateAverager

@@ -6,10 +6,10 @@ from functools import partial
 import torch
 
 from arguments import ModelArguments
+from common.files import write_file
 from experiment.model import make_model
-from machine.checkpoint import save_checkpoint
-from support.files import write_file
 from text.tokenizers import load_tokenizer
+from training.checkpoint import save_checkpoint
 
 folder, tokenizer_path = sys.argv[1:]
 tokenizer = load_tokenizer(tokenizer_path)

@@ -14,8 +14,8 @@ from arguments import DataArguments, ModelArguments, OptimizerArguments, Trainer
 from experiment.data import load_data, make_train_batches
 from experiment.objectives import compute_losses
 from experiment.optimizer import choose_optimizer, make_local_optimizer, make_param_groups
-from machine.checkpoint import save_model, write_readme
-from machine.training import make_trained_model, move_batch
+from training.checkpoint import save_model, write_readme
+from training.model import make_trained_model, move_batch
 
 torch.set_num_threads(1)
 groups = ModelArguments, OptimizerArguments, DataArguments

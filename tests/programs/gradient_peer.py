@@ -17,8 +17,8 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
 from arguments import AveragingArguments
+from common.console import setup_logging
 from models.state_codecs import COMPRESSIONS
-from support.console import setup_logging
 from swarm.config import SwarmConfig
 from swarm.epoch import Epoch
 from swarm.gradients import GradientAverager

@@ -3,8 +3,8 @@
 import torch
 
 import run_trainer
-from machine import ranks
 from tests.programs.observed_trainer import main
+from training import ranks
 
 if __name__ == "__main__":
     place_model = run_trainer.place_model

@@ -8,7 +8,7 @@ import torch
 from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.averaging.partition import TensorPartReducer
 
-from support.console import setup_logging
+from common.console import setup_logging
 from swarm.averager import FailFastAllReduceRunner
 from swarm.gradients import GradientAverager
 from swarm.guard import RobustReducer

@@ -21,11 +21,11 @@ from arguments import (
 from callback import CollaborativeCallback
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer, make_param_groups
-from machine.checkpoint import apply_state, load_state
 from swarm.config import SwarmConfig
 from swarm.contract import describe_averaging
 from swarm.joining import Swarm
 from swarm.processes import clean_end
+from training.checkpoint import apply_state, load_state
 from utils import RunContract
 
 with clean_end():

@@ -12,14 +12,14 @@ import torch
 from hivemind.utils.crypto import RSAPrivateKey
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
+from common.files import write_file
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
-from machine.checkpoint import apply_state, collect_state, load_state, save_checkpoint
-from support.files import write_file
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 from text.tokenizers import load_tokenizer
+from training.checkpoint import apply_state, collect_state, load_state, save_checkpoint
 
 folder, tokenizer_path, optim = sys.argv[2:]
 

@@ -14,10 +14,10 @@ from arguments import AveragingArguments, ModelArguments, OptimizerArguments
 from experiment.model import make_model
 from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
-from machine.training import move_batch
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
+from training.model import move_batch
 
 with clean_end():
     torch.set_num_threads(1)

@@ -8,8 +8,8 @@ import time
 import torch
 from hivemind.p2p import PeerID
 
+from common.console import setup_logging
 from models.state_codecs import LOAD_STATE_COMPRESSIONS
-from support.console import setup_logging
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.optimizer_state import StateAverager, initialize_optimizer_state_, list_params

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from support.console import setup_logging
+from common.console import setup_logging
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down

@@ -12,8 +12,8 @@ import torch
 from arguments import DataArguments, ModelArguments, TrainerArguments
 from experiment.data import load_data, make_train_batches
 from experiment.model import make_model
-from machine.ranks import RankLost, list_gradients, start_ranks
 from run_trainer import accumulate_gradients
+from training.ranks import RankLost, list_gradients, start_ranks
 
 torch.set_num_threads(1)
 tokenizer_path, dataset_path, observed = sys.argv[1:]

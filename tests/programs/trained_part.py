@@ -18,12 +18,12 @@ from arguments import (
 )
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer
-from machine.checkpoint import apply_state, check_weights, collect_state, find_checkpoints, load_state, save_checkpoint
+from monitoring.archive import CheckpointHandler
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.processes import clean_end, shut_down
 from text.tokenizers import load_tokenizer
-from viewing.archive import CheckpointHandler
+from training.checkpoint import apply_state, check_weights, collect_state, find_checkpoints, load_state, save_checkpoint
 
 
 def make_part(tokenizer):

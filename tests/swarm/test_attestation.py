@@ -14,8 +14,7 @@ from records import make_tracker, run_dhts
 
 import run_trainer
 from arguments import TRAINER_ARGS, SwarmArguments, parse_arguments
-from machine.settings import apply_settings, discover_settings, require_attested
-from support.console import UserError
+from common.console import UserError
 from swarm.attestation import (
     RunAttestation,
     ask_initial_peers,
@@ -29,6 +28,7 @@ from swarm.contract import ContractMismatch
 from swarm.dht import DHT
 from swarm.joining import Swarm
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
+from training.settings import apply_settings, discover_settings, require_attested
 from utils import RunContract, make_validators
 
 

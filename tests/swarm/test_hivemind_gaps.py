@@ -31,7 +31,7 @@ from hivemind.utils import MSGPackSerializer, TimedStorage, get_dht_time
 from processes import LOOPBACK, run_python
 
 from arguments import AveragingArguments
-from support.console import UserError
+from common.console import UserError
 from swarm.dht import DHT
 from swarm.matchmaking import NonBlockingKeyManager
 from swarm.patches import CancellableStep, ResilientControlClient, install

@@ -4,7 +4,7 @@ import pytest
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
-from support.console import UserError
+from common.console import UserError
 from swarm.config import SwarmConfig
 from swarm.identity import keep_identity, make_identity
 from utils import make_validators, peer_label

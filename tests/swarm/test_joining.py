@@ -9,9 +9,9 @@ import pytest
 from processes import LOOPBACK, make_prefix, run_python
 
 from arguments import SwarmArguments, make_host_maddrs
-from machine.settings import announce_public_address
-from support.console import UserError
+from common.console import UserError
 from swarm.addresses import get_host_port
+from training.settings import announce_public_address
 
 # A peer that measures its bandwidth, as trainers and auxiliary peers do at their start.
 MEASURER = """

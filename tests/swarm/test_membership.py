@@ -20,8 +20,7 @@ from processes import make_prefix, wait_until
 
 import invite
 from arguments import InviteArguments, SwarmArguments, parse_arguments
-from machine.settings import discover_settings
-from support.console import UserError
+from common.console import UserError
 from swarm.attestation import RPC_ATTEST
 from swarm.config import SwarmConfig, make_config
 from swarm.credentials import Authority, MembershipCredential, load_invitation, parse_credential
@@ -29,6 +28,7 @@ from swarm.dht import DHT
 from swarm.identity import make_identity
 from swarm.membership import RPC_SHOW_CREDENTIAL, AccessDeniedError, explain_denial
 from swarm.reachability import DIAL_BACK, MEASURE
+from training.settings import discover_settings
 from utils import RecordValidator
 
 

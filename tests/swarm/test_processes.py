@@ -22,7 +22,7 @@ facts = {
     "leads_session": os.getsid(0) == os.getpid() == os.getpgrp(), "threads": threading.active_count(),
     "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)],
     "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "stdin": sys.stdin.read(),
-    "files": [os.isatty(number) for number in range(3)], "ours": "support.console" in sys.modules,
+    "files": [os.isatty(number) for number in range(3)], "ours": "common.console" in sys.modules,
 }
 print(json.dumps(facts))
 print("an error", file=sys.stderr)

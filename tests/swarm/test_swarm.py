@@ -12,13 +12,13 @@ from swarms import TRAINER, choose_trainer, flags, history, largest_difference, 
 from transformers import AutoModelForPreTraining
 
 from arguments import TRAINER_ARGS, DataArguments, ModelArguments, OptimizerArguments
+from common.flags import list_shared
 from experiment.data import make_eval_batches, make_train_batches
 from experiment.model import make_model
 from experiment.optimizer import make_local_optimizer, make_param_groups, make_scheduler
-from machine.training import evaluate, move_batch
-from support.flags import list_shared
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from training.model import evaluate, move_batch
 
 
 def test_peers_learn_together_and_a_third_takes_over_their_state(start, tmp_path, tiny_data):
@@ -211,7 +211,7 @@ def test_ctrl_c_is_obeyed_while_helpers_start(start, tmp_path, tiny_data, helper
 def test_ctrl_c_again_asks_once_more_and_says_what_is_lost(start):
     code = """if True:
         import time
-        from support.console import setup_logging
+        from common.console import setup_logging
         from swarm.processes import clean_end, handle_stop_signals
         setup_logging("peer")
         with clean_end():

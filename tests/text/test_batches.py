@@ -10,8 +10,8 @@ from processes import run_python, wait_until
 from rows import are_equal, make_batches, make_rows
 
 from arguments import DataArguments
+from common.console import UserError
 from experiment import data
-from support.console import UserError
 from text.batches import (
     IndexedBatches,
     check_data_arguments,

@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
 from arguments import DataArguments, TokenizeArguments
+from common.console import UserError
 from experiment import data
-from support.console import UserError
 from text.batches import (
     IndexedBatches,
     check_data_arguments,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.console import UserError
+from common.console import UserError
 from text import fetch, http
 from text.stored import load_tokenized_dataset
 

@@ -20,9 +20,9 @@ from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 
 from arguments import DataArguments, ModelArguments, TokenizeArguments
+from common.console import UserError
+from common.files import hash_file
 from experiment import data
-from support.console import UserError
-from support.files import hash_file
 from text import fetch, shards
 from text.hosting import check_archive, make_archive, pack
 from text.stored import load_tokenized_dataset

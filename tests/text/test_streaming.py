@@ -20,8 +20,8 @@ from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
 import run_trainer
 from arguments import DataArguments
+from common.console import UserError
 from experiment import data
-from support.console import UserError
 from text import http, streams
 from text.batches import StreamedBatches
 from text.documents import split_sentences

@@ -6,8 +6,8 @@ import pytest
 from rows import SPECIAL
 from transformers import AlbertTokenizer
 
+from common.console import UserError
 from finetune_mlm import load_folder
-from support.console import UserError
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
 
@@ -53,7 +53,7 @@ def test_a_wrong_folder_is_not_a_matter_of_the_hub(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"^no tokenizer in {wrong}, which is not a folder: make one with "):
             load_tokenizer(wrong)
     # this may be a name on the Hub, and says that it is no folder
-    monkeypatch.setattr("support.hub.is_reachable", lambda _: False)
+    monkeypatch.setattr("common.hub.is_reachable", lambda _: False)
     with pytest.raises(UserError, match="^cannot load the tokenizer tokeniser, which is not a folder here, from the "):
         load_tokenizer("tokeniser")
 

@@ -1,0 +1,198 @@
+"""Output for the user: errors, log lines and formatted numbers. It imports nothing slow."""
+
+import contextlib
+import difflib
+import gc
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from common.signals import LAST_ACT, begin_end, obey_signals, terminate_process_tree
+
+
+class UserError(Exception):
+    """An error that the user can fix. Its text is one line that says how; `edge` prints it."""
+
+    def __init__(self, text: str):
+        super().__init__(make_printable(name_flags(text)))
+
+
+def name_flags(text: str) -> str:
+    """Replace each setting in backquotes by its flag, because swarm/ knows settings but no flags."""
+    return re.sub(r"`(\w+)`", r"--\1", text)
+
+
+def make_printable(text: str) -> str:
+    """Return a text as one line without control characters, because peers may have written parts of it."""
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+@contextlib.contextmanager
+def edge(interrupted: str | None = None) -> Iterator[None]:
+    """Turn a UserError into one line on standard error and exit code 2, without a traceback.
+
+    Ctrl-C and SIGTERM are one line as well, here and in the slow imports that follow the arguments. The exit code is
+    then 0, or 128 plus the signal's number if `interrupted` is given.
+
+    :param interrupted: a text for a script that has not done its work: the state of its files, or the next step
+    """
+
+    def stop(number: int) -> None:
+        begin_end()
+        if interrupted is not None:
+            print(f"\ninterrupted: {interrupted}", file=sys.stderr)
+        elif logging.getLogger().handlers:
+            logging.getLogger("common").info("stopped")
+        else:
+            print("stopped", file=sys.stderr)
+        terminate_process_tree(0 if interrupted is None else 128 + number)
+
+    obey_signals(stop, pause=1.0)
+    gc.freeze()
+    gc.enable()
+    try:
+        yield
+        # Imports follow until the next edge. They leave no garbage, and the search for it takes a third of their time.
+        gc.disable()
+    except UserError as e:
+        with LAST_ACT:  # do not print an error that another thread causes by ending this process
+            print(f"{sys.argv[0].rsplit('/', 1)[-1]}: error: {e}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    except BaseException:
+        with LAST_ACT:
+            raise
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean --learning_rate?` with the most similar name, or an empty string if none is similar."""
+    names = {other.lower().strip("-"): other for other in known}
+    nearest = difflib.get_close_matches(name.lower().strip("-"), names, n=1, cutoff=0.7)
+    return f", did you mean {names[nearest[0]]}?" if nearest else ""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, and the next one if the first ends with a colon."""
+    first, *more = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "custom code which must be executed" in str(error):  # transformers, and an auto_map
+        return "it needs custom code that comes with it, which is not run"
+    return f"{first} {more[0]}" if first.endswith(":") and more else first
+
+
+def format_bytes(count: float) -> str:
+    """Return a size such as 210.0 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1000
+
+
+def format_number(value: float) -> str:
+    """Return a number with three significant digits, such as 2,010 or 0.31."""
+    return f"{float(f'{value:.3g}'):,.12g}"
+
+
+def format_count(number: int, what: str) -> str:
+    """Return a number and its noun, such as 1 peer or 2 peers."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def fit_terminal(line: str) -> str:
+    """Drop parts, two spaces apart, from the end of a line until it fits the terminal's width."""
+    while len(line) >= shutil.get_terminal_size().columns and "  " in line:
+        line = line.rpartition("  ")[0]
+    return line
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration such as 2 h 5 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [f"{days:,} d"] * (days > 0) + [f"{hours} h"] * (hours > 0) + [f"{minutes} min"] * (minutes > 0)
+    return " ".join(parts[:2])
+
+
+@contextlib.contextmanager
+def show_progress(what: str, total: int | None, initial: int = 0) -> Iterator:
+    """Show a progress bar of bytes, which `update` advances; without a terminal, print it every 10 s."""
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # no monitor thread, because hivemind will fork later
+    options = dict(unit="B", unit_scale=True, dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 10.0)
+    with tqdm(desc=what, total=total, initial=initial, **options) as bar:
+        yield bar
+
+
+class RoleFormatter(logging.Formatter):
+    """A formatter for `HH:MM:SS role message`, with the level of warnings and errors and the name of a library."""
+
+    def __init__(self, role_name: str, datefmt: str = "%H:%M:%S", is_terminal: bool = False):
+        super().__init__(datefmt=datefmt)
+        self.role_name = role_name
+        self.colors = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m"} if is_terminal else {}
+        # overwrites a progress bar of any process, which is then drawn again below
+        self.begin = "\r\033[K" if is_terminal else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
+        level = level.replace("warn:", "warning:")  # hivemind renames the level for the whole process
+        library = "" if is_ours(record) else f"[{record.name.split('.')[0]}] "
+        text = make_printable(name_flags(record.getMessage()))
+        line = f"{self.formatTime(record, self.datefmt)} {self.role_name} {level}{library}{text}"
+        if record.levelno in self.colors:
+            line = f"{self.colors[record.levelno]}{line}\033[0m"
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
+        return "\n".join([self.begin + line, *map(make_printable, trace)])
+
+
+def is_ours(record: logging.LogRecord) -> bool:
+    """Return whether one of the project's own files logged the record."""
+    path = Path(record.pathname).absolute()
+    return path.is_relative_to(Path(__file__).absolute().parent.parent) and "site-packages" not in path.parts
+
+
+def setup_logging(role_name: str, folder: str | None = None) -> None:
+    """Send all log lines to standard error as `HH:MM:SS role message`: ours from INFO, libraries' from WARNING.
+
+    If HIVEMIND_LOGLEVEL is set, it is the level for hivemind. Call this before any process is forked.
+
+    :param folder: --logging_dir, see `log_to_folder`
+    """
+    from hivemind.utils.logging import use_hivemind_log_handler
+
+    use_hivemind_log_handler("nowhere")
+    logging.getLogger("hivemind").setLevel(os.environ.get("HIVEMIND_LOGLEVEL", "WARNING").upper())
+    handler = make_log_handler(logging.StreamHandler(), RoleFormatter(role_name, is_terminal=sys.stderr.isatty()))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    if folder:
+        log_to_folder(role_name, folder)
+
+
+def make_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> logging.Handler:
+    """Give a handler this formatter, and a filter that drops messages of libraries below WARNING."""
+    handler.setFormatter(formatter)
+    handler.addFilter(
+        lambda record: record.levelno >= logging.WARNING or is_ours(record) or record.name.startswith("hivemind")
+    )
+    return handler
+
+
+def log_to_folder(role_name: str, folder: str) -> None:
+    """Append all log lines, with the date, to {folder}/{role_name}.log too, and keep dashboards' data in that folder.
+
+    Call it after `setup_logging` and before any process is forked. TRACKIO_DIR and WANDB_DIR are kept if they are set.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"--logging_dir {folder} cannot be written ({e.strerror}): choose another folder") from e
+    logging.getLogger().addHandler(make_log_handler(handler, RoleFormatter(role_name, datefmt="%Y-%m-%d %H:%M:%S")))
+    # trackio and wandb read these variables when they are imported
+    os.environ.setdefault("TRACKIO_DIR", os.path.join(os.path.abspath(folder), "trackio"))
+    os.environ.setdefault("WANDB_DIR", os.path.abspath(folder))  # wandb adds the folder wandb to it

@@ -1,0 +1,211 @@
+"""Atomic writes of files and folders, locks between processes, and hashes of files."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from common.console import UserError
+from common.signals import afterwards
+
+logger = logging.getLogger("files")
+
+#: folders and files whose last write failed, so that retries log no further warning
+UNWRITABLE: set[Path] = set()
+OPEN_LOCKS: dict[Path, TextIO] = {}
+
+
+def make_folder(flag: str, folder: str | Path) -> None:
+    """Make this folder and its parents unless it exists, or raise a UserError if that is impossible."""
+    try:
+        os.makedirs(folder or ".", exist_ok=True)
+    except OSError as e:
+        raise UserError(f"{flag}: {folder} cannot be written ({e.strerror}): choose another folder") from e
+
+
+def lock_folder(flag: str, folder: str | Path) -> None:
+    """Make a folder and lock it until this process ends, or raise a UserError if another peer uses it.
+
+    Two peers in one folder would load each other's checkpoints.
+    """
+    make_folder(flag, folder)
+    path = Path(folder).resolve() / ".lock"
+    if path not in OPEN_LOCKS:
+        try:
+            # keep it open: closing any descriptor of this file would unlock it
+            file = open(path, "a")  # noqa: SIM115
+            is_free = try_lock(file)
+        except PermissionError:
+            is_free = False
+        except OSError as e:  # a full disk
+            logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
+            return
+        if not is_free:
+            raise UserError(f"{flag} {folder} is in use by another peer, or not yours: choose another one")
+        OPEN_LOCKS[path] = file
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time run the block; the others wait."""
+    with open(path, "a") as file:
+        if not try_lock(file):
+            logger.info("another process fetches the same: waiting for it")
+            while not try_lock(file):
+                time.sleep(0.2)
+        yield
+
+
+def try_lock(file: TextIO) -> bool:
+    """Lock a file until it is closed, or return False if another process has locked it."""
+    try:
+        # lockf, because helpers do not inherit its locks and may outlive a killed trainer by seconds
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as e:  # a file system without locks
+        logger.info(f"{file.name} cannot be locked ({e.strerror}): make sure that no other process uses its folder")
+    return True
+
+
+def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mode: int = 0o666) -> bool:
+    """Write a file atomically; log a warning and return False if the disk is full.
+
+    :param content: the text, or a function that writes to the open file
+    :param mode: the file's permissions
+    """
+    path = Path(path).absolute()
+
+    def write(unfinished: Path) -> None:
+        with open(unfinished, "wb", opener=lambda name, how: os.open(name, how, mode)) as file:
+            file.write(content.encode()) if isinstance(content, str) else content(file)
+
+    return write_whole(path, write, path)
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Append a line to a file; if the disk is full, log a warning and leave the file as it is."""
+    path = Path(path).absolute()
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as e:
+        if path.exists():
+            os.truncate(path, size)
+        # no second warning if a checkpoint did not fit either
+        if not {path, path.parent} & UNWRITABLE:
+            logger.warning(f"Could not write to {path}: {e}. Will keep trying")
+        UNWRITABLE.add(path)
+
+
+def read_json(path: Path) -> dict:
+    """Return the JSON object in a file, or an empty one if the file is missing or invalid."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
+            return found
+    return {}
+
+
+def read_json_lines(path: str | Path) -> Iterator[dict]:
+    """Yield the JSON objects in the lines of a file, if it exists. Incomplete lines are skipped."""
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as lines:
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):
+                if isinstance(entry := json.loads(line), dict):
+                    yield entry
+
+
+def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> bool:
+    """Have `write` write a file or folder under another name, and rename it to the target once it is on disk.
+
+    If that fails, remove the unfinished files and return False. Only the first failure in a row logs a warning.
+
+    :param where: the path by which failures are counted
+    """
+    # a fixed name, so that the remains of a killed process are overwritten
+    unfinished, replaced = (target.with_name(f".{target.name}.{why}") for why in ("unfinished", "replaced"))
+    try:
+        write(unfinished)
+        for path in (*unfinished.rglob("*"), unfinished):
+            flush_to_disk(path)
+        # rename does not replace a folder that is not empty; a file must not replace a folder
+        if unfinished.is_dir() and target.is_dir():
+            target.rename(replaced)
+        unfinished.rename(target)
+        flush_to_disk(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except Exception as e:
+        # torch wraps the system's error; safetensors and tokenizers turn it into text
+        cause = e if isinstance(e, OSError) else e.__context__
+        if not isinstance(cause, OSError) and "os error" not in str(e):
+            raise
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)
+        if where not in UNWRITABLE:
+            reason = cause if isinstance(cause, OSError) else e
+            logger.warning(f"Could not save {target}: {reason}. Will keep trying, and report when it works")
+        UNWRITABLE.add(where)
+        return False
+    if where in UNWRITABLE:
+        UNWRITABLE.remove(where)
+        logger.info(f"Saved {target}: writing works again")
+    return True
+
+
+def flush_to_disk(path: Path) -> None:
+    """Call fsync on a file, or on a folder for its list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def unfinished_folder(target: Path):
+    """Make a folder next to the target. If the caller does not rename it, remove it and its new parents."""
+    new_parents = [parent for parent in target.absolute().parents if not parent.exists()]
+    folder = target.absolute().parent / f".{target.name}.unfinished-{os.getpid()}"
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # not empty if the target exists
+                parent.rmdir()
+
+    try:
+        with afterwards(remove):
+            folder.mkdir(parents=True)
+            yield folder
+    except OSError as e:
+        raise UserError(f"cannot write {target} or its files ({e}): free some space, or choose other folders") from e
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp()
+    with afterwards(partial(shutil.rmtree, folder, ignore_errors=True)):
+        yield folder
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file as hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_file(path: Path) -> dict:
+    """Return the size in bytes and the SHA-256 of a file."""
+    return {"bytes": path.stat().st_size, "sha256": hash_file(path)}

@@ -1,0 +1,196 @@
+"""Flags, which dataclasses declare and check, and the parser of the command line."""
+
+import argparse
+import operator
+import re
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import Field, field, fields
+from functools import partial
+from typing import Any, NoReturn
+
+from common.console import UserError, suggest
+
+MAX_SHARED = 1000  # characters; upper bound on the shared flags of a run
+# Flags that are safe to paste into a shell: each has one value or none, and no value is an absolute path.
+SHARED_FLAGS = re.compile(r"(--[a-z0-9_]+( [A-Za-z0-9_.,:+][A-Za-z0-9_.,:/+-]*)?( (?=-)|$))*", re.ASCII)
+USERNAME = r"[\w.-]{1,32}"
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+
+
+class SharedHelp(str):
+    """The help of a flag that must match on all peers. HfArgumentParser allows no other mark in a field's metadata."""
+
+
+def flag(default: Any, help: str, aliases: Sequence[str] = (), shared: bool = False) -> Any:
+    """Return a dataclass's field for HfArgumentParser.
+
+    transformers has HfArg for this, but its import takes most of a second, in which Ctrl-C would print a traceback.
+
+    :param default: the default value, or MISSING for a required flag
+    :param aliases: other names of the flag, which are added to its help
+    :param shared: whether all peers of a run must use the same value
+    """
+    if shared:
+        help += " Must match on all peers."
+    if aliases:
+        help += f" Also known as {', '.join(aliases)}."
+    default = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return field(**default, metadata={"help": SharedHelp(help) if shared else help, "aliases": [*aliases]})
+
+
+def check_range(args: Any, *names: str, **bounds: float) -> None:
+    """Raise a UserError if one of these flags is set and outside the bounds, by their names in BOUNDS."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not all(BOUNDS[bound](value, limit) for bound, limit in bounds.items()):
+            text = " and ".join(f"{bound.replace('_', ' ')} {limit:.10g}" for bound, limit in bounds.items())
+            raise UserError(f"--{name} must be {text}")
+
+
+def check_order(args: Any, low: str, high: str, *, is_strict: bool = False) -> None:
+    """Raise a UserError if both flags are set and `low` is greater than `high`, or equal to it if `is_strict`."""
+    first, second = getattr(args, low), getattr(args, high)
+    if first is not None and second is not None and (first > second or (is_strict and first == second)):
+        text = f"--{high} {second:g} must be {'above' if is_strict else 'at least'} --{low} {first:g}"
+        raise UserError(f"{text}: raise the first or lower the second")
+
+
+def check_exclusive(args: Any, one: str, other: str) -> None:
+    """Raise a UserError if both of these flags are set."""
+    if getattr(args, one) and getattr(args, other):
+        raise UserError(f"--{one} and --{other} are mutually exclusive: give one of them")
+
+
+def check_needs(args: Any, name: str, needed: str, value: str = "") -> None:
+    """Raise a UserError if the flag `name` is set and `needed`, which takes this value, is not."""
+    if getattr(args, name) not in (None, False) and not getattr(args, needed):
+        raise UserError(f"--{name} needs --{needed}{value}: add it")
+
+
+def check_username(name: str, value: str | None) -> None:
+    """Raise a UserError if this flag is set and its value is not a valid name."""
+    if value is not None and not re.fullmatch(USERNAME, value):
+        raise UserError(
+            f"--{name} {value!r} is not a name: give up to 32 letters, digits, points, hyphens, underscores"
+        )
+
+
+def format_flag(name: str, value: Any) -> str:
+    """Return a flag and its value as they are typed."""
+    return f"--{'no_' * (value is False)}{name}" + f" {value}" * (not isinstance(value, bool))
+
+
+def find_typed(groups: Iterable[type]) -> set[str]:
+    """Return the names of the flags on the command line, also of those set to their default."""
+    words = {word.split("=")[0].strip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
+    return {
+        item.name
+        for group in groups
+        for item in fields(group)
+        if words & {item.name, f"no_{item.name}", *(alias.strip("-") for alias in item.metadata["aliases"])}
+    }
+
+
+def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
+    """Return the shared flags that differ from their defaults, as they are typed.
+
+    :param groups: instances of the dataclasses
+    :param typed: names of flags to include even with their default
+    """
+    words = []
+    for group in groups:
+        names = [item.name for item in fields(group) if item.name in list_shared([type(group)]) - {"experiment_prefix"}]
+        usual = type(group)() if names else None
+        for name in names:
+            value = getattr(group, name)
+            if value is None:  # another flag replaces it
+                continue
+            text = format_flag(name, value)
+            fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
+            is_told = name in typed or value != getattr(usual, name)
+            words += [text] * bool(is_told and fits and SHARED_FLAGS.fullmatch(text))
+    return " ".join(words)
+
+
+def is_shared(item: Field) -> bool:
+    """Return whether a flag must match on all peers."""
+    return isinstance(item.metadata["help"], SharedHelp)
+
+
+def list_shared(groups: Iterable[type]) -> set[str]:
+    """Return the names of the flags that must match on all peers."""
+    return {item.name for group in groups for item in fields(group) if is_shared(item)}
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A help formatter that keeps the description's lines, and shows no value for flags that need none."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        return names if action.nargs in (0, "?") else f"{names} {self._format_args(action, '')}"
+
+
+def parse_flags(
+    groups: Sequence[type],
+    basic: Collection[str],
+    may_be_empty: Collection[str],
+    description: str | None,
+    before: Sequence[str] = (),
+) -> tuple:
+    """Parse the command line into one instance of each dataclass, in order.
+
+    :param basic: names of the flags that --help lists if there are many; --help_all lists all
+    :param may_be_empty: names of list flags that may have no value
+    :param before: arguments in front of the command line, which overrides them
+    :raises UserError: if a flag is unknown, abbreviated, malformed or contradicts another one
+    """
+    from transformers import HfArgumentParser  # a slow import, see `flag`
+
+    for group in groups:  # HfArgumentParser reads the title from this attribute
+        group._argument_group_name = group.__doc__.split(". ")[0].rstrip(".")
+    declared = {item.name for group in groups for item in fields(group)}
+    looks = {"description": description, "formatter_class": partial(HelpFormatter, max_help_position=8)}
+    parser = HfArgumentParser(groups, allow_abbrev=False, **looks)
+    is_short = len(declared) > 40 and "--help_all" not in sys.argv
+    rest = f"the other {len(declared - basic)} flags too" if is_short else "every flag"
+    parser.add_argument("--help_all", action="help", help=f"List {rest}. Flags may be written with - for _.")
+    required = "".join(f" --{action.dest} VALUE" for action in parser._actions if action.required)
+    parser.usage = f"%(prog)s{required} [--FLAG VALUE ...]"
+    for action in parser._actions:
+        if action.dest in may_be_empty:
+            action.nargs = "*"
+        if action.dest in declared:
+            describe_flag(action, is_shown=action.dest in basic or not is_short)
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message} (--help_all lists every flag)")
+
+    # argparse would print its usage before an error, a screen full of flags
+    parser.error = refuse
+    # check this before argparse reports a missing flag, which may be the misspelled one
+    for name in [word.split("=")[0] for word in sys.argv[1:] if word.startswith("--") and " " not in word]:
+        if name not in parser._option_string_actions:
+            known = [other for other in parser._option_string_actions if "-" not in other[2:]]
+            refuse(f"unknown argument {name}{suggest(name[2:].replace('-', '_'), known)}")
+    *parsed, unknown = parser.parse_args_into_dataclasses([*before, *sys.argv[1:]], return_remaining_strings=True)
+    if unknown:
+        refuse(f"unknown argument {unknown[0]}")
+    return tuple(parsed)
+
+
+def describe_flag(action: argparse.Action, is_shown: bool) -> None:
+    """Set a flag's text in help and errors: one spelling, a placeholder for its value, and its default."""
+    # the parser's own table keeps the other spellings
+    action.option_strings = action.option_strings[:1]
+    if action.default is True:
+        action.option_strings.append(f"--no_{action.dest}")
+    if action.choices is None:
+        action.metavar = {int: "N", float: "X"}.get(action.type, "VALUE")
+    if action.required:
+        action.help += " (required)"
+    elif action.default not in (None, "", []) and action.default is not False:
+        default = " ".join(action.default) if isinstance(action.default, list) else action.default
+        action.help += f" (default: {'on' if default is True else default})"
+    if not is_shown or action.const is False:  # --no_X is listed with --X
+        action.help = argparse.SUPPRESS

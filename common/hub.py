@@ -1,0 +1,86 @@
+"""Access to transformers and the Hugging Face Hub with one-line errors and without their progress bars."""
+
+import contextlib
+import functools
+import os
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+from common.console import UserError, first_line
+
+
+@contextlib.contextmanager
+def hub(what: str, alternative: str):
+    """Turn errors of a load from the Hub into a UserError, without a minute of retries if there is no connection."""
+    from huggingface_hub import constants
+
+    was_offline, variable = constants.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")
+    if not was_offline and not is_reachable(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"  # the cache may have it
+    try:
+        yield
+    except (OSError, ValueError) as e:
+        reason = "no connection" if constants.HF_HUB_OFFLINE else first_line(e)
+        raise UserError(
+            f"cannot load {what} from the Hugging Face Hub ({reason}): fix that, or use {alternative}"
+        ) from e
+    finally:
+        # a later upload checks the connection itself
+        constants.HF_HUB_OFFLINE = was_offline
+        if variable is None:  # 0 would overrule TRANSFORMERS_OFFLINE
+            os.environ.pop("HF_HUB_OFFLINE", None)
+        else:
+            os.environ["HF_HUB_OFFLINE"] = variable
+
+
+@functools.cache
+def is_reachable(url: str) -> bool:
+    """Return whether a server answers; cached, because without a connection the request may take seconds."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=10).close()
+    except urllib.error.HTTPError:
+        pass  # it answered
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def calm_transformers():
+    """Silence the progress bars of transformers, and its table of missing weights."""
+    from transformers.utils import logging as log
+
+    verbosity = log.get_verbosity()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+
+
+def make_repo_id(text: str) -> str:
+    """Return `ORG/NAME` for this text, a repository's address, or NAME of the organization HF_ORGANIZATION_NAME."""
+    try:
+        address, endpoint = urlsplit(text), urlsplit(os.environ.get("HF_ENDPOINT", ""))
+    except ValueError as e:
+        raise UserError(f"--repo_url {text} is not an address ({e}): give ORG/NAME, e.g. me/my-albert") from e
+    # git guides use https://USER:TOKEN@huggingface.co/...; the token is dropped here
+    if address.scheme and address.hostname not in ("huggingface.co", "hf.co", endpoint.hostname):
+        raise UserError(f"--repo_url is on {address.hostname}, which is not the Hugging Face Hub: give ORG/NAME")
+    repo_id = (address.path if address.scheme else text).strip("/").removesuffix(".git")
+    if "/" not in repo_id:
+        organization = os.environ.get("HF_ORGANIZATION_NAME")
+        if not organization:
+            raise UserError(f"--repo_url {repo_id} has no organization: give ORG/NAME, or set HF_ORGANIZATION_NAME")
+        repo_id = f"{organization}/{repo_id}"
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        raise UserError(
+            f"--repo_url {repo_id} is not the name of a repository: give ORG/NAME, e.g. me/my-albert"
+        ) from None
+    return repo_id

@@ -1,0 +1,314 @@
+"""Archive states of the swarm and publish them on the Hugging Face Hub (run_training_monitor.py, run_aux_peer.py).
+
+A checkpoint of the archive has a trainer's format (see training/checkpoint.py), a model card, and a stamp with its
+epoch, loss and donor. It holds only arguments that match on all peers and none of this machine, so that it can be
+published. To publish the newest one now, such as after the end of a run:
+
+    HF_TOKEN=hf_XXXX python -m monitoring.archive --store_checkpoints --local_path outputs/monitor --repo_url ORG/NAME
+"""
+
+import contextlib
+import dataclasses
+import logging
+import statistics
+import threading
+import time
+from pathlib import Path
+
+from arguments import SHARED_ARGS, ArchiveArguments, OptimizerArguments, SwarmArguments, parse_arguments
+from common.console import UserError, edge, setup_logging
+from common.files import lock_folder
+from common.flags import is_shared
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    with edge(interrupted="the same command goes on"):
+        groups = parse_arguments(ArchiveArguments, description=__doc__)
+
+import torch
+
+from experiment.optimizer import choose_optimizer
+from monitoring.history import pick
+from monitoring.hub import Publisher, explain_failure, read_stamp
+from swarm.contract import TrainingSchedule
+from swarm.optimizer import CollaborativeOptimizer
+from training.checkpoint import (
+    collect_state,
+    find_checkpoints,
+    is_known,
+    put_back,
+    read_epoch,
+    remove_checkpoints,
+    save_model,
+    set_aside,
+    write_code,
+)
+from utils import SwarmMetrics
+
+logger = logging.getLogger("archive")
+
+FINAL_WAIT = 10.0  # seconds to wait for the last checkpoint at the end of this process
+REPORT_LAG = 10  # epochs by which peers' reports may lag behind their state
+MAX_SHOWN = 10  # checkpoints on the status page
+REPORT_WAIT = 10.0  # seconds that a state waits for the metrics of its epoch
+#: the names of arguments that match on all peers, without paths of this machine
+PUBLIC_ARGUMENTS = {
+    field.name
+    for group in (SwarmArguments, *SHARED_ARGS)
+    for field in dataclasses.fields(group)
+    if is_shared(field) and not field.name.endswith("_path")
+}
+
+
+class CheckpointHandler:
+    """A handler that downloads, saves and publishes the swarm's state every few epochs.
+
+    A helper process downloads, and threads write and upload, so that `step` returns at once. The constructor raises a
+    UserError if the folder cannot be written or there is no token for the Hub.
+
+    :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS; checkpoints hold their PUBLIC_ARGUMENTS
+    :param optimizer: an auxiliary optimizer of make_optimizer, which has the trainers' state only right after a
+        download (note 28)
+    """
+
+    def __init__(self, groups: tuple, model: torch.nn.Module, tokenizer, optimizer: CollaborativeOptimizer):
+        swarm, report_args, self.args, *_ = groups
+        self.prefix, self.output_dir = swarm.experiment_prefix, Path(report_args.output_dir)
+        self.folder = Path(self.args.local_path or self.output_dir)
+        self.model, self.tokenizer, self.optimizer = model, tokenizer, optimizer
+        self.settings = {
+            name: value for group in groups for name, value in vars(group).items() if name in PUBLIC_ARGUMENTS
+        }
+        self.download = self.arrival = self.saving = None
+        self.wanted_epoch = self.last_epoch = 0
+        self.start = time.time()
+        try:
+            lock_folder("--local_path", self.folder)
+            put_back(self.folder)
+            saved = find_checkpoints(self.folder)
+            if saved and read_stamp(saved[-1]).get("experiment_prefix") == self.prefix:
+                self.last_epoch = read_epoch(saved[-1])
+            elif saved:
+                logger.info(f"{saved[-1]} does not belong to the run {self.prefix}")
+                set_aside(self.folder, -1)
+        except OSError as e:
+            raise UserError(
+                f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
+            ) from e
+        url, interval = self.args.repo_url, self.args.upload_interval
+        self.publisher = Publisher(url, interval, self.folder) if url else None
+
+    def step(self, metrics: SwarmMetrics | None, history: list[dict]) -> None:
+        """Continue downloads and uploads that are due, without waiting for network or disk.
+
+        :param metrics: the metrics of the swarm's newest epoch, or None if the last call had them
+        :param history: the run's history, see monitoring/report.py
+        """
+        if self.publisher:
+            self.publisher.step()
+        if self.download is None:
+            is_saving = self.saving is not None and self.saving.is_alive()
+            if metrics and not is_saving and self.is_due(metrics.epoch):
+                self.wanted_epoch = metrics.epoch
+                self.download = self.optimizer.state_averager.start_download(min_epoch=metrics.epoch)
+        elif self.download.done() and history:  # empty after a run has just started over
+            loaded, self.arrival = self.download.result(), self.arrival or time.monotonic()
+            is_ahead = loaded is not None and loaded[0]["epoch"] > history[-1]["epoch"]
+            if is_ahead and time.monotonic() < self.arrival + REPORT_WAIT:
+                return  # wait for the metrics of its epoch
+            self.download = self.arrival = None
+            if loaded is None:
+                logger.warning("No peer sent its state, will try to save a checkpoint at the next epoch")
+            elif loaded[0]["epoch"] <= self.last_epoch < self.wanted_epoch:
+                logger.warning(
+                    f"The swarm sent a state of epoch {loaded[0]['epoch']}, but epoch {self.last_epoch} is saved. "
+                    "Will try again at the next epoch"
+                )
+            else:
+                self.save(*loaded, history)
+
+    def is_due(self, epoch: int) -> bool:
+        """Return whether a checkpoint is due at this epoch, also of a swarm that has started over."""
+        return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_checkpoint_step_interval
+
+    def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
+        """Load a state that has just been downloaded, and start to write it."""
+        averager, epoch = self.optimizer.state_averager, self.optimizer.local_epoch
+        averager.apply_downloaded_state(metadata, tensors)
+        # a complete training state, from which a trainer can continue (--resume_from_checkpoint)
+        state = collect_state(self.model, self.optimizer, self.settings)
+        # an aux peer that averages continues at its previous epoch
+        averager.set_epoch(epoch)
+        self.last_epoch = epoch = state["local_epoch"]
+        # up to the state's epoch, or the last known one before it
+        known = [entry for entry in history if entry["epoch"] <= epoch] or history[:1]
+        metrics = pick(known[-1], SwarmMetrics)
+        stamp = {
+            "epoch": epoch,
+            "loss": metrics["loss"],
+            "time": time.time(),
+            "experiment_prefix": self.prefix,
+            "given_by": metadata["donors"][:1],
+            "swarm": metrics,
+            "settings": self.settings,
+        }
+        curve, beside = self.output_dir / "learning_curve.png", {}
+        with contextlib.suppress(FileNotFoundError):
+            # only of this run; the report draws it every half minute
+            if curve.stat().st_mtime >= self.start:
+                beside[curve.name] = curve.read_bytes()
+        where = self.args.repo_url or f"checkpoint-{epoch}"
+        beside["README.md"] = write_card(stamp, known, self.model, where, bool(beside)).encode()
+        self.saving = threading.Thread(target=self.write, args=(state, stamp, beside), name="save", daemon=True)
+        self.saving.start()
+
+    def write(self, state: dict, stamp: dict, beside: dict[str, bytes]) -> None:
+        """Write a checkpoint; this runs in a thread, because it takes seconds."""
+        folder = self.folder / f"checkpoint-{stamp['epoch']}"
+        try:
+            set_aside(self.folder, stamp["epoch"])
+        except OSError as e:
+            logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
+        if save_model(self.model, self.tokenizer, folder, stamp, state, beside):
+            logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
+            interval = self.args.keep_one_in * self.args.save_checkpoint_step_interval
+            remove_checkpoints(select_outdated(find_checkpoints(self.folder), self.args.save_total_limit, interval))
+
+    def describe(self) -> dict:
+        """Return the archive's figures for the status page."""
+        uploaded = self.publisher.uploaded if self.publisher else {}
+        return {
+            "checkpoints": [read_epoch(path) for path in find_checkpoints(self.folder)][-MAX_SHOWN:],
+            "repository": self.args.repo_url,
+            "uploaded_epoch": uploaded.get("epoch"),
+            "uploaded_time": uploaded.get("time"),
+        }
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is being written, and abandon an upload."""
+        if self.saving:
+            self.saving.join(FINAL_WAIT)
+        if self.publisher and (folder := self.publisher.find_new()):
+            logger.info(
+                f"{folder} is not on the Hub yet. To upload it: python -m monitoring.archive --store_checkpoints "
+                f"--local_path {self.folder} --repo_url {self.args.repo_url}"
+            )
+
+
+def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Path]:
+    """Return the checkpoints to remove: those that are neither among the newest nor the first of an interval.
+
+    :param folders: the checkpoints by epoch
+    :param newest: the number of newest checkpoints to keep
+    :param interval: the epochs of an interval whose first checkpoint is kept forever; 0: keep no such checkpoints
+    """
+    first = {read_epoch(path) // interval: path for path in reversed(folders)} if interval else {}
+    return [path for path in folders[:-newest] if path not in first.values()]
+
+
+# --- the model card ---------------------------------------------------------------------------------------------------
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: {task}
+license: unknown
+tags:
+- {model_type}
+- hivemind
+- collaborative-training
+- volunteer-computing
+---
+
+# {name}
+
+A model of {parameters:,} parameters at epoch {epoch} of the run `{name}`. Volunteers train it together over the
+internet, with [hivemind](https://github.com/learning-at-home/hivemind). An epoch is one optimizer step of the whole
+swarm. Each upload replaces this card. Its language and license are not known to the run.
+
+{curve}| | |
+|---|---|
+{figures}
+
+## Use
+
+```python
+{code}
+```
+
+{heads}`training_state.pt` holds the optimizer and the rest of the training state. To continue training, download the
+folder and pass it to `run_trainer.py --resume_from_checkpoint`. `training_state.json` has the size and SHA-256 of each
+file.
+"""
+
+
+def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, where: str, has_curve: bool) -> str:
+    """Return the README.md of a checkpoint, with the Hub's YAML header.
+
+    :param stamp: the checkpoint's stamp from CheckpointHandler.save
+    :param history: the run's known history up to this epoch
+    :param where: the model's name or folder for from_pretrained
+    :param has_curve: whether the folder has learning_curve.png
+    """
+    settings, metrics = stamp["settings"], stamp["swarm"]
+    objective = model.objective
+    trust = ", trust_remote_code=True" * model.is_remote_code()
+    heads = f'`AutoModelForPreTraining.from_pretrained("{where}"{trust})` loads it with both of its heads.\n'
+    samples = TrainingSchedule(**pick(settings, TrainingSchedule)).count_samples(stamp["epoch"])
+    hours = (history[-1]["time"] - history[0]["time"]) / 3600
+    speed = statistics.median(entry["samples_per_second"] for entry in history)
+    options = OptimizerArguments(**pick(settings, OptimizerArguments))
+    precision = {"none": "32 bits", "8bit": "8 bits"}.get(settings["compression"], "16 bits")
+    figures = {
+        "epoch": f"{stamp['epoch']:,} of {settings['total_steps']:,}",
+        "training loss": f"{metrics['loss']:.4f} nats, {objective.description}, at epoch {metrics['epoch']:,}",
+        "samples": f"{samples:,} (epochs x batch size)",
+        "peers": f"{metrics['alive_peers']} at this epoch, {max(entry['alive_peers'] for entry in history)} at most",
+        "observed for": f"{hours:.1f} hours, from epoch {history[0]['epoch']:,}",
+        "throughput": f"{speed:.1f} samples/s, the median epoch",
+        "batch size": f"{settings['target_batch_size']:,} samples of all peers",
+        "optimizer": choose_optimizer(options)[1],
+        "schedule": f"peak learning rate {options.learning_rate:g} after {options.warmup_steps:,} epochs of "
+        f"linear warm-up, linear decay to {options.min_learning_rate:g} at epoch {options.total_steps:,}",
+        "averaging": f"gradients in {precision}, parameters every {settings['average_state_every']} epochs"
+        + f", {settings['local_steps']} local steps from epoch {settings['local_steps_from']}"
+        * (settings["local_steps"] > 1),
+    }
+    return CARD.format(
+        model_type=model.config.model_type,
+        name=stamp["experiment_prefix"],
+        parameters=model.num_parameters(),
+        epoch=stamp["epoch"],
+        figures="\n".join(f"| {name} | {value} |" for name, value in figures.items()),
+        task=objective.pipeline,
+        code=write_code(model, where),
+        heads=heads * (objective.kind.has_pairs and is_known(model)),
+        curve="![learning curve](learning_curve.png)\n\n" * has_curve,
+    )
+
+
+def main(args: ArchiveArguments) -> None:
+    """Upload the newest checkpoint of --local_path now."""
+    setup_logging("archive")
+    if not args.repo_url or not args.local_path:
+        raise UserError("give --local_path FOLDER, to upload from, and --repo_url ORG/NAME, to upload to")
+    publisher = Publisher(args.repo_url, args.upload_interval, Path(args.local_path))
+    folders = find_checkpoints(args.local_path)
+    if not folders:
+        raise UserError(
+            f"--local_path {args.local_path} has no checkpoint: give the folder that contains checkpoint-EPOCH"
+        )
+    if "settings" not in read_stamp(folders[-1]):
+        raise UserError(
+            f"--local_path {args.local_path}: {folders[-1].name} is damaged, or a trainer's, which holds its whole "
+            "command line: give the folder that a monitor or an auxiliary peer keeps with --store_checkpoints"
+        )
+    try:
+        publisher.publish(folders[-1])
+    except Exception as e:  # see Publisher.upload
+        logger.error(f"{folders[-1].name} is not on the Hub: {explain_failure(e)}")
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    with edge(interrupted="the same command goes on"):
+        main(*groups)

@@ -1,0 +1,180 @@
+"""Dashboards on trackio, which is local, or wandb. Their failures never end a run."""
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+import secrets
+import shlex
+import shutil
+import sqlite3
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from arguments import ReportArguments, TrainerArguments
+from common.console import UserError, first_line
+
+logger = logging.getLogger("dashboards")
+
+# errors of dashboards if the disk is full or their helper process has ended
+DASHBOARD_ERRORS = (OSError, RuntimeError, ValueError, sqlite3.Error)
+# the groups of our metrics on dashboards, which show metrics without a group first
+GROUPS = {
+    "": ("loss", "validation_loss", "learning_rate", "alive_peers", "num_peers", "samples_per_second", "total_samples"),
+    "validation/": ("validation_perplexity", "validation_accuracy"),
+    "progress/": ("swarm_samples", "seconds_left"),
+    "epoch/": ("epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds", "data_wait_share"),
+    "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
+    "traffic/": ("bytes_sent", "bytes_received"),
+}
+# arguments that are hidden from dashboards, because they hold addresses and names of users
+PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
+PRIVATE += ("invite", "authority_key")
+
+
+class Dashboard:
+    """A run on trackio or wandb that any thread can use, unlike the functions of these modules.
+
+    Without a run, such as after a failure, it drops all reports.
+
+    :param module: trackio or wandb
+    """
+
+    def __init__(self, module: ModuleType | None = None, run: Any = None):
+        self.module, self.run = module, run
+
+    def report(self, values: dict, contributors: Sequence[dict] = ()) -> None:
+        """Log one epoch without waiting.
+
+        :param values: metrics by name, including `epoch`
+        :param contributors: the rows of a table
+        """
+        if self.run is None:
+            return
+        names = [(f"{group}{name}", name) for group, names in GROUPS.items() for name in names if name in values]
+        # no chart of zeros
+        shown = {title: values[name] for title, name in names if values[name] or name != "skipped_steps"}
+        try:
+            if contributors:
+                rows = [list(row.values()) for row in contributors]
+                shown["contributors"] = self.module.Table(columns=list(contributors[0]), data=rows)
+            self.run.log(shown, step=values["epoch"])
+        except Exception as e:  # wandb's service raises many types, and none may stop training
+            logger.warning(f"The dashboard failed ({e!r}) and receives nothing more")
+            self.run = None
+
+    def finish(self) -> None:
+        """Write pending reports and end the dashboard's threads and helper processes."""
+        if self.run is None:
+            return
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                self.run.finish()
+            if hasattr(self.module, "teardown"):  # wandb's service process
+                self.module.teardown()
+        except Exception as e:  # as above
+            logger.warning(f"The dashboard may lack the last epochs ({e!r})")
+
+
+def make_run_name(prefix: str) -> str:
+    """Return a run name that is unique among the peers that report to a dashboard."""
+    return f"{prefix}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def select_public(config: dict) -> dict:
+    """Return the arguments that dashboards may show."""
+    return {name: value for name, value in config.items() if not name.endswith(PRIVATE)}
+
+
+def start_trackio(prefix: str, run_name: str, config: dict) -> Dashboard:
+    """Start or continue a run.
+
+    :param config: the command line's arguments; the dashboard shows those that are not PRIVATE
+    """
+    try:
+        import trackio
+
+        # Reports go to a local SQLite file, without server or account. Its greeting is not printed.
+        with contextlib.redirect_stdout(io.StringIO()):
+            options = dict(resume="allow", embed=False, auto_log_cpu=False, auto_log_gpu=False)
+            run = trackio.init(prefix, name=run_name, config=select_public(config), **options)
+    except (ImportError, *DASHBOARD_ERRORS) as e:
+        logger.warning(f"No dashboard: trackio failed ({e}). metrics.jsonl and the curve are still written")
+        return Dashboard()
+    # next to the interpreter if .venv is not activated
+    command = "trackio" if shutil.which("trackio") else Path(sys.executable).with_name("trackio")
+    folder = f"TRACKIO_DIR={shlex.quote(os.environ['TRACKIO_DIR'])} " if os.environ.get("TRACKIO_DIR") else ""
+    logger.info(f"Dashboard: {folder}{command} show --project {shlex.quote(prefix)}")
+    return Dashboard(trackio, run)
+
+
+def start_wandb(project: str, run_name: str, config: dict) -> Dashboard:
+    """Start or continue a run, like start_trackio.
+
+    It sends the config and the reports, but no host name, command line or console output, which holds addresses.
+    """
+    # wandb no longer reads the first of these variables
+    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
+    if disabled or os.environ.get("WANDB_MODE") == "disabled":
+        logger.info(f"No dashboard: {'WANDB_DISABLED is set' if disabled else 'WANDB_MODE is disabled'}")
+        return Dashboard()
+    if importlib.util.find_spec("wandb") is None:
+        logger.warning("No dashboard: wandb is not installed (pip install wandb)")
+        return Dashboard()
+    import wandb
+
+    try:
+        if folder := os.environ.get("WANDB_DIR"):
+            os.makedirs(folder, exist_ok=True)  # otherwise wandb writes to /tmp
+        settings = wandb.Settings(
+            init_timeout=20,  # without a network, wandb would try for 90 s
+            login_timeout=60,  # in a terminal, wandb asks for a missing key
+            finish_timeout=10,  # wandb would wait forever; the rest stays on disk for `wandb sync`
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            host="",
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        # made of the name, so that a restart continues the run, with only characters that an id may have
+        run_id = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_name)[-64:]
+        options = dict(resume="allow", config=select_public(config), settings=settings)
+        run = wandb.init(project=project, id=run_id, name=run_name, **options)
+    except (wandb.Error, *DASHBOARD_ERRORS) as e:
+        logger.warning(f"No dashboard: wandb failed ({first_line(e)}). WANDB_MODE=offline records for a later upload")
+        wandb.teardown()
+        return Dashboard()
+    logger.info(f"Dashboard: {run.url or f'wandb sync {Path(run.dir).parent}'}")
+    return Dashboard(wandb, run)
+
+
+def require_wandb(args: ReportArguments | TrainerArguments) -> None:
+    """Raise a UserError if --wandb_project is given and wandb is missing."""
+    if args.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise UserError("--wandb_project needs wandb: pip install wandb, or omit the flag")
+
+
+def start_trainer_dashboard(args: TrainerArguments, prefix: str, config: dict, is_resumed: bool) -> Dashboard:
+    """Start a trainer's own run on wandb, if --wandb_project or WANDB_PROJECT is set.
+
+    Call this after hivemind has forked its helper processes.
+
+    :param is_resumed: whether to continue the run of the last trainer with this --output_dir
+    """
+    project = args.wandb_project or os.environ.get("WANDB_PROJECT")
+    if not project:
+        return Dashboard()
+    path, run_name = Path(args.output_dir) / "wandb_run", make_run_name(f"{prefix}-trainer")
+    with contextlib.suppress(OSError):
+        if is_resumed and path.exists():
+            run_name = path.read_text(encoding="utf-8").strip()
+        path.write_text(run_name, encoding="utf-8")
+    return start_wandb(project, run_name, config)

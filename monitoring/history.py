@@ -1,0 +1,218 @@
+"""The history of a run, in memory and on disk: its epochs and the contributions of its peers."""
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+
+from arguments import TrainerArguments
+from common.files import read_json_lines
+from utils import LocalMetrics, SwarmMetrics, name_peer
+
+MAX_POINTS = 4096  # points of a curve in memory, more than a plot has pixels
+MAX_POINTS_SENT = 500  # points per request of the status page
+# The table keeps the largest contributors, because untrusted peers can sign records with many new keys.
+MAX_PEERS, MAX_PEERS_SHOWN = 10_000, 200
+MAX_PEERS_SENT = 50  # with any names, a status stays below MAX_PAGE_BYTES of training/page_client.py
+
+
+class History(list):
+    """The epochs of a run as in metrics.jsonl, oldest first and evenly downsampled if there are many.
+
+    The newest epoch is always the last element. Evaluations, which are few, are also kept separately.
+    """
+
+    def __init__(self):
+        super().__init__()
+        #: results of describe_evaluation, oldest first
+        self.validation: list[dict] = []
+        #: length in epochs of a segment, of which only the first epoch is kept
+        self.stride = 1
+
+    def add(self, entry: dict) -> None:
+        """Append an epoch, and drop entries of the same or later epochs: an earlier entry, or an earlier run's."""
+        if self and self[-1]["epoch"] >= entry["epoch"]:
+            self.forget_from(0 if entry.get("begins_anew") else entry["epoch"])
+        if validation := {name: value for name, value in entry.items() if name.startswith("validation_")}:
+            self.validation.append(validation)
+            if len(self.validation) > MAX_POINTS:
+                self.validation[:] = self.validation[::2]
+        if len(self) > 1 and self.find_stretch(self[-1]) == self.find_stretch(self[-2]):
+            self.pop()
+        while len(self) >= MAX_POINTS:  # if epochs are missing, one pass may remove none
+            self.stride *= 2
+            first = {self.find_stretch(entry): entry for entry in reversed(self)}
+            self[:] = reversed(first.values())
+        self.append(entry)
+
+    def find_stretch(self, entry: dict) -> int:
+        """Return the number of the entry's segment."""
+        return (entry["epoch"] - self[0]["epoch"]) // self.stride
+
+    def make_points(self, since: int) -> dict:
+        """Return points for the status page, evenly downsampled: the epochs after `since`, and all evaluations.
+
+        :returns: the Unix time of the run's start, which identifies it; epochs as POINT; evaluations as epoch and loss
+        """
+        entries = list(self)
+        begin = entries[0]["time"] - entries[0]["epoch_seconds"] if entries else None
+        return {
+            "begin": begin,
+            "training": [[entry[name] for name in POINT] for entry in thin(e for e in entries if e["epoch"] > since)],
+            "validation": [[e["validation_epoch"], e["validation_loss"]] for e in thin(self.validation)],
+        }
+
+    def forget_from(self, epoch: int) -> None:
+        """Drop this epoch and later ones."""
+        self.validation[:] = [values for values in self.validation if values["validation_epoch"] < epoch]
+        self[:] = [entry for entry in self if entry["epoch"] < epoch]
+        if not self:
+            self.stride = 1
+
+
+#: the values of an epoch that are sent to the status page
+POINT = ("epoch", "time", "loss", "alive_peers", "samples_per_second")
+
+
+def thin(entries: Iterable[dict]) -> list[dict]:
+    """Return up to MAX_POINTS_SENT entries, including the newest."""
+    entries = list(entries)
+    return entries[:: -math.ceil(len(entries) / MAX_POINTS_SENT) or -1][::-1]
+
+
+def load_history(path: Path, prefix: str) -> History:
+    """Load the epochs of this run that an earlier monitor wrote, so that a restart continues the curve."""
+    history = History()
+    needed = {field.name for field in fields(SwarmMetrics)} | {"time", "total_samples"}
+    for entry in read_json_lines(path):
+        # entries of older versions lack fields
+        if entry.get("experiment_prefix") == prefix and needed <= entry.keys():
+            history.add(entry)
+    return history
+
+
+@dataclass
+class Contribution:
+    """The contribution of one peer to the run, as it reports it."""
+
+    total_samples: int  # over all its restarts
+    last_epoch: int
+    skipped_steps: int
+    samples_per_second: float
+    client_mode: bool
+    last_seen: float  # Unix time of its newest report
+    reported_samples: int  # total_samples of its newest record
+    expiration_time: float  # of its newest record
+    username: str = ""  # as it reports
+
+
+class Contributions:
+    """The contributions of all peers, including those that have left.
+
+    A trainer counts its samples itself. After a restart, its count may be that of an older checkpoint or zero, but its
+    earlier contribution still counts.
+
+    :param saved: a result of `to_json`
+    """
+
+    def __init__(self, saved: dict[str, dict]):
+        names = {field.name for field in fields(Contribution)}
+        known = {label: {"username": "", **values} for label, values in saved.items()}  # older files have no names
+        self.peers = {label: Contribution(**values) for label, values in known.items() if names == values.keys()}
+
+    def update(
+        self,
+        records: dict[str, tuple[LocalMetrics, float]],
+        reports: dict[str, LocalTrainingProgress],
+        now: float,
+    ) -> None:
+        """Add the peers' newest records, each with its expiration time.
+
+        :param reports: the reports of present peers about their progress in the epoch
+        :param now: the Unix time
+        """
+        for label, (metrics, expiration_time) in records.items():
+            known = self.peers.get(label)
+            if known is None:
+                gave = metrics.total_samples
+            elif expiration_time <= known.expiration_time:  # an older or the same record
+                continue
+            elif metrics.total_samples >= known.reported_samples:
+                gave = known.total_samples + metrics.total_samples - known.reported_samples
+            else:  # it continues from an older count: only this epoch's samples are certainly new
+                gave = known.total_samples + min(metrics.samples_accumulated, metrics.total_samples)
+            self.peers[label] = Contribution(
+                total_samples=gave,
+                last_epoch=metrics.epoch,
+                skipped_steps=metrics.skipped_steps,
+                samples_per_second=metrics.samples_per_second,
+                client_mode=metrics.client_mode,
+                # if the peer has left: the time of this record, if its expiration is the default
+                last_seen=min(now, expiration_time - TrainerArguments.statistics_expiration),
+                reported_samples=metrics.total_samples,
+                expiration_time=expiration_time,
+                username=metrics.username or "",
+            )
+        for label in self.peers.keys() & reports.keys():
+            # limited, because a peer may report any time
+            self.peers[label].last_seen = min(now, max(self.peers[label].last_seen, reports[label].time))
+        if len(self.peers) > MAX_PEERS:
+            self.peers = dict(self.ranking()[:MAX_PEERS])
+
+    def ranking(self) -> list[tuple[str, Contribution]]:
+        return sorted(self.peers.items(), key=lambda item: -item[1].total_samples)
+
+    def total_samples(self) -> int:
+        return sum(peer.total_samples for peer in self.peers.values())
+
+    def make_rows(self) -> list[dict]:
+        """Return the rows of the table of contributors, largest first, and one row for all others."""
+        ranking, total = self.ranking(), max(1, self.total_samples())
+        rows = [
+            {
+                "peer": name_peer(label, peer.username),
+                "samples": peer.total_samples,
+                "share": f"{peer.total_samples / total:.1%}",
+                "samples/s": round(peer.samples_per_second, 1),
+                "epoch": peer.last_epoch,
+                "last seen (UTC)": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(peer.last_seen)),
+                "connection": "client" if peer.client_mode else "public",
+                "skipped steps": peer.skipped_steps,
+            }
+            for label, peer in ranking[:MAX_PEERS_SHOWN]
+        ]
+        if others := [peer for _, peer in ranking[MAX_PEERS_SHOWN:]]:
+            samples = sum(peer.total_samples for peer in others)
+            rest = {"peer": f"{len(others)} others", "samples": samples, "share": f"{samples / total:.1%}"}
+            rows.append(dict.fromkeys(rows[0], "") | {"samples/s": 0.0, "epoch": 0, "skipped steps": 0} | rest)
+        return rows
+
+    def describe(self) -> dict:
+        """Return the largest contributors and the totals for the status page."""
+        ranking, total = self.ranking(), self.total_samples()
+        shown = ("username", "total_samples", "samples_per_second", "last_seen", "client_mode")
+        contributors = [
+            {"peer": label, "share": peer.total_samples / max(1, total)} | {name: getattr(peer, name) for name in shown}
+            for label, peer in ranking[:MAX_PEERS_SENT]
+        ]
+        return {"total_samples": total, "num_contributors": len(ranking), "contributors": contributors}
+
+    def to_json(self) -> dict[str, dict]:
+        return {label: asdict(peer) for label, peer in self.ranking()}
+
+
+def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
+    """Return the newest epoch's metrics for the status page, and how many known epochs all peers averaged."""
+    names = ("samples_per_second", "epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds")
+    entries = list(history)
+    averaged = sum(entry["averaged_with"] >= entry["alive_peers"] for entry in entries)
+    shown = {name: getattr(metrics, name) for name in names} if metrics else {}
+    return {**shown, "known_epochs": len(entries), "averaged_epochs": averaged}
+
+
+def pick(values: dict, schema: type) -> dict:
+    """Return the values of a dictionary for which a dataclass has fields."""
+    return {field.name: values[field.name] for field in fields(schema)}

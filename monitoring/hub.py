@@ -1,0 +1,173 @@
+"""Upload of checkpoints to the Hugging Face Hub, each in one commit, with retries."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+
+import huggingface_hub
+
+from common.console import UserError
+from common.files import read_json, write_file
+from training.checkpoint import find_checkpoints
+
+logger = logging.getLogger("hub")
+
+RETRY_PERIOD = 600.0  # seconds between two attempts to upload, unless --upload_interval is shorter
+NETWORK_TIMEOUT = 60.0  # seconds to wait for data from the Hub
+
+
+class Publisher:
+    """A publisher that uploads the newest checkpoint of a folder in its own thread, at most once per interval.
+
+    A failure is retried, and logged as a warning if its reason is new. `uploaded.json` records the last upload, so that
+    a restart does not repeat it and keeps to the interval.
+    """
+
+    def __init__(self, repo_id: str, interval: float, folder: Path):
+        require_token()
+        self.repo_id, self.interval, self.folder = repo_id, interval, folder
+        self.record = folder / "uploaded.json"
+        self.thread = self.last_failure = None
+        self.uploaded = {}
+        with contextlib.suppress(OSError):
+            if (record := read_json(self.record)).get("repo_id") == repo_id:
+                self.uploaded = record
+        # at most the interval, because the clock may have been set back
+        wait = self.uploaded.get("time", 0) + interval - time.time()
+        self.next_upload = time.monotonic() + min(max(wait, 0), interval)
+        bound_waiting_for_the_hub()
+
+    def find_new(self) -> Path | None:
+        """Return the newest checkpoint, or None if it is on the Hub."""
+        newest = find_checkpoints(self.folder)[-1:]
+        return newest[0] if newest and read_stamp(newest[0]).get("time") != self.uploaded.get("checkpoint") else None
+
+    def step(self) -> None:
+        """Start an upload that is due."""
+        if time.monotonic() < self.next_upload or (self.thread and self.thread.is_alive()):
+            return
+        if folder := self.find_new():
+            self.thread = threading.Thread(target=self.upload, args=(folder,), name="upload", daemon=True)
+            self.thread.start()
+
+    def upload(self, folder: Path) -> None:
+        """Upload one checkpoint in a thread; if that fails, warn and schedule a retry."""
+        start = time.monotonic()
+        try:
+            self.publish(folder)
+            self.next_upload, self.last_failure = start + self.interval, None
+        except Exception as e:  # client, network and server raise many types, and none may stop the run
+            wait, reason = min(self.interval, RETRY_PERIOD), explain_failure(e)
+            self.next_upload = time.monotonic() + wait
+            if reason != self.last_failure:
+                logger.warning(f"{folder.name} is not on the Hub: {reason}. Will try every {wait:g} s until it works")
+            self.last_failure = reason
+
+    def publish(self, folder: Path) -> None:
+        """Upload one checkpoint and record it; errors are not caught."""
+        stamp, start = read_stamp(folder), time.monotonic()
+        url = upload_checkpoint(folder, self.repo_id)
+        logger.info(f"Uploaded {folder.name} to {url} in {time.monotonic() - start:.1f} s")
+        shown = {"epoch": stamp["epoch"], "time": time.time()}
+        self.uploaded = {"repo_id": self.repo_id, "checkpoint": stamp["time"], **shown}
+        write_file(self.record, json.dumps(self.uploaded))
+
+
+def read_stamp(folder: Path) -> dict:
+    """Return the content of a checkpoint's training_state.json, or an empty dictionary if it is invalid."""
+    with contextlib.suppress(OSError):
+        return read_json(folder / "training_state.json")
+    return {}
+
+
+def find_token() -> str | None:
+    """Return the Hub's token from the environment or from `hf auth login`."""
+    return os.environ.get("HF_TOKEN") or os.environ.get("HF_USER_ACCESS_TOKEN") or huggingface_hub.get_token()
+
+
+def require_token() -> None:
+    """If there is no token, ask for one like `hf auth login`, or raise a UserError without a terminal."""
+    if find_token() is not None:
+        return
+    if not sys.stdin.isatty():
+        raise UserError("--repo_url needs a token that may write: set HF_TOKEN, or run `hf auth login` once")
+    print("--repo_url needs a token of the Hugging Face Hub that may write.", flush=True)
+    errors = huggingface_hub.errors
+    try:
+        huggingface_hub.login()
+    except (errors.HTTPError, errors.DeviceCodeError, OSError, ValueError, EOFError) as e:
+        raise UserError(
+            f"cannot log in to the Hugging Face Hub ({explain_failure(e)}): try again, or set HF_TOKEN"
+        ) from e
+
+
+def bound_waiting_for_the_hub() -> None:
+    """Set a timeout for huggingface_hub, which would wait forever."""
+    client = huggingface_hub.get_session()
+    huggingface_hub.set_client_factory(
+        lambda: type(client)(event_hooks=client.event_hooks, follow_redirects=True, timeout=NETWORK_TIMEOUT)
+    )
+    # it would log each attempt, with addresses that are secret
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    huggingface_hub.utils.disable_progress_bars()
+
+
+def upload_checkpoint(folder: Path, repo_id: str) -> str:
+    """Upload all files of an archive's checkpoint in one commit, and return its address. Errors are not caught."""
+    stamp = read_stamp(folder)
+    if "settings" not in stamp:
+        raise ValueError(f"{folder} does not belong to an archive: a trainer's checkpoint holds its whole command line")
+    # a digest identifies the donor too, but its peer id would reveal its address
+    stamp["given_by"] = [hashlib.sha256(donor.encode()).hexdigest()[:8] for donor in stamp["given_by"]]
+    api = huggingface_hub.HfApi(token=find_token())
+    with contextlib.ExitStack() as files:
+        operations = []
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            # Open files remain readable if the checkpoint is removed, and are uploaded by plain HTTP. Xet, which file
+            # names would use, has no timeout, and would save nothing because all weights are new each time.
+            content = files.enter_context(open(path, "rb"))
+            if path.name == "training_state.json":
+                content = (json.dumps(stamp, indent=2) + "\n").encode()
+            operations.append(huggingface_hub.CommitOperationAdd(path.relative_to(folder).as_posix(), content))
+        api.create_repo(repo_id, exist_ok=True)
+        message = f"epoch {stamp['epoch']}, loss {stamp['loss']:.4f}"
+        # not upload_folder, which may use several commits: a download between them would mix two epochs
+        return api.create_commit(repo_id, operations, commit_message=message).commit_url
+
+
+def explain_failure(error: BaseException) -> str:
+    """Return one line with the reason of a failed upload and its fix, without the token."""
+    # the base class of HTTP errors, which depends on the version of huggingface_hub
+    client_error = huggingface_hub.errors.HTTPError
+    is_of_network = isinstance(error, client_error)
+    while getattr(error, "response", None) is None and error.__cause__ is not None:
+        error = error.__cause__
+        is_of_network = is_of_network or isinstance(error, client_error)
+    response = getattr(error, "response", None)
+    if response is None:
+        if isinstance(error, OSError) and error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+        text = re.sub(r"hf_\w+", "hf_***", " ".join(str(error).split())[:300])
+        text = f"{type(error).__name__}: {text}"
+        if is_of_network:
+            return f"no answer from {huggingface_hub.constants.ENDPOINT} ({text}), check the network"
+        return text
+    cures = {
+        401: "the token is invalid: set HF_TOKEN to a token that may write (huggingface.co/settings/tokens), or run "
+        "`hf auth login`",
+        403: "the token may not write there, or the quota is used up: check both in the Hub's settings",
+        404: "the user or organization does not exist, or the token may not see it: check --repo_url",
+        413: "the checkpoint is too large for the quota: free some space there",
+        429: "too many requests: raise --upload_interval",
+    }
+    cure = cures.get(response.status_code, "the Hub has a problem of its own" if response.status_code >= 500 else "")
+    # only the server's message, because the client's contains addresses with permission to upload
+    text = " ".join((getattr(error, "server_message", None) or response.reason_phrase).split())[:300]
+    return f"HTTP {response.status_code} ({text}){cure and ', '}{cure}"

@@ -1,0 +1,226 @@
+"""The status page of a run over HTTP, on --status_port of any role: page.html for users, JSON for programs.
+
+    python run_training_monitor.py --experiment_prefix my_albert --status_port 8080
+    curl http://localhost:8080/
+
+A browser gets the page, which requests /status.json and /history.json?since=EPOCH. New peers can also join by
+/status.json (training/page_client.py). The server is read-only and bounded: it makes each answer at most once a second,
+and a new visit ends one that lasts too long.
+"""
+
+import base64
+import contextlib
+import hashlib
+import http.server
+import ipaddress
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from hivemind import DHT
+
+from arguments import SwarmArguments
+from common.console import UserError
+from monitoring.history import History
+from swarm.addresses import get_host_port, is_relayed, list_shareable_maddrs
+from training.page_client import VISIT_TIMEOUT, format_join, make_place
+
+logger = logging.getLogger("status")
+
+MAX_VISITORS, MAX_OF_ADDRESS = 64, 2  # visits at once
+MAX_VISIT = 10.0  # seconds
+SLOT_TIMEOUT = 0.1  # seconds for an evicted visit to end
+# seconds between two requests to the DHT's process for addresses, because relays change, and seconds for its answer
+ADDRESS_PERIOD, LOOK_TIMEOUT = 10.0, 2.0
+ANSWER_PERIOD = 1.0  # seconds for which an answer is cached
+MAX_ANSWERS = 64
+
+
+class StatusServer(http.server.ThreadingHTTPServer):
+    """A server that binds its port at once, to fail early if the port is in use, and answers only after `serve`."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, prefix: str):
+        self.prefix, self.slots = prefix, threading.BoundedSemaphore(MAX_VISITORS)
+        #: the address and the deadline of each open visit, oldest first
+        self.visits: dict[socket.socket, tuple[str, float]] = {}
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        # HTTPServer would look up this machine's name on bind, which may take seconds
+        super().__init__(("", port), StatusHandler, bind_and_activate=False)
+        self.socket.close()
+        try:
+            self.socket = socket.create_server(("", port), family=family, backlog=MAX_VISITORS, dualstack_ipv6=is_dual)
+        except OSError as e:
+            raise UserError(f"--status_port {port}: {os.strerror(e.errno).lower()}, choose another port or 0") from e
+        # otherwise helper processes would hold the port after this one is killed
+        os.register_at_fork(after_in_child=self.socket.close)
+
+    def serve(self, dht: DHT, read_progress: Callable[[], dict], history: History) -> None:
+        """Start to answer, in a thread. Call this after all helper processes are forked.
+
+        :param read_progress: a function for that thread, which returns epoch, loss, peers and other figures (None if
+            unknown) and the shared flags of the run
+        :param history: the run's history, which may grow
+        """
+        self.dht, self.read_progress, self.history = dht, read_progress, history
+        # the first visitors need addresses even if the DHT's process is too busy to answer
+        self.maddrs, self.next_look = list_shareable_maddrs(dht.get_visible_maddrs()), 0.0
+        self.answers, self.next_answers, self.answering = {}, 0.0, threading.Lock()
+        self.html = (Path(__file__).parent / "page.html").read_bytes()
+        self.policy = make_policy(self.html.decode())
+        threading.Thread(target=self.serve_forever, name="status page", daemon=True).start()
+        logger.info(f"status page: {self.find_url()}")
+
+    def find_url(self) -> str:
+        """Return the address of this page for clients that reach this peer directly."""
+        direct = [maddr for maddr in self.maddrs if not is_relayed(maddr)]
+        protocol, host, _ = get_host_port(direct[0]) if direct else ("dns", "localhost", None)
+        return f"http://{f'[{host}]' if protocol == 'ip6' else host}:{self.socket.getsockname()[1]}/"
+
+    def answer(self, name: str, make: Callable[[], dict]) -> bytes:
+        """Return the result of `make` as JSON, or its cached result for this name."""
+        with self.answering:
+            if time.monotonic() >= self.next_answers or len(self.answers) >= MAX_ANSWERS:
+                self.answers, self.next_answers = {}, time.monotonic() + ANSWER_PERIOD
+            if name not in self.answers:
+                indent = 2 if name == "status" else None  # for readers
+                self.answers[name] = json.dumps(make(), indent=indent).encode() + b"\n"
+            return self.answers[name]
+
+    def make_status(self) -> dict:
+        """Return the content of /status.json."""
+        if time.monotonic() >= self.next_look:
+            self.look_for_addresses()
+        progress = self.read_progress()
+        flags, can_welcome = progress.pop("flags"), self.maddrs and not self.dht.client_mode
+        is_closed = self.dht.membership is not None
+        return {
+            "experiment_prefix": self.prefix,
+            "peer_id": str(self.dht.peer_id),
+            "client_mode": self.dht.client_mode,
+            "multiaddrs": self.maddrs,
+            "join": format_join(self.prefix, self.maddrs, flags, is_closed) if can_welcome else None,
+            "time": time.time(),
+            **progress,
+        }
+
+    def look_for_addresses(self) -> None:
+        """Update this peer's addresses, or keep the old ones if the DHT's process does not answer soon."""
+        look = self.dht.run_coroutine(partial(DHT._get_visible_maddrs, latest=True), return_future=True)
+        self.next_look = time.monotonic() + ANSWER_PERIOD
+        try:
+            self.maddrs = list_shareable_maddrs(look.result(LOOK_TIMEOUT))
+            self.next_look = time.monotonic() + ADDRESS_PERIOD
+        except Exception as e:  # the DHT's process may raise any type
+            logger.warning(f"cannot update this peer's addresses for the status page ({e!r}), will retry")
+
+    def process_request(self, request, client_address) -> None:
+        """Start a visit. If there are too many, or too many from this address, end the oldest."""
+        address = find_network(client_address[0])
+        of_address = [visit for visit, (other, _) in list(self.visits.items()) if other == address]
+        for visit in of_address[: 1 - MAX_OF_ADDRESS] or list(self.visits)[: 1 - MAX_VISITORS]:
+            self.end(visit)
+        if self.slots.acquire(timeout=SLOT_TIMEOUT):
+            self.visits[request] = address, time.monotonic() + MAX_VISIT
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request, client_address) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.visits.pop(request, None)
+            self.slots.release()
+
+    def service_actions(self) -> None:
+        """End visits that last too long; socketserver calls this twice a second."""
+        for visit, (_, deadline) in list(self.visits.items()):
+            if time.monotonic() > deadline:
+                self.end(visit)
+
+    def end(self, visit: socket.socket) -> None:
+        self.visits.pop(visit, None)
+        with contextlib.suppress(OSError):  # its own thread has closed it
+            visit.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request, client_address) -> None:
+        logger.debug("a visitor of the status page left early", exc_info=True)
+
+
+def open_page(args: SwarmArguments) -> StatusServer | None:
+    """Return the server for --status_port, or None if it is not set."""
+    return None if args.status_port is None else StatusServer(args.status_port, args.experiment_prefix)
+
+
+class StatusHandler(http.server.BaseHTTPRequestHandler):
+    """A handler for one visit to the status page."""
+
+    timeout = VISIT_TIMEOUT
+    server_version, sys_version = "status", ""
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        if path == "/" and "text/html" in self.headers.get("Accept", ""):
+            self.send("text/html; charset=utf-8", self.server.html)
+        elif path in ("/", "/status", "/status.json"):
+            self.send("application/json", self.server.answer("status", self.server.make_status))
+        elif path == "/history.json":
+            since = urllib.parse.parse_qs(query).get("since", ["-1"])[0]
+            if not re.fullmatch(r"-?\d{1,10}", since, re.ASCII):
+                self.send_error(400, "since is the number of an epoch")
+                return
+            points = self.server.answer(since, lambda: self.server.history.make_points(int(since)))
+            self.send("application/json", points)
+        else:
+            self.send_error(404)
+
+    def send(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", self.server.policy)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        """Log nothing for visits."""
+
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Vary": "Accept",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def make_policy(html: str) -> str:
+    """Return a content security policy that allows the page's own script and style, and requests to its server."""
+
+    def find_hash(tag: str) -> str:
+        text = re.search(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)[1]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; script-src {find_hash('script')}; style-src {find_hash('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def find_network(ip: str) -> str:
+    """Return the network whose connections are counted together: an IPv4 address, or a customer's /64 of IPv6."""
+    _, address = make_place(ip)
+    return str(address if address.version == 4 else ipaddress.ip_network((int(address) >> 64 << 64, 64)))

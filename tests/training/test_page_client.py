@@ -1,0 +1,206 @@
+"""The status page and joining by HOST:PORT: what a visitor gets, and what a hostile visitor or page can do."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from mains import refuse
+from processes import LOOPBACK, make_prefix, wait_until
+from records import make_metrics, run_peers
+
+import run_trainer
+import run_training_monitor
+from arguments import SwarmArguments, make_host_maddrs
+from common.console import UserError
+from swarm.addresses import is_local, is_public, list_shareable_maddrs
+from training.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
+
+PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+RELAY = f"/ip4/198.51.100.7/tcp/7/p2p/{PEER}/p2p-circuit"
+
+
+def page(prefix: str, *maddrs: object, status: str = "200 OK", **more) -> bytes:
+    body = json.dumps({"experiment_prefix": prefix, "multiaddrs": maddrs, **more})
+    return f"HTTP/1.0 {status}\r\n\r\n{body}".encode()
+
+
+@contextlib.contextmanager
+def serve(answer: bytes, hang_up: bool = True):
+    """A server that gives everybody this answer, whatever they ask; yields its HOST:PORT."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        visitors = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # the listener is closed at the end
+                while True:
+                    visitors.append(listener.accept()[0])
+                    with contextlib.suppress(OSError):
+                        visitors[-1].recv(1000)
+                        visitors[-1].sendall(answer)
+                    if hang_up:
+                        visitors[-1].close()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        for visitor in visitors:
+            visitor.close()
+
+
+def test_host_port_leads_to_the_multiaddrs_of_the_page():
+    maddr = f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}"
+    with serve(page("run", maddr)) as address:
+        assert find_maddrs(address, "run") == [maddr]
+
+
+@pytest.mark.parametrize(
+    "answer, hang_up, words",
+    [
+        (b"HTTP/1.0 200 OK\r\n\r\nHello", True, "its answer is not JSON"),
+        (b"HTTP/1.0 200 OK\r\n\r\n\xff\xfe\x00", True, "its answer is not JSON"),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 60_000, True, "no status page"),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + b" " * 2 * MAX_PAGE_BYTES, False, f"longer than {MAX_PAGE_BYTES} bytes"),
+        (b"HTTP/1.0 200 OK\r\n\r\n{", False, "no answer within"),
+        (b"\x13/multistream/1.0.0\n", False, "a peer listens there, but does not reveal its id"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", True, "it answers b'SSH-2.0"),
+        (page("run", "/ip4/1.2.3.4", status="404 Not Found"), True, "404"),
+        (page("another", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}"), True, "shows run 'another', not 'run'"),
+        (page("run", "/ip4/127.0.0.1/tcp/1"), True, "which is not a multiaddr"),
+        (
+            page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER},/ip4/6.6.6.6/tcp/1/p2p/{PEER}"),
+            True,
+            "which is not a multiaddr",
+        ),
+        (page("run", {"a": 1}), True, "which is not a multiaddr"),
+        (page("run"), True, "accepts no connections"),
+        (page("run", f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}", client_mode=True), True, "accepts no connections"),
+        (b"HTTP/1.0 200 OK\r\n\r\n[1]", True, "lists no multiaddrs"),
+        (b"", True, "no status page"),
+    ],
+)
+def test_a_wrong_page_is_one_line_in_bounded_time(answer, hang_up, words):
+    start = time.monotonic()
+    with serve(answer, hang_up) as address, pytest.raises(UserError) as error:
+        find_maddrs(address, "run")
+    assert time.monotonic() - start < VISIT_TIMEOUT + 15  # on a busy machine
+    [line] = str(error.value).splitlines()
+    assert address in line and words in line and "--status_port" in line
+
+
+def test_nothing_there_and_no_address_at_all_are_one_line():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    cases = [(f"127.0.0.1:{port}", "refused"), ("no.such.host.invalid:80", "known"), ("127.0.0.1:99999", "HOST:PORT")]
+    for address, words in [*cases, ("127.0.0.1", "HOST:PORT"), ("127.0.0.1:*", "HOST:PORT"), ("http://a", "HOST:PORT")]:
+        with pytest.raises(UserError) as error:
+            find_maddrs(address, "run")
+        [line] = str(error.value).splitlines()
+        assert words in line, line
+
+
+@pytest.mark.parametrize(
+    "maddrs, ip, chosen",
+    [
+        # the address that the newcomer has just used is the one that works
+        (["/ip4/11.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1"], "192.168.1.2", ["/ip4/192.168.1.2/tcp/1"]),
+        (["/ip4/11.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1"], "::ffff:11.0.0.1", ["/ip4/11.0.0.1/tcp/1"]),
+        # behind a router or in a container the peer does not know it
+        (["/ip4/172.17.0.2/tcp/31337"], "203.0.113.5", ["/ip4/203.0.113.5/tcp/31337"]),
+        (["/ip4/127.0.0.1/tcp/31337"], "2001:db8::1", ["/ip6/2001:db8::1/tcp/31337"]),
+        (["/ip4/10.0.0.2/tcp/1", RELAY], "11.2.3.4", ["/ip4/11.2.3.4/tcp/1", RELAY]),
+        # on this machine itself there is nothing to replace
+        (["/ip4/10.0.0.2/tcp/1"], "127.0.0.1", ["/ip4/10.0.0.2/tcp/1"]),
+        (["/ip4/127.0.0.1/tcp/1"], "127.0.0.1", ["/ip4/127.0.0.1/tcp/1"]),
+    ],
+)
+def test_a_newcomer_gets_addresses_that_it_can_reach(maddrs, ip, chosen):
+    with_id = [f"{maddr}/p2p/{PEER}" for maddr in maddrs]
+    assert choose_maddrs(with_id, ip) == [f"{maddr}/p2p/{PEER}" for maddr in chosen]
+
+
+def test_loopback_is_shown_only_when_there_is_nothing_else():
+    local, home, public = "/ip4/127.0.0.1/tcp/1", "/ip4/192.168.1.2/tcp/1", "/ip4/11.0.0.1/tcp/1"
+    assert list_shareable_maddrs([local, home, RELAY, public]) == [public, home, RELAY]
+    assert list_shareable_maddrs([local, "/ip6/::1/tcp/1"]) == [local, "/ip6/::1/tcp/1"]
+    assert [is_public(maddr) for maddr in (local, home, public, RELAY)] == [False, False, True, True]
+    assert is_local("/ip6/::1/tcp/1") and not is_local("/ip6/2001:db8::1/tcp/1") and not is_local("/dns4/a/tcp/1")
+
+
+def test_old_listen_addresses_are_understood():
+    assert make_host_maddrs("[::]:*") == ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
+    assert make_host_maddrs("[::1]:31337") == ["/ip6/::1/tcp/31337"]
+    assert make_host_maddrs("0.0.0.0:31337") == ["/ip4/0.0.0.0/tcp/31337"]
+    assert SwarmArguments("a", host_maddrs=["/ip6/::1/tcp/0", "127.0.0.1:*"]).host_maddrs == [
+        "/ip6/::1/tcp/0",
+        "/ip4/127.0.0.1/tcp/0",
+    ]
+    for wrong in ("localhost:1", "1.2.3.4", "[::]:99999", "[1.2.3:4"):
+        with pytest.raises(UserError, match="--host_maddrs"):
+            make_host_maddrs(wrong)
+
+
+def ask(port: int, method: str = "GET", path: str = "/", timeout: float = 10) -> tuple[int, bytes]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method=method, data=None)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as e:
+        return e.code, e.read()
+
+
+def test_the_page_of_a_monitor_is_read_only_and_outlives_hostile_visitors(start, tmp_path):
+    prefix = make_prefix()
+    command = ["run_training_monitor.py", "--experiment_prefix", prefix, *LOOPBACK, "--report_to", "none"]
+    command += ["--refresh_period", 600]
+    shared = ["--seed", 7, "--optim", "adamw", "--learning_rate", 0.00176]  # the last one is a default that was typed
+    monitor = start("monitor", *command, *shared, "--status_port", 0, "--output_dir", tmp_path / "monitor")
+    port = int(monitor.wait_for(r"status page: http://\S+:(\d+)/").group(1))
+    address = monitor.wait_for(r"--initial_peers (\S+)").group(1)
+
+    code, body = ask(port)
+    read = json.loads(body)
+    assert code == 200
+    assert read["multiaddrs"] == [address] and read["experiment_prefix"] == prefix
+    assert read["peers"] == 0 and read["epoch"] is None and read["loss"] is None and not read["client_mode"]
+    assert read["join"].endswith(f"{address} --seed 7 --optim adamw --learning_rate 0.00176")
+    assert f"\n{read['join']}\n" in monitor.text
+    wrong = refuse(run_trainer, "--initial_peers", address, "--learning_rate", 0.01, "--preflight")
+    assert f"run '{prefix}' uses different settings; --learning_rate: the run has 0.00176, you have 0.01." in wrong
+    assert find_maddrs(f"127.0.0.1:{port}", prefix) == [address]
+    assert [ask(port, method)[0] for method in ("POST", "PUT", "DELETE", "HEAD")] == [501] * 4
+    assert [ask(port, path=path)[0] for path in ("/etc/passwd", "/../arguments.py", "/status")] == [404, 404, 200]
+
+    # while somebody reads the page, the monitor looks more often
+    with run_peers(prefix, address, True) as (peer,):
+        peer.publish(make_metrics(3).dict())
+        wait_until(lambda: json.loads(ask(port)[1])["epoch"] == 3, 30, "the epoch on the page")
+
+    garbage = [b"\x00" * 1000, b"\x13/multistream/1.0.0\n", b"GET " + b"a" * 100_000, b"GET / HTTP/1.1\r\n" * 5000]
+    for junk in garbage:
+        visitor = socket.create_connection(("127.0.0.1", port), timeout=10)
+        with contextlib.suppress(OSError):  # it may hang up before it has heard all
+            visitor.sendall(junk)
+        visitor.close()
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(50)]
+    start_time = time.monotonic()
+    while time.monotonic() < start_time + 3 * VISIT_TIMEOUT:
+        with contextlib.suppress(OSError):
+            if ask(port, timeout=2)[0] == 200:
+                break
+    else:
+        raise AssertionError("50 silent visitors keep the page from others forever")
+    for visitor in idle:
+        visitor.close()
+
+    # the port is taken, a client cannot welcome anybody
+    for flags, words in (
+        (["--status_port", port], f"--status_port {port}: address already in use"),
+        (["--client_mode"], "--client_mode"),
+    ):
+        assert words in refuse(run_training_monitor, *command[1:], *flags, "--output_dir", tmp_path / "other")
+    monitor.interrupt()
+    monitor.assert_clean_end(30)

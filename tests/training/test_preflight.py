@@ -1,0 +1,217 @@
+"""The preflight: its findings by numbers, its table as users see it, and wrong input at a start."""
+
+import asyncio
+import contextlib
+import os
+import re
+import resource
+import shutil
+import socket
+
+import pytest
+from hivemind.dht.protocol import ValidationError
+from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
+from swarms import TRAINER, flags, start_monitor
+
+from arguments import (
+    AveragingArguments,
+    DataArguments,
+    ModelArguments,
+    OptimizerArguments,
+    SwarmArguments,
+    TrainerArguments,
+)
+from swarm.addresses import diagnose_unreachable
+from training.preflight import (
+    Check,
+    check_announced,
+    check_bandwidth,
+    check_clock,
+    check_connection,
+    check_disk,
+    check_epoch_time,
+    check_file_limit,
+    check_memory,
+    check_step_time,
+    estimate_round_seconds,
+    format_check,
+    run_preflight,
+)
+
+PEER = "12D3KooWBadDR5ZTXD5kbXn8YbWYpzJk1VHokKJDVpj8dN7CipHr"
+PUBLIC, HOME = f"/ip4/11.0.0.1/tcp/1/p2p/{PEER}", f"/ip4/192.168.1.2/tcp/1/p2p/{PEER}"
+
+
+def test_bandwidth_against_the_time_of_a_round():
+    """18 M parameters, 3 peers, 20 Mbit/s, fp16; a round takes 1.10 to 1.14 times the ideal (benchmarks/rounds.py)."""
+    options = AveragingArguments(compression="float16", state_compression="float16", bandwidth=20)
+    size, seconds = estimate_round_seconds(18_000_000, 3, options)
+    assert size == pytest.approx(2 * 36e6 * 2 / 3)
+    assert seconds == pytest.approx(19.2 * 1.15, rel=0.02)
+    assert check_bandwidth(18_000_000, 3, options).level == "ok"
+    # parameters are averaged uncompressed by default: twice the bytes, for which the times that follow from the line do
+    options = AveragingArguments(bandwidth=20)
+    assert estimate_round_seconds(18_000_000, 3, options)[1] == pytest.approx(2 * 19.2 * 1.15, rel=0.02)
+    assert check_bandwidth(18_000_000, 3, options).level == "ok"
+    # a fixed time may be too short, with what a group takes to form or without
+    options.averaging_timeout, options.matchmaking_time = 50, 15
+    assert check_bandwidth(18_000_000, 3, options).level == "warning"
+    options.bandwidth = 2
+    assert check_bandwidth(18_000_000, 3, options).level == "fatal"
+
+
+def test_epoch_time_against_matchmaking_time():
+    assert check_epoch_time(2.0, peers=3, matchmaking_time=15).level == "warning"
+    assert check_epoch_time(60.0, peers=3, matchmaking_time=15).level == "ok"
+    # who is alone looks for no group
+    assert check_epoch_time(2.0, peers=1, matchmaking_time=15).level == "ok"
+
+
+def test_what_is_fatal_and_what_a_warning():
+    assert [check_step_time(seconds, 8).level for seconds in (0.1, 0.5, 10, 11)] == ["warning", "ok", "ok", "warning"]
+    assert [check_clock(s).level for s in (0.1, -2.0, 3600.0, -3.5, None)] == [
+        *("ok", "warning", "fatal", "fatal", "warning")
+    ]
+    assert "3,600.0 s ahead" in check_clock(3600.0).finding
+    assert [check_connection(["11.0.0.1"], *seen).level for seen in ((True, 0), (False, 1), (False, 0))] == [
+        *("ok", "warning", "warning")
+    ]
+    assert check_connection([], None, 0).level == "warning"
+    assert "--client_mode" in check_connection(["11.0.0.1"], False, 1).cure
+    assert check_announced([HOME], [PUBLIC], client_mode=False).level == "warning"
+    assert check_announced([HOME], [HOME], client_mode=False).level == "ok"
+    assert check_announced([HOME], [PUBLIC], client_mode=True).level == "ok"
+    assert check_announced([HOME, PUBLIC], [PUBLIC], client_mode=False).level == "ok"
+    assert check_memory(1000).level == "ok"
+    assert check_memory(10**12).level == "fatal"
+    assert check_disk("/tmp/does/not/exist/yet", 1000, 2).level == "ok"
+    assert check_disk("/tmp", 10**14, 2).level == "fatal"
+    parameters = int(shutil.disk_usage("/tmp").free / (12 * 10 + 4))  # room for nine of ten states and one more
+    assert check_disk("/tmp", parameters, 10).level == "warning"
+
+
+def test_a_line_of_the_table():
+    assert format_check(Check("clock", "ok", "fine", "no cure")) == "ok      clock           fine"
+    lines = format_check(Check("clock", "fatal", "it is late", "set it")).splitlines()
+    assert lines == ["fatal   clock           it is late", " " * 24 + "-> set it"]
+
+
+def test_the_file_limit_is_raised_where_the_system_allows():
+    code = """if True:
+        import resource
+        from resource import RLIMIT_NOFILE
+        from training.preflight import check_file_limit
+        for hard in (resource.getrlimit(RLIMIT_NOFILE)[1], 256):
+            resource.setrlimit(RLIMIT_NOFILE, (256, hard))
+            print(check_file_limit().level, resource.getrlimit(RLIMIT_NOFILE)[0])
+        """
+    level, limit, *hard = run_python("-c", code, expect=0).stdout.split()
+    assert level == "ok" and int(limit) >= 4096
+    assert hard == ["warning", "256"]
+
+
+def test_no_limit_of_open_files(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert check_file_limit().finding == "no limit"
+
+
+def test_tokenizer_and_clock_have_lines_of_their_own(monkeypatch, capsys, tmp_path):
+    def be_late(**_):
+        raise ValidationError("local: 3601.0, peer: 1.0")
+
+    monkeypatch.setattr("swarm.joining.DHT", be_late)
+    monkeypatch.setattr("training.preflight.quiet_hivemind_logs", lambda: None)
+    model_args = ModelArguments(str(ROOT / "configs/demo.json"), tokenizer_path=str(tmp_path / "none"))
+    groups = [SwarmArguments("a"), model_args, OptimizerArguments(), AveragingArguments()]
+    args = TrainerArguments(output_dir=str(tmp_path), device="cpu")
+    assert run_preflight(None, (*groups, DataArguments(streaming=True), args)) == 2
+    fatal = [line[8:].split() for line in capsys.readouterr().out.splitlines() if line.startswith("fatal")]
+    assert [what for what, *_ in fatal] == ["tokenizer", "clock"], fatal
+
+
+def test_silence_is_explained():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        assert "is not a hivemind peer" in asyncio.run(
+            diagnose_unreachable(f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}", timeout=0.5)
+        )
+    assert "nothing listens" in asyncio.run(diagnose_unreachable(f"/dns4/localhost/tcp/{port}/p2p/{PEER}"))
+    assert "does not resolve" in asyncio.run(diagnose_unreachable(f"/dns4/no.such.host.invalid/tcp/1/p2p/{PEER}"))
+    assert asyncio.run(diagnose_unreachable(f"/p2p/{PEER}")) is None
+
+
+def test_wrong_input_is_one_line(start, tmp_path, tiny_data):
+    """Each at a real start of a trainer: exit code 2, one line that names the flag, no process left."""
+    prefix = make_prefix()
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    port = peers.split("/")[4]
+    another = peers.rpartition("/")[0] + f"/{PEER}"
+    (tmp_path / "not_a_key").write_text("hello")
+    (tmp_path / "vocabulary").mkdir()
+    # a tokenizer like the dataset's, with one piece more
+    tokenizer = (tiny_data["--tokenizer_path"] / "tokenizer.json").read_text()
+    for path in tiny_data["--tokenizer_path"].iterdir():
+        (tmp_path / "vocabulary" / path.name).write_bytes(path.read_bytes())
+    changed = tokenizer.replace('"vocab": [', '"vocab": [["\u2581zyzzyva", -20.0],', 1)
+    assert changed != tokenizer
+    (tmp_path / "vocabulary" / "tokenizer.json").write_text(changed)
+    cases = {
+        "wrong_id": ({"--initial_peers": another}, f"its id is {peers.rpartition('/')[2]}"),
+        "port": ({"--host_maddrs": f"/ip4/127.0.0.1/tcp/{port}"}, "--host_maddrs"),
+        "announce": ({"--announce_maddrs": "/ip4/11.0.0.1/tcp/0"}, "--announce_maddrs"),
+        "key": ({"--identity_path": tmp_path / "not_a_key"}, "not_a_key"),
+        "folder": ({"--identity_path": tmp_path / "nowhere" / "key"}, "nowhere"),
+        "vocabulary": ({"--tokenizer_path": tmp_path / "vocabulary"}, "another tokenizer"),
+    }
+    own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--initial_peers": peers}
+    own |= {LOOPBACK[0]: LOOPBACK[1]}
+    waiting = []
+    for name, (wrong, words) in cases.items():
+        more = {"--output_dir": tmp_path / name, **wrong}
+        waiting.append((start(name, "run_trainer.py", *flags(own, more)), words))
+        if len(waiting) == 2:  # not all at once: they load torch
+            check_one_line(waiting)
+    check_one_line(waiting)
+    monitor.interrupt()
+    monitor.assert_clean_end(30)
+
+
+def check_one_line(waiting: list) -> None:
+    while waiting:
+        script, words = waiting.pop()
+        assert script.wait(90) == 2, script.text
+        errors = [line for line in script.text.splitlines() if "error:" in line]
+        assert len(errors) == 1 and words in errors[0], script.text
+        assert "Traceback" not in script.text
+        wait_until(lambda script=script: not script.left_processes(), 5, f"no process left: {script.left_processes()}")
+
+
+def test_the_table_tells_who_may_train(start, tmp_path, tiny_data):
+    prefix = make_prefix()
+    monitor, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
+    own = {**TRAINER, **tiny_data, "--experiment_prefix": prefix, "--output_dir": tmp_path / "out"}
+    del own["--bandwidth"]  # it is measured
+    preflight = ["run_trainer.py", "--preflight", *LOOPBACK, *flags(own)]
+    good = start("good", *preflight, "--initial_peers", peers)
+    assert good.wait(90) == 0, good.text
+    table = {line[8:23].strip(): line[:8].strip() for line in good.text.splitlines() if line[:1] not in (" ", "")}
+    for what in ("open files", "tokenizer", "dataset", "memory", "disk", "peer", "clock", "connection", "settings"):
+        assert table[what] == "ok", good.text
+    assert {"step time", "epoch time", "bandwidth", "own addresses"} < set(table), good.text
+    assert re.search("bandwidth: measured .* Mbit/s up", good.text), good.text
+    assert good.text.splitlines()[-1].startswith("ready to train")
+    assert not os.path.exists(tmp_path / "out")  # it trains and writes nothing
+
+    another = peers.rpartition("/")[0] + f"/{PEER}"
+    wrong = start(
+        "wrong", *preflight, "--initial_peers", another, "--dataset_path", tmp_path / "none", "--bandwidth", 0.01
+    )
+    assert wrong.wait(90) == 2, wrong.text
+    fatal = [line[8:23].strip() for line in wrong.text.splitlines() if line.startswith("fatal")]
+    assert fatal == ["dataset", "peer"], wrong.text
+    assert "use the address it prints now" in wrong.text
+    for script in (good, wrong):
+        assert "Traceback" not in script.text
+        wait_until(lambda script=script: not script.left_processes(), 5, f"no process left: {script.left_processes()}")
+    monitor.interrupt()
+    monitor.assert_clean_end(30)

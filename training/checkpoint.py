@@ -1,0 +1,402 @@
+"""Write, find and load training states. A state that was not written completely is never loaded.
+
+A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
+configuration and the tokenizer. `training_state.pt` holds the rest of the state. `training_state.json`, which is
+written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded. A
+state file (--state_path) holds a complete state. README.md shows how to open the model. To look at a checkpoint:
+
+    python -c "from transformers import AlbertForPreTraining; \
+        print(AlbertForPreTraining.from_pretrained('outputs/trainer/checkpoint-500').num_parameters())"
+    python -c "import torch; \
+        print(torch.load('outputs/trainer/checkpoint-500/training_state.pt', weights_only=True)['arguments'])"
+
+A state is a dictionary with the keys of RuLeanALBERT: model (weights by name), optimizer and scheduler (their
+state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, random, arguments and versions.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import platform
+import random
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import hivemind
+import numpy
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers.utils.logging import disable_progress_bar
+
+from arguments import TrainerArguments
+from common.console import UserError
+from common.files import describe_file, lock_folder, make_folder, write_whole
+from models.build import describe_architecture
+
+logger = logging.getLogger("checkpoint")
+
+
+class CheckpointError(Exception):
+    """An error that says why a training state is unusable, or that it belongs to a different model."""
+
+
+def save_model(
+    model,
+    tokenizer,
+    folder: str | Path,
+    extra: dict,
+    state: dict | None = None,
+    beside: dict[str, bytes] | None = None,
+) -> bool:
+    """Write model, tokenizer and `extra` (JSON) to `folder`, atomically, and replace it if it exists.
+
+    A reader, or a restart after a power cut, finds the old state or the new one. If the disk is full or missing, this
+    logs a warning and returns False, because training matters more than one checkpoint.
+
+    :param state: a training state to write instead of the model's present weights
+    :param beside: other files by name, which users may edit without making the folder incomplete
+    """
+    folder = Path(folder).absolute()
+
+    def write(unfinished: Path) -> None:
+        put_back(folder.parent)
+        for leftover in (*folder.parent.glob(".checkpoint-*.unfinished"), unfinished):
+            shutil.rmtree(leftover, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        disable_progress_bar()  # "Writing model shards" would clutter the log at each checkpoint
+        write_weights(model, state and state["model"], unfinished)
+        if state is not None:
+            weights = state["model"]
+            files = [safe_open(file, "pt") for file in unfinished.glob("*.safetensors")]
+            stored = weights.keys() & {name for file in files for name in file.keys()}  # noqa: SIM118 (no dictionary)
+            # by address, because safetensors keeps only one of the names of tied weights
+            places = {weights[name].data_ptr() for name in stored}
+            others = {name: tensor for name, tensor in weights.items() if tensor.data_ptr() not in places}
+            with open(unfinished / "training_state.pt", "wb") as file:
+                torch.save({**state, "model": others, "stored": sorted(stored)}, file)
+        tokenizer.save_pretrained(unfinished)
+        names = sorted(str(path.relative_to(unfinished)) for path in unfinished.rglob("*") if path.is_file())
+        files = {name: describe_file(unfinished / name) for name in names}
+        for name, content in (beside or {}).items():
+            (unfinished / name).write_bytes(content)
+        text = json.dumps({**extra, "files": files}, indent=2)
+        (unfinished / "training_state.json").write_text(text + "\n", encoding="utf-8")
+
+    return write_whole(folder, write, folder.parent)
+
+
+def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) -> None:
+    """Write configuration and weights (None: the model's present ones) in the format of from_pretrained.
+
+    transformers renames some weights (mixtures of experts, gpt_neox), omits others, and saves only the adapters of a
+    model with adapters.
+    """
+    # pass a copy of the dictionary, because save_pretrained empties it
+    model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
+    if (folder / "adapter_config.json").exists():
+        # save the base model along with its adapters, so that the folder is complete
+        with torch.device("meta"):
+            plain = type(model)(model.config)
+        weights = model.state_dict() if weights is None else weights
+        adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
+        plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
+
+
+def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
+    """Save the model to `checkpoint-{epoch}`, then remove the oldest other checkpoints beyond the limit."""
+    folder = Path(output_dir) / f"checkpoint-{state['local_epoch']}"
+    card = {"README.md": write_readme(model, folder)}
+    if not save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card):
+        return False
+    others = [path for path in find_checkpoints(output_dir) if path != folder]
+    remove_checkpoints(others[: max(0, len(others) + 1 - save_total_limit)])
+    return True
+
+
+# --- how to open a model ----------------------------------------------------------------------------------------------
+
+README = """\
+---
+library_name: transformers
+pipeline_tag: {task}
+---
+
+A model of the class `{kind}`. This opens it:
+
+```python
+{code}
+```
+"""
+
+
+def is_known(model) -> bool:
+    """Return whether transformers' Auto classes can open a saved model, because its class or saved code is known."""
+    # for another class, the Auto class of its model type would start from a random head
+    return hasattr(transformers, type(model).__name__) or model.is_remote_code()
+
+
+def write_code(model, place: str | Path) -> str:
+    """Return Python code that opens the saved model at `place`, and prints a prediction if a pipeline supports it."""
+    objective, kind = model.objective, type(model)
+    ask = f"print(predict({objective.example}))"
+    if is_known(model):
+        trust = ", trust_remote_code=True" * model.is_remote_code()
+        load = f'predict = pipeline("{objective.pipeline}", "{place}"{trust})'
+        return "\n".join(["from transformers import pipeline", "", load, ask])
+    lines = ["# in the folder of the training code", f"from {kind.__module__} import {kind.__name__}", ""]
+    lines += [f'model = {kind.__name__}.from_pretrained("{place}")']
+    if not objective.kind.has_pairs and (model.can_generate() or not objective.is_causal):
+        lines.insert(1, "from transformers import pipeline\n")
+        lines += [f'predict = pipeline("{objective.pipeline}", model=model, tokenizer="{place}")', ask]
+    return "\n".join(lines)
+
+
+def write_readme(model, folder: str | Path) -> bytes:
+    """Return the README.md for a model in this folder."""
+    code = write_code(model, folder)
+    return README.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
+
+
+# --- find and load states ---------------------------------------------------------------------------------------------
+
+
+def remove_checkpoints(folders: Iterable[Path]) -> None:
+    """Remove these folders, each completely or not at all."""
+    for folder in folders:
+        # rename it first, so that a process that is killed here leaves no half of a checkpoint
+        outdated = folder.with_name(f".{folder.name}.outdated")
+        with contextlib.suppress(OSError):
+            folder.rename(outdated)
+        shutil.rmtree(outdated, ignore_errors=True)
+
+
+def find_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return the folders `checkpoint-{epoch}` in `output_dir` by epoch. Unfinished ones have other names."""
+    found = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted((path for path in found if path.is_dir()), key=read_epoch)
+
+
+def read_epoch(folder: Path) -> int:
+    return int(folder.name.split("-")[1])
+
+
+def put_back(output_dir: Path) -> None:
+    """Restore the names of folders that a killed process was replacing, and finish its removals."""
+    for outdated in output_dir.glob(".*.outdated"):
+        shutil.rmtree(outdated, ignore_errors=True)
+    for replaced in output_dir.glob(".*.replaced"):
+        folder = replaced.with_name(replaced.name[1 : -len(".replaced")])
+        if folder.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(folder)
+
+
+def load_state(path: str | Path) -> dict:
+    """Return the training state in a checkpoint's folder or a state file, or raise a CheckpointError."""
+    path, is_folder = Path(path), Path(path).is_dir()
+    if is_folder:
+        check_files(path)
+    try:
+        state = torch.load(path / "training_state.pt" if is_folder else path, map_location="cpu", weights_only=True)
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror}") from e
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as e:
+        raise CheckpointError(f"{path} is truncated or not a training state ({type(e).__name__})") from e
+    if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
+        raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
+    if is_folder:
+        weights = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+        # states of earlier versions have no list of stored names: all files' weights count
+        state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
+    if not isinstance(state.get("model"), dict):
+        raise CheckpointError(f"{path} holds no weights: it is not a complete training state")
+    return {**state, "path": path}
+
+
+def check_files(folder: Path) -> None:
+    """Raise a CheckpointError if the folder's files differ from those that `save_model` wrote."""
+    try:
+        files = json.loads((folder / "training_state.json").read_text(encoding="utf-8"))["files"]
+        for name, description in files.items():
+            if describe_file(folder / name) != description:
+                raise CheckpointError(f"{folder} is not intact: {name} is truncated or changed")
+    except OSError as e:
+        raise CheckpointError(f"{folder} is not intact: {Path(e.filename or folder).name}: {e.strerror}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{folder} is not intact: training_state.json has no list of its files") from e
+    if "training_state.pt" not in files:
+        raise CheckpointError(f"{folder} holds a model but no training state")
+
+
+def claim_folders(args: TrainerArguments) -> None:
+    """Make --output_dir and the folder of --state_path, and lock --output_dir against other peers."""
+    if args.state_path and os.path.isdir(args.state_path):
+        raise UserError(f"--state_path {args.state_path} is a folder: name a file, e.g. {args.state_path}/state.pt")
+    make_folder("--state_path", os.path.dirname(args.state_path or ""))
+    lock_folder("--output_dir", args.output_dir)
+
+
+def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
+    """Return the path of the state to resume from, or None to start at epoch 0.
+
+    --resume_from_checkpoint, --output_dir and --state_path decide. The result is a path because helper processes,
+    which are forked later, would keep the memory of a loaded state.
+
+    Checkpoints of later epochs belong to another history of the run. They are moved to a separate folder, because a
+    later restart would resume from the newest one.
+
+    :raises UserError: if the state belongs to a different model or run, or the given path holds no state
+    """
+    output_dir = Path(args.output_dir)
+    put_back(output_dir)
+    state = None
+    try:
+        if args.resume_from_checkpoint is None:
+            state = find_newest_state(output_dir, args.state_path)
+            found = state and state.get("arguments", {}).get("experiment_prefix", experiment_prefix)
+            if state and found != experiment_prefix:
+                raise CheckpointError(f"{state['path']} belongs to a different run, {found}")
+        elif args.resume_from_checkpoint != "none":
+            state = load_state(Path(args.resume_from_checkpoint))
+        if state:
+            check_weights(state, model)
+    except CheckpointError as e:
+        raise UserError(
+            f"cannot resume: {e}. Give --resume_from_checkpoint PATH to continue from another state, another "
+            "--output_dir to keep it, or --resume_from_checkpoint none to start over"
+        ) from e
+    set_aside(output_dir, state["local_epoch"] if state else -1)
+    if state:
+        logger.info(f"resuming from {state['path']}, epoch {state['local_epoch']}")
+        if args.overwrite_output_dir:
+            logger.info("--overwrite_output_dir is ignored: use --resume_from_checkpoint none to start over")
+    return state["path"] if state else None
+
+
+def set_aside(output_dir: Path, epoch: int) -> None:
+    """Move checkpoints beyond this epoch, which belong to another history of the run, to a separate folder."""
+    if beyond := [path for path in find_checkpoints(output_dir) if read_epoch(path) > epoch]:
+        aside = output_dir / time.strftime("set-aside-%Y%m%d-%H%M%S")
+        aside.mkdir(exist_ok=True)
+        for path in beyond:
+            path.rename(aside / path.name)
+        logger.info(f"moved {', '.join(path.name for path in beyond)} to {aside}")
+
+
+def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
+    """Return the newest complete state of all checkpoints and the state file, and log a warning for each other one."""
+    newest = None
+    is_there = state_path is not None and Path(state_path).exists()
+    for path in ([Path(state_path)] if is_there else []) + find_checkpoints(output_dir)[::-1]:
+        if newest and path.is_dir() and newest["local_epoch"] >= read_epoch(path):
+            break
+        try:
+            newest = load_state(path)
+        except CheckpointError as e:
+            logger.warning(f"skipped a training state: {e}")
+    return newest
+
+
+def collect_state(
+    model: torch.nn.Module, optimizer, arguments: dict, scaler=None, counters: dict | None = None
+) -> dict:
+    """Return a copy, in host memory, of the state that a process needs to continue from here.
+
+    :param optimizer: the CollaborativeOptimizer of this model, whose copy of the parameters is used
+    :param arguments: the command line's arguments by name
+    :param counters: other counters to continue
+    """
+    state = optimizer.training_state()
+    masters = zip(optimizer.state_averager.main_parameters, state.pop("parameters"), strict=True)
+    copies = {id(param): master for param, master in masters}
+    weights = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # tied weights stay one tensor; frozen weights come from the model
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        weights[name] = copies[id(tensor)]
+    numpy_state = numpy.random.get_state(legacy=False)
+    return {
+        "model": weights,
+        "architecture": describe_architecture(model),
+        **state,
+        "counters": counters or {},
+        "scaler": scaler.state_dict() if scaler else {},
+        "random": {
+            "python": random.getstate(),
+            # a list, because weights_only=True allows no array
+            "numpy": numpy_state | {"state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        },
+        "arguments": arguments,
+        "versions": {
+            "python": platform.python_version(),
+            **{module.__name__: str(module.__version__) for module in (hivemind, torch, transformers, numpy)},
+        },
+    }
+
+
+def apply_state(state: dict, model: torch.nn.Module, optimizer, scaler=None) -> None:
+    """Load a state, or raise a CheckpointError before any change if it does not fit this model and optimizer."""
+    own = model.state_dict(keep_vars=True)
+    saved = check_weights(state, model)
+    trained = optimizer.state_averager.main_parameters
+    name_of = {id(tensor): name for name, tensor in own.items()}
+    parameters = [saved[name_of[id(param)]] for param in trained]
+    try:
+        optimizer.load_training_state({"total_samples": 0, **state, "parameters": parameters})
+    except ValueError as e:
+        raise CheckpointError(f"{state.get('path', 'the backup')} belongs to a different run: {e}") from e
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if not any(tensor is param for param in trained):
+                tensor.copy_(saved[name])
+    if scaler and state.get("scaler"):
+        scaler.load_state_dict(state["scaler"])
+    if randomness := state.get("random"):
+        random.setstate(randomness["python"])
+        numpy.random.set_state(randomness["numpy"])
+        torch.set_rng_state(randomness["torch"])
+        if randomness["cuda"] is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(randomness["cuda"])
+
+
+def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state's weights by all names of the model, or raise a CheckpointError if they do not fit it."""
+    own = model.state_dict(keep_vars=True)
+    # safetensors keeps only one of the names of tied weights
+    found = {id(own[name]): tensor for name, tensor in state["model"].items() if name in own}
+    where = state.get("path", "the backup")
+    for name, tensor in own.items():
+        if id(tensor) not in found:
+            raise CheckpointError(f"{where} belongs to a different model: it has no {name}")
+        shape, saved_shape = list(tensor.shape), list(found[id(tensor)].shape)
+        if shape != saved_shape:
+            raise CheckpointError(
+                f"{where} belongs to a different model (see --config_path, --tokenizer_path): {name} is {saved_shape} "
+                f"there, {shape} here"
+            )
+        # peers exchange only trained weights, so frozen ones must match those that all peers start from
+        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        if is_frozen and not torch.allclose(tensor.cpu(), found[id(tensor)].to(tensor.dtype), rtol=1e-3, atol=1e-5):
+            raise CheckpointError(
+                f"{where} belongs to a different model (see --seed, --model_name_or_path): its values of {name}, which "
+                "is not trained, are different"
+            )
+    if unknown := sorted(state["model"].keys() - own.keys()):
+        raise CheckpointError(f"{where} belongs to a different model: it has {unknown[0]}")
+    saved, ours = state.get("architecture"), describe_architecture(model)
+    # states of earlier versions have no objective after the model's type, and a digest of other fields
+    is_old = saved is None or " " not in saved.split(",")[0]
+    if not is_old and saved != ours:
+        raise CheckpointError(f"{where} belongs to a different model (see --config_path): {saved} there, {ours} here")
+    return {name: found[id(tensor)] for name, tensor in own.items()}

@@ -1,0 +1,297 @@
+"""The device, precision, compiler and batch size of a trainer.
+
+Devices are chosen without a CUDA context, because hivemind forks its helpers later (see run_trainer.py). To see them:
+
+    python -c "from training import devices; from arguments import TrainerArguments; \\
+        print(devices.choose_devices(TrainerArguments()))"
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+
+import hivemind
+import psutil
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from arguments import DataArguments, TrainerArguments
+from common.console import UserError
+from experiment.data import make_train_batches
+from experiment.objectives import compute_losses
+from models.build import find_longest_sequence
+from training.model import move_batch
+
+logger = logging.getLogger("trainer")
+
+LONGEST_PASS = 5.0  # seconds; a step of up to 10 is advised
+#: upper bound on the used share of the memory that is free without a batch; rounds and other batches need the rest
+FULLEST_MEMORY = 0.8
+
+
+def choose_devices(args: TrainerArguments) -> list[torch.device]:
+    """Return the devices that --device and --num_devices select. On a CPU, each stands for one training process."""
+    # uses the driver's management library; torch.cuda.is_available() would initialize CUDA
+    gpus = torch.cuda.device_count()
+    kind = ("cuda" if gpus else "cpu") if args.device == "auto" else args.device
+    if kind.startswith("cuda"):
+        index = torch.device(kind).index
+        count = (args.num_devices or gpus) if index is None else 1
+        if (index or 0) >= gpus or count > gpus:
+            raise UserError(
+                f"--device {args.device}{f' --num_devices {count}' if count > gpus > 0 else ''}: {gpus} NVIDIA GPUs "
+                "are visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
+            )
+        devices = [torch.device("cuda", number if index is None else index) for number in range(count)]
+    elif kind == "cpu":
+        devices = [torch.device("cpu")] * (args.num_devices or 1)
+    else:
+        devices = [torch.device(kind)]
+        if kind == "mps" and not torch.backends.mps.is_available():
+            raise UserError("--device mps: this is not a Mac with an Apple GPU, or its torch cannot use it")
+        if kind == "xla" and not importlib.util.find_spec("torch_xla"):
+            raise UserError("--device xla: the package torch_xla is missing; install the one for this torch version")
+    if (args.num_devices or len(devices)) != len(devices):
+        raise UserError(f"--num_devices {args.num_devices}: --device {args.device} is one device: omit one of them")
+    if args.fp16 and devices[0].type != "cuda":
+        raise UserError("--fp16 needs a CUDA GPU, and there is none here: omit it or use --bf16")
+    return devices
+
+
+def log_versions(device: torch.device, count: int) -> None:
+    """Log the versions of the libraries, and the devices of this peer."""
+    more = f" and {count - 1} more" if count > 1 else ""
+    logger.info(
+        f"hivemind {hivemind.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"python {platform.python_version()}, {device}{more}"
+    )
+
+
+def place_model(
+    model: torch.nn.Module, device: torch.device, args: TrainerArguments
+) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
+    """Move the model to its device, in training mode. Call this after hivemind has forked its helpers.
+
+    :returns: a context for forward passes in the precision of --fp16 or --bf16, and a loss scaler, which is disabled
+        without --fp16
+    """
+    if device.type in ("mps", "xla"):
+        logger.warning(f"--device {device.type} is untested: please report your results")
+    if device.type == "xla":
+        import torch_xla  # noqa: F401  registers the device with torch
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if args.tf32:
+            torch.set_float32_matmul_precision("high")
+        if args.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise UserError("--bf16 is not supported by this GPU: use --fp16")
+    model.to(device).train()
+    precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
+    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    return autocast, torch.amp.GradScaler(device.type, enabled=args.fp16)
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all values are finite. This waits for the device."""
+    return bool(find_finite(tensors))
+
+
+def find_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return whether all values are finite as a scalar on their device, without waiting for it."""
+    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all()
+
+
+@torch.no_grad()
+def read_loss(loss: torch.Tensor, gradients: Iterable[torch.Tensor]) -> float:
+    """Return the loss as a number, or nan unless all gradients are finite. This waits for the device once."""
+    return torch.where(find_finite(gradients), loss, torch.nan).item()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error means that the device or this machine is out of memory."""
+    # torch's allocators, the driver and CUDA's libraries (CUBLAS_STATUS_ALLOC_FAILED) have different texts
+    says_so = any(words in str(error).lower() for words in ("out of memory", "can't allocate memory", "alloc_failed"))
+    return says_so or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+@contextlib.contextmanager
+def stop_when_out_of_memory(args: TrainerArguments, device: torch.device, model: PreTrainedModel) -> Iterator[None]:
+    """Turn torch's out-of-memory error into a UserError that names the flags that may help."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(e):
+            raise
+        cures, size, count = [], args.per_device_train_batch_size, args.gradient_accumulation_steps
+        if size not in ("auto", 1):
+            cures.append(f"a smaller --per_device_train_batch_size (now {size}) with more")
+            cures[-1] += f" --gradient_accumulation_steps (now {count})"
+        if not args.gradient_checkpointing and model.supports_gradient_checkpointing:
+            cures.append("--gradient_checkpointing")
+        if not args.bf16 and not args.fp16:
+            is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+            cures.append("--fp16" if is_old else "--bf16")
+        cures.append("shorter sequences (--max_sequence_length)")
+        raise UserError(f"out of memory on {device}: {', or '.join(cures)}") from e
+
+
+def measure_memory(device: torch.device) -> float:
+    """Return the used share of the device's memory. On a GPU, torch's cached memory counts as used."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return 1 - free / total  # includes memory of other programs
+    return psutil.virtual_memory().percent / 100
+
+
+def make_trial_batch(
+    model: torch.nn.Module, dataset, tokenizer, corpus: dict, data_args: DataArguments, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return a batch of one sequence of the data, repeated up to the maximum length in training.
+
+    :param corpus: the description of the data, from load_data
+    """
+    batch = next(iter(make_train_batches(dataset, tokenizer, data_args, batch_size=8, seed=seed)))
+    stored = corpus["seq_length"]
+    length = int(min(stored, data_args.max_sequence_length or stored, find_longest_sequence(model)))
+    filled = batch["attention_mask"].sum(1) if "attention_mask" in batch else (batch["input_ids"] >= 0).sum(1)
+    row, columns = filled.argmax(), torch.arange(length) % filled.max()
+    return {name: (tensor[row, columns] if tensor.dim() == 2 else tensor[row])[None] for name, tensor in batch.items()}
+
+
+def stretch_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Return a batch that repeats this batch of one sequence."""
+    return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in batch.items()}
+
+
+def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast: AbstractContextManager) -> float:
+    """Return the seconds of one forward and backward pass."""
+    start = time.monotonic()
+    with autocast:
+        loss = compute_losses(model, batch)["loss"]
+    loss.backward()
+    loss.item()
+    if loss.is_cuda:
+        torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore the random state and zero the gradients after trial passes."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            model.zero_grad(set_to_none=False)  # hivemind.Optimizer refers to these tensors
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def find_batch_size(
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    device: torch.device,
+    autocast: AbstractContextManager,
+    largest_step: int,
+    num_devices: int = 1,
+) -> tuple[int, int]:
+    """Return the samples per forward pass and the batches per step that suit this machine.
+
+    The batch is doubled while it fits FULLEST_MEMORY and LONGEST_PASS and samples/s rise. Passes below 0.25 s vary too
+    much to compare. Then enough batches are accumulated for a step of a second. The gradients are zero afterwards, and
+    the random state is unchanged.
+
+    :param batch: the longest sequence, from make_trial_batch
+    :param largest_step: the maximum number of samples per step
+    :param num_devices: the number of this peer's devices; on a CPU they share one memory, and only this one measures
+    """
+    best, best_seconds, size = 0, float("inf"), 1
+    at_start, sharing = measure_memory(device), 1 if device.type == "cuda" else num_devices
+    with leave_no_trace(model, device):
+        while size <= max(1, largest_step):
+            try:
+                trial = move_batch(stretch_batch(batch, size), device)
+                seconds = min([time_pass(model, trial, autocast) for _ in range(3)][1:])
+            except (RuntimeError, MemoryError) as e:
+                if not is_out_of_memory(e):
+                    raise
+                logger.info(f"{size:6} samples: too much for this device's memory")
+                break
+            used = sharing * max(0.0, measure_memory(device) - at_start) / max(1 - at_start, 1e-9)
+            logger.info(
+                f"{size:6} samples: {seconds:.3f} s, {size / seconds:,.1f} samples/s, {used:.0%} of the free memory"
+            )
+            is_faster = size / seconds > 1.05 * best / best_seconds
+            if best and (used > FULLEST_MEMORY or seconds > LONGEST_PASS or (seconds > 0.25 and not is_faster)):
+                break
+            best, best_seconds, size = size, seconds, 2 * size
+    if not best:
+        raise UserError("one sample does not fit into this device's memory: use another device or a smaller model")
+    return best, max(1, min(round(1 / best_seconds), largest_step // best))
+
+
+def compile_model(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, autocast: AbstractContextManager
+) -> None:
+    """Compile the model in place (--torch_compile); if the compiler fails, log a warning and keep it as it is.
+
+    :param batch: a batch of one sequence, from make_trial_batch
+    """
+    start = time.monotonic()
+    # otherwise another number of labels would recompile the model, see objectives.select_labelled_positions
+    torch._dynamo.config.force_nn_module_property_static_shapes = False
+    model.compile()  # in place, so that parameters keep their names
+    full, padded = stretch_batch(batch, 2), stretch_batch(batch, 2)
+    if "attention_mask" in padded:  # batches without padding have no mask, see move_batch
+        padded["attention_mask"][0, -1] = 0
+    try:
+        with leave_no_trace(model, device):
+            for trial in (full, padded):
+                moved = move_batch(trial, device)
+                # compile once for all sizes; LeanALBERT does not compile with dynamic=True
+                for tensor in moved.values():
+                    torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.dim())))
+                time_pass(model, moved, autocast)
+    except Exception as e:  # the compiler raises many types
+        if is_out_of_memory(e):
+            raise
+        model._compiled_call_impl = None  # set by compile()
+        torch.compiler.reset()
+        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        logger.warning(f"--torch_compile: the compiler failed ({reason[:200]}); continuing without it")
+        return
+    logger.info(f"compiled the model in {time.monotonic() - start:.0f} s")
+
+
+def tune_to_device(
+    model: torch.nn.Module,
+    make_trial: Callable[[], dict[str, torch.Tensor]],
+    args: TrainerArguments,
+    device: torch.device,
+    autocast: AbstractContextManager,
+    target_batch_size: int | None,
+    num_devices: int,
+) -> TrainerArguments:
+    """Compile the model and choose its batch size, if --torch_compile and --per_device_train_batch_size auto are set.
+
+    :param make_trial: make_trial_batch with its arguments, called if that batch is needed
+    :param target_batch_size: the swarm's, at least eight steps of this peer; None if another rank chooses
+    :returns: the arguments with the chosen batch size
+    """
+    is_auto = args.per_device_train_batch_size == "auto" and target_batch_size is not None
+    batch = make_trial() if args.torch_compile or is_auto else None
+    if args.torch_compile:
+        compile_model(model, batch, device, autocast)
+    if is_auto:
+        largest_step = target_batch_size // (8 * num_devices)
+        size, count = find_batch_size(model, batch, device, autocast, largest_step, num_devices)
+        logger.info(f"--per_device_train_batch_size {size} --gradient_accumulation_steps {count} suit this device")
+        args = dataclasses.replace(args, per_device_train_batch_size=size, gradient_accumulation_steps=count)
+    return args

@@ -1,0 +1,132 @@
+"""A model in training: a trial before this peer joins the swarm, the transfer of batches, and the evaluation."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from arguments import ModelArguments, TrainerArguments
+from common.console import UserError, first_line
+from common.files import temporary_folder
+from common.hub import calm_transformers
+from experiment.model import make_model
+from experiment.objectives import compute_losses
+from models.lean_albert import find_labelled_positions
+from text.tokenizers import PROBE
+
+logger = logging.getLogger("model")
+
+
+def make_trained_model(
+    args: ModelArguments, trainer_args: TrainerArguments, tokenizer: PreTrainedTokenizerBase | int
+) -> PreTrainedModel:
+    """Return the model for training, or raise a UserError if these flags cannot train or save it."""
+    model = make_model(args, tokenizer)
+    if not isinstance(tokenizer, int):
+        check_saved_tokenizer(model, tokenizer)
+    if trainer_args.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise UserError(
+                f"--gradient_checkpointing: the model {model.config.model_type} does not support it: omit it, or train "
+                "a LeanALBERT (--config_path configs/lean-albert.json)"
+            )
+        model.activation_checkpointing_enable()
+    if "flash" not in (args.attn_implementation or ""):  # no CPU supports flash attention
+        flags = ["--gradient_checkpointing"] * trainer_args.gradient_checkpointing
+        flags += [f"--attn_implementation {args.attn_implementation}"] if args.attn_implementation else []
+        try_out(model, " ".join(flags) + ": " if flags else "")
+    return model
+
+
+def check_saved_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a UserError if the tokenizer changes when it is saved with this model and loaded again.
+
+    For some model types, such as Qwen2, AutoTokenizer uses the type's own class for any tokenizer.
+    """
+    with temporary_folder() as folder, calm_transformers():
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        again = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if again(PROBE, verbose=False)["input_ids"] != tokenizer(PROBE, verbose=False)["input_ids"]:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} changes when it is saved with a model of type "
+            f"{model.config.model_type}: use a tokenizer made for this type"
+        )
+
+
+def try_out(model: PreTrainedModel, where: str) -> None:
+    """Run a forward and backward pass on a tiny batch, or raise a UserError if the model cannot be trained.
+
+    hivemind averages parameters and gradients, but not the statistics that a forward pass may collect.
+
+    :param where: the start of an error's text: the flags that may have caused it
+    """
+    kind, cpu = model.config.model_type, torch.device("cpu")
+    ids = model.config.vocab_size - 1 - torch.arange(16).reshape(2, 8)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+    batch |= {"labels": torch.where(torch.arange(8) > 0, ids, -100), "sentence_order_label": torch.tensor([0, 1])}
+    buffers = {name: value.clone() for name, value in dict(model.named_buffers()).items() if name in model.state_dict()}
+    try:
+        # eager, because flex_attention would compile for ten seconds
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            compute_losses(model.train(), move_batch(batch, cpu))["loss"].backward()
+            if model.objective.is_causal:
+                with torch.no_grad():
+                    before, after = (model.eval()(ids[:, :end], use_cache=False).logits[:, :4] for end in (5, 8))
+    except Exception as e:  # a model without a loss, or with other inputs than text, raises any type
+        raise UserError(
+            f"{where}the model {kind} cannot be trained on text alone ({type(e).__name__}: {first_line(e)})"
+        ) from e
+    if model.objective.is_causal and not torch.allclose(before, after, atol=1e-3):
+        raise UserError(f"the model {kind} sees the tokens that it should predict: it does not suit --objective clm")
+    if changed := [name for name, value in model.named_buffers() if name in buffers and not value.equal(buffers[name])]:
+        raise UserError(
+            f"the model {kind} collects statistics ({changed[0]}), which peers do not average: use layer norms instead"
+        )
+    unused = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
+    if unused:  # may also be experts that this batch was not routed to
+        more = f" and {len(unused) - 2} more" if len(unused) > 2 else ""
+        logger.info(
+            f"no gradient for {', '.join(unused[:2])}{more}: weight decay shrinks parameters that never have one"
+        )
+    model.train().zero_grad()
+
+
+def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the model's inputs on the device, with the positions of the labels, and no mask if there is no padding.
+
+    Both are found here on the host, because the GPU would have to wait for it. Attention is fastest without a mask.
+    """
+    positions = find_labelled_positions(batch["labels"])
+    if device.type == "cuda":  # like DeviceFeed: from other memory, the host would wait for the copy
+        positions = positions.pin_memory()
+    batch = dict(batch, labelled_positions=positions)
+    if batch["attention_mask"].all():
+        del batch["attention_mask"]
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+@torch.no_grad()
+def evaluate(
+    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
+) -> dict[str, float]:
+    """Return means: loss (nats per predicted token), accuracy over these, and sop_loss (nats per sequence) if any."""
+    model.eval()
+    sums, labels, rows = Counter(), 0, 0
+    try:
+        for batch in batches:
+            batch = move_batch(batch, device)
+            losses = compute_losses(model, batch)
+            count, size = len(batch["labelled_positions"]), len(batch["input_ids"])
+            sums["loss"] += losses[model.objective.token_loss] * count
+            sums["correct"] += losses["correct"]
+            if "sop_loss" in losses:
+                sums["sop_loss"] += losses["sop_loss"] * size
+            labels, rows = labels + count, rows + size
+    finally:  # training continues if the evaluation runs out of memory
+        model.train()
+    result = {"loss": float(sums["loss"]) / max(1, labels), "accuracy": float(sums["correct"]) / max(1, labels)}
+    return result | ({"sop_loss": float(sums["sop_loss"]) / max(1, rows)} if "sop_loss" in sums else {})

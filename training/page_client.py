@@ -1,0 +1,149 @@
+"""Joining by HOST:PORT, the address of a peer's status page (see monitoring/page.py) or of the peer itself.
+
+A page is trusted only as a source of addresses: the run's contract and validators apply to the peers at these
+addresses as to all others.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import shlex
+
+from arguments import split_host_port
+from common.console import UserError
+from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public
+from swarm.probe import find_peer
+
+MAX_PAGE_BYTES = 64 * 1024
+VISIT_TIMEOUT = 5.0  # seconds
+
+
+def format_join(prefix: str, maddrs: list[str], flags: str, is_closed: bool) -> str:
+    """Return a trainer's command to join the run, for copy and paste.
+
+    :param flags: the flags that all peers of the run must share
+    :param is_closed: whether the run is for invited peers alone
+    """
+    invite = " --invite FILE" if is_closed else ""
+    prefix = shlex.quote(prefix) + invite
+    return f"python run_trainer.py --experiment_prefix {prefix} --initial_peers {' '.join(maddrs)} {flags}".rstrip()
+
+
+async def fetch_page(host: str, port: int) -> tuple[bytes, str]:
+    """Download http://host:port/ without an HTTP client, so that a hostile page costs at most MAX_PAGE_BYTES.
+
+    The caller limits the time.
+
+    :returns: the body, or GREETING if a peer itself listens there; and the IP address that answered
+    :raises OSError, ValueError: if there is no page
+    """
+    reader, writer = await asyncio.open_connection(host, port)
+    with contextlib.closing(writer):
+        writer.write(f"GET / HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+        ip = writer.get_extra_info("peername")[0]
+        start = await reader.read(len(GREETING))
+        if start == GREETING:
+            return start, ip
+        try:
+            await reader.readexactly(MAX_PAGE_BYTES + 1 - len(start))
+        except asyncio.IncompleteReadError as e:  # an HTTP/1.0 server closes the connection after its answer
+            head, _, body = (start + e.partial).partition(b"\r\n\r\n")
+            if not re.match(rb"HTTP/\S+ 200\b", head):
+                raise ValueError(f"it answers {head[:60]!r}") from e
+            return body, ip
+    raise ValueError(f"its answer is longer than {MAX_PAGE_BYTES} bytes")
+
+
+def choose_maddrs(maddrs: list[str], ip: str) -> list[str]:
+    """Choose the addresses of a peer to try after its status page answered at `ip`.
+
+    Those with this IP address are best. Otherwise the peer may be behind a router or in a container: try `ip` with
+    the ports of its private addresses, and its public and relayed addresses.
+    """
+    place, seen = make_place(ip)
+    if same := [maddr for maddr in maddrs if get_ip(maddr) == seen]:
+        return same
+    replaced = [] if seen.is_loopback else [f"{place}/{m.split('/', 3)[3]}" for m in maddrs if not is_public(m)]
+    return list(dict.fromkeys(replaced + [maddr for maddr in maddrs if is_public(maddr)])) or maddrs
+
+
+def find_maddrs(address: str, prefix: str) -> list[str]:
+    """Return the multiaddrs of the peer at `address`, the address of its status page or of the peer itself.
+
+    :param address: host:port, or http://host:port/
+    :param prefix: the required run name, or an empty string for any run
+    :raises UserError: if neither a status page nor a peer answers there
+    """
+    try:
+        host, port = split_host_port(address.removeprefix("http://").rstrip("/"))
+    except ValueError:
+        port = None
+    if not port:
+        raise UserError(
+            f"--initial_peers {address!r} is not an address such as /ip4/203.0.113.1/tcp/31337/p2p/QmPeerId, nor "
+            "HOST:PORT of a peer or its status page"
+        )
+    cure = "check that a peer runs there with --status_port, or pass the multiaddr that it prints"
+    try:
+        body, ip = asyncio.run(asyncio.wait_for(fetch_page(host, port), VISIT_TIMEOUT))
+        if body == GREETING:  # the peer's own port, as in older guides
+            return [find_peer_at(ip, port)]
+        page = json.loads(body)
+        if not isinstance(page, dict) or not isinstance(page.get("multiaddrs"), list):
+            raise ValueError("it lists no multiaddrs")
+        if prefix and page.get("experiment_prefix") != prefix:
+            raise ValueError(f"it shows run {str(page.get('experiment_prefix'))[:80]!r}, not {prefix!r}")
+        maddrs = [check_maddr(maddr) for maddr in page["multiaddrs"][:32]]
+        if page.get("client_mode") or not maddrs:
+            raise ValueError("its peer accepts no connections: choose another peer")
+    except (OSError, ValueError, RecursionError) as e:
+        raise UserError(f"--initial_peers {address}: no status page to join by ({describe(e)}); {cure}") from e
+    return choose_maddrs(maddrs, ip)
+
+
+def find_peer_at(ip: str, port: int) -> str:
+    """Return the multiaddr of the peer that listens there, or raise a ValueError if it does not reveal its id."""
+    maddr = asyncio.run(find_peer(f"{make_place(ip)[0]}/tcp/{port}"))
+    if maddr is None:
+        raise ValueError("a peer listens there, but does not reveal its id")
+    return maddr
+
+
+def make_place(ip: str) -> tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return the start of a multiaddr and the parsed address, as IPv4 if it is IPv4 mapped to IPv6."""
+    seen = ipaddress.ip_address(ip.partition("%")[0])
+    seen = getattr(seen, "ipv4_mapped", None) or seen
+    return f"/ip{seen.version}/{seen}", seen
+
+
+def check_maddr(maddr: object) -> str:
+    """Return a multiaddr from an untrusted page, or raise a ValueError if it is invalid."""
+    if not isinstance(maddr, str) or not maddr.startswith("/") or len(maddr) > 500 or any(c in maddr for c in ", \n"):
+        raise ValueError(f"it lists {str(maddr)[:80]!r}, which is not a multiaddr")
+    try:
+        get_peer_id(maddr)
+        get_ip(maddr), get_host_port(maddr)
+    except Exception as e:  # hivemind's multiaddr parser raises many types for a malformed address
+        raise ValueError(f"it lists {maddr[:80]!r}, which is not a multiaddr") from e
+    return maddr
+
+
+def describe(error: Exception) -> str:
+    """Return the reason why a page could not be used, as a part of a sentence."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return "its answer is not JSON"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {VISIT_TIMEOUT:g} s"
+    if isinstance(error, OSError) and (error.errno or 0) > 0:
+        # asyncio replaces the system's message by one that repeats the address
+        return os.strerror(error.errno)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def resolve_initial_peers(addresses: list[str], prefix: str) -> list[str]:
+    """Return --initial_peers as multiaddrs: each HOST:PORT is replaced by the addresses on its status page."""
+    resolved = ([address] if address.startswith("/") else find_maddrs(address, prefix) for address in addresses)
+    return [maddr for maddrs in resolved for maddr in maddrs]

@@ -1,0 +1,86 @@
+"""The batches of a trainer on their way to the device, the waiting time for them, and the position in a stream."""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from arguments import DataArguments, TrainerArguments
+from common.files import write_file
+from experiment.data import make_train_batches
+from swarm.processes import STOP_REQUESTED
+from text.batches import load_stream_state, sequence_length_at
+
+
+class DeviceFeed:
+    """An iterator over batches that stops on a stop signal and measures how long its caller waits for batches.
+
+    Batches for a GPU are in pinned memory, so that the host need not wait for their copy.
+
+    :param args: the data arguments with the growth of sequences, for `begin_epoch`
+    :param position: the file for the position in a stream
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[dict[str, torch.Tensor]],
+        device: torch.device,
+        args: DataArguments | None = None,
+        position: Path | None = None,
+    ):
+        self.source, self.batches, self.is_pinned = batches, iter(batches), device.type == "cuda"
+        self.args, self.position = args, position
+        self.epoch: int | None = None
+        #: seconds since the last `take_seconds_waited`
+        self.waited = 0.0
+
+    def __iter__(self) -> "DeviceFeed":
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if STOP_REQUESTED.is_set():
+            raise StopIteration
+        start = time.monotonic()
+        try:
+            batch = next(self.batches)
+        finally:
+            self.waited += time.monotonic() - start
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.is_pinned else batch
+
+    def take_seconds_waited(self) -> float:
+        """Return the seconds of waiting since the last call."""
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the sequence length of this epoch, and save the position for a restart with any checkpoint."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.source.set_sequence_length(sequence_length_at(epoch, self.args))
+            self.save_position()
+
+    def save_position(self) -> None:
+        """Save the batch of a stream after which a restart continues."""
+        if self.position and (state := self.source.state()):
+            write_file(self.position, json.dumps(state) + "\n")
+
+
+def make_feed(
+    split, tokenizer, data_args: DataArguments, args: TrainerArguments, *, seed: int, rank: int, device: torch.device
+) -> DeviceFeed:
+    """Return the batches of the train split for this rank. A stream continues after the batches already read."""
+    name = f"stream_{rank}.json" if rank else "stream.json"
+    position = Path(args.output_dir) / name if data_args.streaming else None
+    batches = make_train_batches(
+        split,
+        tokenizer,
+        data_args,
+        batch_size=args.per_device_train_batch_size,
+        seed=seed,
+        num_workers=args.dataloader_num_workers,
+        stop=STOP_REQUESTED,
+        state=load_stream_state(position) if position and args.resume_from_checkpoint != "none" else None,
+    )
+    return DeviceFeed(batches, device, data_args, position)

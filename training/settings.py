@@ -1,0 +1,205 @@
+"""Settings that a new peer inherits from the peers in --initial_peers: the run name and the shared flags.
+
+A command line that sets one of these flags to another value is rejected.
+The initial peers are the root of trust (see swarm/attestation.py). Their flags are parsed and checked like typed ones.
+None of these flags can name a file or folder, except for the model shapes in this repository.
+"""
+
+import asyncio
+import dataclasses
+import http.client
+import ipaddress
+import logging
+import os
+import re
+import socket
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+
+from arguments import SwarmArguments, parse_arguments
+from common.console import UserError
+from common.flags import format_flag
+from swarm.addresses import check_multiaddrs, get_host_port
+from swarm.attestation import RunAttestation, merge_attestations
+from swarm.config import SwarmConfig, make_config
+from swarm.identity import make_identity
+from swarm.joining import Swarm
+from swarm.membership import Membership
+from swarm.probe import fetch_attestations, find_problem
+from training.devices import log_versions
+from training.page_client import resolve_initial_peers
+from training.ranks import DeviceGroup
+
+logger = logging.getLogger("joining")
+
+OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")  # may mean another thing on each machine
+CONFIGS = "configs"
+
+
+def begin(
+    groups: tuple, ranks: DeviceGroup | None = None, kept_at: Path | None = None
+) -> tuple[Membership | None, tuple]:
+    """Make this peer's identity, and inherit the run's settings.
+
+    :param groups: the parsed command line, one dataclass instance per group of flags, SwarmArguments first
+    :param ranks: the processes of this peer; rank 0 talks to the swarm for all
+    :param kept_at: see `make_identity`
+    :returns: the membership of a closed run on rank 0, and the arguments with the settings
+    """
+    membership, settings = None, []
+    if ranks and ranks.is_main:
+        log_versions(ranks.device, ranks.count)
+    if ranks is None or ranks.is_main:
+        membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
+        settings = discover_settings(groups[0], membership)
+    if ranks:
+        settings = ranks.share(settings)
+    return membership, apply_settings(groups, settings)
+
+
+def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> list[str]:
+    """Ask the peers in --initial_peers for their run name and shared flags and return these as --NAME=VALUE.
+
+    :raises UserError: if the peers disagree or serve another run, or if the run name remains unknown
+    """
+    if not swarm.initial_peers or not swarm.adopt or swarm.use_ipfs:
+        return []
+    prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
+    maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
+    check_multiaddrs("--initial_peers", maddrs, needs_peer_id=True)
+    attestation = merge_attestations(asyncio.run(fetch_attestations(maddrs, membership)), prefix, swarm.new_run)
+    if not attestation:
+        if prefix:
+            return [] if swarm.experiment_prefix else [f"--experiment_prefix={prefix}"]
+        problem = find_problem(maddrs, membership)
+        raise UserError(problem or "--initial_peers did not send a run name: pass --experiment_prefix")
+    if not prefix and not re.fullmatch(r"[\w-]{1,100}", attestation.prefix, re.ASCII):
+        # The name becomes a part of folder and dashboard names, so the user must confirm an unusual one.
+        raise UserError(f"--initial_peers serve run {attestation.prefix!r}: if you trust it, pass --experiment_prefix")
+    settings = list_settings(attestation)
+    if not attestation.contract and not settings:
+        logger.info("--initial_peers have no settings of the run yet: using defaults for all flags that are not set")
+    return [f"--experiment_prefix={attestation.prefix}", *settings]
+
+
+def list_settings(attestation: RunAttestation) -> list[str]:
+    """Return the flags in an attestation that bind a new peer, as --NAME=VALUE."""
+    flags = attestation.contract.flags if attestation.contract else attestation.flags
+    return [*filter(is_for_all, (flag.replace(" ", "=", 1) for flag in re.split(" (?=--)", flags) if flag))]
+
+
+def is_for_all(setting: str) -> bool:
+    """Return whether a flag means the same on each machine."""
+    name, _, value = setting.removeprefix("--").partition("=")
+    return name not in OWN_FLAGS and (name != "config_path" or value in map(str, Path(CONFIGS).glob("*.json")))
+
+
+def require_settings(settings: Iterable[str], groups: tuple) -> None:
+    """Raise a UserError that lists the flags which differ from the run's.
+
+    :param settings: the run's flags as --NAME=VALUE
+    :param groups: the parsed command line, one dataclass instance per group of flags
+    """
+    own = {name: value for group in groups for name, value in vars(group).items()}
+    differences = []
+    for setting in settings:
+        name, theirs = split_setting(setting)
+        _, mine = split_setting(format_flag(name, own[name]).replace(" ", "=", 1))
+        # Different paths may lead to the same file.
+        if theirs != mine and not (name == "config_path" and os.path.realpath(theirs) == os.path.realpath(mine)):
+            differences.append(f"--{name}: the run has {theirs}, you have {mine}")
+    if differences:
+        raise UserError(
+            f"run {own['experiment_prefix']!r} uses different settings; {'; '.join(differences)}. Omit these flags to "
+            "use the run's, or start another run with --new_run --experiment_prefix NAME"
+        )
+
+
+def require_attested(swarm: Swarm, groups: tuple) -> None:
+    """Raise a UserError if the flags differ from the attested ones, which bind trainers until there is a contract.
+
+    Usually `apply_settings` has compared them before. It has not if --no_adopt or --use_ipfs skipped that, or if the
+    attesting peer had only just started.
+    """
+    attestation = swarm.dht.attestation
+    if attestation and not attestation.contract:
+        require_settings(list_settings(attestation), groups)
+
+
+def split_setting(setting: str) -> tuple[str, str]:
+    """Split --NAME=VALUE, --NAME or --no_NAME into the name and the value, which is "on" or "off" for switches."""
+    is_off, name, value = re.fullmatch(r"--(no_)?(\w+)(?:=(.*))?", setting).groups()
+    return name, value or ("off" if is_off else "on")
+
+
+def apply_settings(groups: tuple, settings: list[str]) -> tuple:
+    """Parse the command line again, with the run's settings as defaults, and log the flags that changed.
+
+    :param groups: the command line as parsed before, one dataclass instance per group of flags
+    :param settings: the run's flags as --NAME=VALUE
+    :raises UserError: if the command line sets other values, or does not fit the settings
+    """
+    if not settings:
+        return groups
+    try:
+        adopted = parse_arguments(*map(type, groups), before=settings)
+    except UserError as e:
+        flags = " ".join(settings).replace("=", " ")
+        raise UserError(f"{e} (with {flags} from --initial_peers; --no_adopt ignores their flags)") from e
+    own, new = ({name: value for group in each for name, value in vars(group).items()} for each in (groups, adopted))
+    require_settings(settings, adopted)
+    names = [split_setting(setting)[0] for setting in settings]
+    inherited = [setting for name, setting in zip(names, settings, strict=True) if own[name] != new[name]]
+    if inherited:
+        logger.info(f"inherited from --initial_peers: {' '.join(inherited).replace('=', ' ')}")
+    return adopted
+
+
+def make_swarm_config(swarm: SwarmArguments) -> SwarmConfig:
+    """Check all addresses, resolve HOST:PORT in --initial_peers, and return the swarm's settings.
+
+    :raises UserError: if an address is invalid or does not resolve
+    """
+    initial_peers = resolve_initial_peers(swarm.initial_peers, swarm.experiment_prefix)
+    if initial_peers != swarm.initial_peers:
+        logger.info(f"--initial_peers {' '.join(initial_peers)}")
+    swarm = dataclasses.replace(swarm, initial_peers=initial_peers)
+    if swarm.use_google_dns:
+        swarm = announce_public_address(swarm)
+    check_multiaddrs("--initial_peers", swarm.initial_peers, needs_peer_id=True)
+    check_multiaddrs("--host_maddrs", swarm.host_maddrs)
+    check_multiaddrs("--announce_maddrs", swarm.announce_maddrs)
+    for maddr in swarm.announce_maddrs:
+        if get_host_port(maddr)[2] == 0:
+            raise UserError(f"--announce_maddrs {maddr} has no port: pass the port that others connect to")
+    return make_config(SwarmConfig, swarm)
+
+
+def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
+    """Look up this machine's address with --public_ip_url and return the arguments with it in --announce_maddrs."""
+    try:
+        with urllib.request.urlopen(swarm.public_ip_url, timeout=10) as answer:
+            ip = ipaddress.ip_address(answer.read(100).decode().strip())
+    except (OSError, ValueError, http.client.HTTPException) as e:
+        raise UserError(
+            f"--public_ip_url {swarm.public_ip_url} does not return this machine's address ({e}): choose another one, "
+            "or pass --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT"
+        ) from e
+    host_maddrs, announced = [], []
+    for maddr in swarm.host_maddrs:
+        protocol, host, port = get_host_port(maddr)
+        if protocol == f"ip{ip.version}" and port == 0:
+            # Choose a free port now: it must be known before the start to be announced.
+            with socket.create_server(("", 0), family=socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as free:
+                port = free.getsockname()[1]
+            maddr = f"/{protocol}/{host}/tcp/{port}"
+        host_maddrs.append(maddr)
+        if protocol == f"ip{ip.version}":
+            announced.append(f"/{protocol}/{ip}/tcp/{port}")
+    if not announced:
+        raise UserError(
+            f"--use_google_dns: the public address is {ip}, but --host_maddrs has no IPv{ip.version} address: add one"
+        )
+    logger.info(f"announcing {' '.join(announced)}: this port must be open")
+    return dataclasses.replace(swarm, host_maddrs=host_maddrs, announce_maddrs=announced, use_google_dns=False)
