@@ -166,10 +166,11 @@ class ModelArguments:
 class OptimizerArguments:
     """The optimizer and its schedule. Read by trainers, and by a monitor that stores checkpoints."""
 
-    optim: Literal["lamb", "lamb_8bit", "adamw"] = flag(
+    optim: Literal["lamb", "lamb_8bit", "adamw", "muon"] = flag(
         "lamb",
         "LAMB (arxiv.org/abs/1904.00962) suits large batches, AdamW small ones. lamb_8bit keeps its moments in 2 "
-        "bytes per parameter instead of 8, to save memory and bandwidth; its step takes twice as long.",
+        "bytes per parameter instead of 8, to save memory and bandwidth; its step takes twice as long. Muon "
+        "(arxiv.org/abs/2502.16982) orthogonalizes the steps of hidden matrices, and AdamW makes all others.",
         shared=True,
     )
     min_8bit_size: int = flag(
@@ -179,7 +180,16 @@ class OptimizerArguments:
     )
     learning_rate: float = flag(0.00176, "Peak learning rate.", shared=True)
     warmup_steps: int = flag(5000, "Epochs of linear warm-up to the peak; 1/25 of total_steps for LAMB.", shared=True)
-    total_steps: int = flag(125_000, "Epoch at which the linear decay reaches min_learning_rate.", shared=True)
+    total_steps: int = flag(125_000, "Epoch at which the decay reaches min_learning_rate.", shared=True)
+    lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = flag(
+        "linear",
+        "Learning rate after the warm-up: linear or cosine decay; wsd: constant, then a linear decay over the last "
+        "decay_steps; constant.",
+        shared=True,
+    )
+    decay_steps: int | None = flag(
+        None, "wsd only: epochs of the decay before total_steps. Default: a fifth of total_steps.", shared=True
+    )
     min_learning_rate: float = flag(
         0.0,
         "Learning rate at which the decay ends and stays: raise it for runs that go beyond total_steps.",
@@ -199,6 +209,11 @@ class OptimizerArguments:
         check_range(self, "warmup_steps", "min_learning_rate", at_least=0)
         check_range(self, "learning_rate", above=0, at_most=1e3)
         check_order(self, "warmup_steps", "total_steps")
+        if self.decay_steps is not None and self.lr_scheduler_type != "wsd":
+            raise UserError("--decay_steps is for --lr_scheduler_type wsd: omit it, or add that")
+        if self.lr_scheduler_type == "wsd":
+            self.decay_steps = self.decay_steps or max(1, self.total_steps // 5)
+            check_range(self, "decay_steps", at_least=1, at_most=self.total_steps - self.warmup_steps)
         check_order(self, "min_learning_rate", "learning_rate")
         check_range(self, "max_grad_norm", "adam_epsilon", "clamp_value", above=0)
         check_range(self, "adam_beta1", "adam_beta2", "weight_decay", at_least=0, below=1)

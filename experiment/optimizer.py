@@ -8,6 +8,7 @@ that must match on all peers. Peers publish it and compare it when they join.
         print(make_param_groups(make_model(ModelArguments('configs/demo.json'), 1000))[1]['names'])"
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +17,7 @@ from hivemind.utils import get_dht_time
 from torch import nn
 
 from arguments import AveragingArguments, OptimizerArguments
+from common.console import UserError
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.config import AveragingConfig, make_config
@@ -27,21 +29,67 @@ from swarm.sparse import TopKCompression, compress_sparse_step
 from utils import RunContract
 
 
-def make_param_groups(model: nn.Module) -> list[dict]:
-    """Return two groups, with and without weight decay, each in the order of `model.named_parameters()`.
+def make_param_groups(model: nn.Module, separate_hidden: bool = False) -> list[dict]:
+    """Return the groups with and without weight decay, each in the order of `model.named_parameters()`.
 
     Only matrices are decayed. The shape decides, because the usual list of names for norms and biases misses ALBERT's
     `full_layer_layer_norm.weight`.
+
+    :param separate_hidden: whether hidden matrices have a group of their own before these two, as Muon needs: all
+        matrices except those of embeddings and of the output layer
     """
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    return [
-        {
-            "params": [param for _, param in named if (param.ndim >= 2) is decayed],
-            "names": [name for name, param in named if (param.ndim >= 2) is decayed],
-            "decayed": decayed,
-        }
-        for decayed in (True, False)
-    ]
+    others = set()
+    if separate_hidden:
+        layers = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        others = {layer.weight for layer in [*layers, model.get_output_embeddings()] if layer is not None}
+    groups = {kind: {"params": [], "names": [], "decayed": kind != "flat"} for kind in ("hidden", "matrix", "flat")}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            is_hidden = separate_hidden and param.ndim == 2 and param not in others
+            group = groups["hidden" if is_hidden else "matrix" if param.ndim >= 2 else "flat"]
+            group["params"].append(param)
+            group["names"].append(name)
+    if not separate_hidden:
+        del groups["hidden"]
+    elif not groups["hidden"]["params"]:
+        raise UserError("--optim muon: the model has no hidden matrices that are trained: choose --optim adamw")
+    return list(groups.values())
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the first parameter group, the hidden matrices, and AdamW for all others.
+
+    Both optimizers share this one's groups and state, which peers exchange by position. Muon's steps are scaled to the
+    size of AdamW's (arxiv.org/abs/2502.16982), so that one learning rate and one schedule suit both.
+    """
+
+    def __init__(self, param_groups: list[dict], **options):
+        """:param options: the options of AdamW"""
+        super().__init__(param_groups, {})
+        hidden, *others = self.param_groups
+        # each adds its own options to the groups that it shares with this optimizer
+        self.parts = [
+            torch.optim.Muon([hidden], lr=options["lr"], adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, fused=True, **options),
+        ]
+        self.share_state()
+
+    def share_state(self) -> None:
+        """Let both optimizers use the groups and the state of this one."""
+        muon, adamw = self.parts
+        muon.param_groups, adamw.param_groups = self.param_groups[:1], self.param_groups[1:]
+        muon.state = adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Make a step of both optimizers."""
+        for part in self.parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load the groups and the state; torch replaces both objects."""
+        super().load_state_dict(state_dict)
+        self.share_state()
 
 
 def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
@@ -49,6 +97,8 @@ def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], t
     options = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
     terms = f"{args.optim}, beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}, "
     terms += f"decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
+    if args.optim == "muon":
+        return partial(MuonWithAdamW, **options), terms
     if args.optim == "adamw":
         # a fused step takes a fourth of the time on a CPU, which holds the offloaded parameters
         return partial(torch.optim.AdamW, fused=True, **options), terms
@@ -83,18 +133,25 @@ def make_local_optimizer(args: OptimizerArguments, param_groups: list[dict]) -> 
     return optimizer
 
 
-def learning_rate_factor(epoch: int, warmup_steps: int, total_steps: int, floor: float = 0.0) -> float:
-    """Return the share of the peak learning rate for this epoch's step: a rise to 1, then a decay to the floor."""
-    if epoch < warmup_steps:
-        return (epoch + 1) / (warmup_steps + 1)
-    return floor + (1 - floor) * max(0.0, (total_steps - epoch) / max(1, total_steps - warmup_steps))
+def learning_rate_factor(epoch: int, args: OptimizerArguments) -> float:
+    """Return the share of the peak learning rate for this epoch's step: a rise to 1, then a decay to the floor.
+
+    transformers' schedules start their warm-up at 0, which wastes the first epoch, and have no floor for linear decay.
+    """
+    if epoch < args.warmup_steps:
+        return (epoch + 1) / (args.warmup_steps + 1)
+    if args.lr_scheduler_type == "constant":
+        return 1.0
+    start = args.total_steps - args.decay_steps if args.lr_scheduler_type == "wsd" else args.warmup_steps
+    progress = min(1.0, max(0, epoch - start) / max(1, args.total_steps - start))
+    share = (1 + math.cos(math.pi * progress)) / 2 if args.lr_scheduler_type == "cosine" else 1 - progress
+    floor = args.min_learning_rate / args.learning_rate
+    return floor + (1 - floor) * share
 
 
 def make_scheduler(args: OptimizerArguments, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a schedule with linear warm-up and decay, in epochs of the swarm."""
-    floor = args.min_learning_rate / args.learning_rate
-    options = dict(warmup_steps=args.warmup_steps, total_steps=args.total_steps, floor=floor)
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, **options))
+    """Return the learning rate's schedule, in epochs of the swarm."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, args=args))
 
 
 def make_optimizer(
@@ -118,7 +175,7 @@ def make_optimizer(
         swarm.dht,
         swarm.prefix,
         make_config(AveragingConfig, averaging),
-        params=make_param_groups(model),
+        params=make_param_groups(model, separate_hidden=args.optim == "muon"),
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
         gradients=COMPRESSIONS[averaging.compression],
@@ -140,20 +197,25 @@ def make_contract(
 
     :param flags: the shared flags, see `describe_shared`
     """
-    decayed, undecayed = make_param_groups(model)
-    names = decayed["names"] + undecayed["names"]
+    groups = make_param_groups(model, separate_hidden=args.optim == "muon")
+    names = [name for group in groups for name in group["names"]]
     frozen = sum(not param.requires_grad for param in model.parameters())
-    shapes = [tuple(param.shape) for group in (decayed, undecayed) for param in group["params"]]
+    decayed = [name for group in groups for name in group["names"] if group["decayed"]]
+    shapes = [tuple(param.shape) for group in groups for param in group["params"]]
+    schedule = f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}"
+    if args.lr_scheduler_type != "linear":  # versions without other schedules name none
+        decay = f", decay {args.decay_steps}" if args.decay_steps else ""
+        schedule += f", {args.lr_scheduler_type}{decay}"
     terms = {
         "model": describe_architecture(model),
         # peers send no frozen weights, so these must match from the start
         "initial weights": model.initial_weights + (f", {frozen} frozen, of seed {model.seed}" if frozen else ""),
         "model shapes": f"{sum(map(torch.Size.numel, map(torch.Size, shapes))):,} parameters {digest(shapes)}",
         "parameter order": f"{len(names)} tensors {digest(names)}",
-        "parameter groups": f"{len(decayed['names'])} with decay {digest(decayed['names'])}",
+        "parameter groups": f"{len(decayed)} with decay {digest(decayed)}",
         "tokenizer": tokenizer_fingerprint[:12],
         "optimizer": choose_optimizer(args)[1],
-        "schedule": f"peak {args.learning_rate:g}, floor {args.min_learning_rate:g}, warm-up {args.warmup_steps}",
+        "schedule": schedule,
         "total_steps": str(args.total_steps),
         **describe_averaging(make_config(AveragingConfig, averaging)),
     }

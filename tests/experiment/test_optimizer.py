@@ -1,5 +1,7 @@
 """Parameter groups, schedule, optimizer, contract: what all peers must build alike."""
 
+import copy
+import math
 from functools import partial
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 from transformers import AlbertConfig
 
 from arguments import AveragingArguments, ModelArguments, OptimizerArguments
+from common.console import UserError
 from experiment.model import make_model
 from experiment.objectives import OBJECTIVES
 from experiment.optimizer import (
@@ -42,10 +45,31 @@ def test_norms_and_biases_are_not_decayed(model):
     assert (decayed["decayed"], undecayed["decayed"]) == (True, False)
 
 
-def test_schedule():
-    factors = [learning_rate_factor(epoch, warmup_steps=4, total_steps=12) for epoch in range(14)]
-    assert factors == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0])
-    assert learning_rate_factor(0, warmup_steps=0, total_steps=10) == 1
+@pytest.mark.parametrize(
+    "kind, factors",
+    [
+        ("linear", [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0, 0]),
+        ("cosine", [(1 + math.cos(math.pi * min(epoch, 8) / 8)) / 2 for epoch in range(10)]),
+        ("wsd", [1, 1, 1, 1, 1, 1, 1, 1 / 2, 0, 0]),  # 12 // 5 epochs of decay
+        ("constant", [1] * 10),
+    ],
+)
+def test_schedule_warms_up_and_decays(kind, factors):
+    args = OptimizerArguments(lr_scheduler_type=kind, warmup_steps=4, total_steps=12)
+    found = [learning_rate_factor(epoch, args) for epoch in range(14)]
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, *factors])
+    at_once = OptimizerArguments(lr_scheduler_type=kind, warmup_steps=0, total_steps=10)
+    assert learning_rate_factor(0, at_once) == 1
+
+
+def test_wsd_longer_run_keeps_stable_phase():
+    short, long = (
+        OptimizerArguments(lr_scheduler_type="wsd", warmup_steps=3, total_steps=total, decay_steps=4)
+        for total in (20, 40)
+    )
+    rates = [[learning_rate_factor(epoch, args) for epoch in range(40)] for args in (short, long)]
+    assert rates[0][:17] == rates[1][:17]
+    assert rates[1][:37][3:] == [1.0] * 34
 
 
 def test_the_learning_rate_ends_at_its_floor():
@@ -97,6 +121,70 @@ def test_optimizers_of_your_own_begin_as_if_they_were_new(make):
             optimizer.step()
         params.append(param)
     assert torch.equal(*params)
+
+
+def make_muon() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the demo's model and its optimizer."""
+    model = make_model(ModelArguments(config_path="configs/demo.json"), 1000)
+    args = OptimizerArguments(optim="muon", learning_rate=0.01, warmup_steps=0, weight_decay=0.1)
+    return model, make_local_optimizer(args, make_param_groups(model, separate_hidden=True))
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    """Set random gradients, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator) * 1e-3
+
+
+def test_muon_matches_torch_muon_and_adamw():
+    model, optimizer = make_muon()
+    reference = make_model(ModelArguments(config_path="configs/demo.json"), 1000)
+    hidden, others, flat = make_param_groups(reference, separate_hidden=True)
+    assert "albert.embeddings.word_embeddings.weight" in others["names"]
+    assert any("ffn.weight" in name for name in hidden["names"]) and all(p.ndim == 2 for p in hidden["params"])
+    parts = [
+        torch.optim.Muon(hidden["params"], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [
+                {"params": others["params"], "weight_decay": 0.1},
+                {"params": flat["params"], "weight_decay": 0.0},
+            ],
+            lr=0.01,
+            eps=1e-6,
+            fused=True,
+        ),
+    ]
+    before = [param.detach().clone() for param in model.parameters()]
+    for seed in range(3):
+        for each in (model, reference):
+            set_gradients(each, seed)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        for part in parts:
+            part.step()
+    for param, expected, start in zip(model.parameters(), reference.parameters(), before, strict=True):
+        assert torch.equal(param, expected) and not torch.equal(param, start)
+
+
+def test_muon_resumes_from_state_dict():
+    (model, optimizer), (other, resumed) = make_muon(), make_muon()
+    set_gradients(model, 1)
+    optimizer.step()
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its_optimizer in ((model, optimizer), (other, resumed)):
+        set_gradients(each, 2)
+        its_optimizer.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_muon_without_matrices_is_one_line():
+    model = make_model(ModelArguments(config_path="configs/demo.json"), 1000)
+    for param in model.parameters():
+        param.requires_grad_(param.ndim < 2)
+    with pytest.raises(UserError, match="--optim muon: .*choose --optim adamw"):
+        make_param_groups(model, separate_hidden=True)
 
 
 @pytest.mark.parametrize("numbers, name", [(2**16, "FLOAT16"), (2**16 + 1, "UNIFORM_8BIT")])

@@ -22,6 +22,7 @@ from text.tokenizers import load_tokenizer
 from training.checkpoint import apply_state, collect_state, load_state, save_checkpoint
 
 folder, tokenizer_path, optim = sys.argv[2:]
+MOMENTS = {"lamb_8bit": "exp_avg_codes", "muon": "momentum_buffer"}  # the first moment of all others is exp_avg
 
 
 def everything(model, optimizer):
@@ -86,7 +87,7 @@ with clean_end():
             "draws": equal(draws, [torch.rand(3).tolist(), random.random(), numpy.random.rand(3).tolist()]),
         }
         # what it continues with is a copy: a step leaves the state that was loaded alone
-        moment = loaded["optimizer"]["state"][0]["exp_avg_codes" if optim == "lamb_8bit" else "exp_avg"]
+        moment = loaded["optimizer"]["state"][0][MOMENTS.get(optim, "exp_avg")]
         before_step = moment.clone()
         for param in other_model.parameters():
             param.grad = torch.ones_like(param)

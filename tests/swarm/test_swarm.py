@@ -96,7 +96,8 @@ def test_groups_of_two_mix_until_all_agree(start, tmp_path, tiny_data):
 
 
 @pytest.mark.slow
-def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
+@pytest.mark.parametrize("optim, kind", [("adamw", "linear"), ("muon", "wsd")])
+def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data, optim, kind):
     """Two trainers with a target batch of B against a plain loop with a batch of B: within 1 % after 10 epochs."""
     epochs, batch_size = 10, 512
     curve = {
@@ -105,6 +106,8 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
         "--max_steps": epochs,
         "--target_group_size": 2,
         "--do_eval": [],
+        "--optim": optim,
+        "--lr_scheduler_type": kind,
     }
     prefix = make_prefix()
     _, peers = start_monitor(start, prefix, tmp_path / "monitor", "--report_to", "none")
@@ -117,11 +120,13 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     # whoever is ready first goes alone until the other is there
     assert all(summary["epochs_averaged"] >= epochs / 2 for summary in summaries)
 
-    options = OptimizerArguments(optim="adamw", learning_rate=2e-3, warmup_steps=5, total_steps=100)
+    options = OptimizerArguments(
+        optim=optim, lr_scheduler_type=kind, learning_rate=2e-3, warmup_steps=5, total_steps=100
+    )
     tokenizer = load_tokenizer(tiny_data["--tokenizer_path"])
     dataset, _ = load_tokenized_dataset(tiny_data["--dataset_path"], tokenizer)
     model, device = make_model(ModelArguments(config_path="configs/demo.json"), len(tokenizer)), torch.device("cpu")
-    optimizer = make_local_optimizer(options, make_param_groups(model))
+    optimizer = make_local_optimizer(options, make_param_groups(model, separate_hidden=optim == "muon"))
     scheduler = make_scheduler(options, optimizer)
     batches = iter(make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1))
     for _ in range(epochs):

@@ -37,7 +37,7 @@ from training.checkpoint import (
 from utils import SwarmMetrics
 
 
-@pytest.mark.parametrize("optim", ["adamw", pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit"])
+@pytest.mark.parametrize("optim", ["adamw", pytest.param("lamb", marks=pytest.mark.slow), "lamb_8bit", "muon"])
 def test_a_state_comes_back_bit_for_bit(tmp_path, tiny_data, optim):
     """Weights, moments, step counts, learning rate, epoch, samples, loss scale, random numbers; by folder, by file."""
     words = ["-m", "tests.programs.round_trip", make_prefix(), tmp_path, tiny_data["--tokenizer_path"], optim]
