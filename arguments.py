@@ -133,6 +133,18 @@ class ModelArguments:
         "Pretrained model to train on instead: folder or Hub name; missing heads start at random.",
         shared=True,
     )
+    lora_r: int | None = flag(
+        None,
+        "Train low-rank adapters of this rank on --model_name_or_path, e.g. 16, instead of its weights; needs peft.",
+        shared=True,
+    )
+    lora_alpha: float = flag(32.0, "With --lora_r: scale of the adapters, divided by the rank.", shared=True)
+    lora_target_modules: list[str] = flag(
+        [],
+        "With --lora_r: layers that get adapters, by the ends of their names, e.g. q_proj v_proj. Default: peft's "
+        "choice for the model type.",
+        shared=True,
+    )
     objective: OBJECTIVES | None = flag(
         None,
         "Pretraining objective: mlm (masked tokens), mlm_sop (also the order of sentences) or clm (the next token). "
@@ -159,6 +171,9 @@ class ModelArguments:
         if not self.model_name_or_path:
             self.config_path = self.config_path or DEFAULT_CONFIG_PATH
         self.tokenizer_path = self.tokenizer_path or self.model_name_or_path or DEFAULT_TOKENIZER_PATH
+        check_needs(self, "lora_r", "model_name_or_path", " FOLDER_OR_NAME")
+        check_range(self, "lora_r", at_least=1)
+        check_range(self, "lora_alpha", above=0)
         check_range(self, "seed", at_least=0, at_most=LARGEST_SEED)
 
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from arguments import ModelArguments
 from common.console import UserError, first_line, suggest
 from common.hub import calm_transformers, hub
+from models.adapters import add_lora
 
 logger = logging.getLogger("model")
 
@@ -139,6 +140,8 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
         raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e
     model.train()
     model.initial_weights, model.seed = initial_weights, args.seed
+    if args.lora_r:
+        add_lora(model, args)
     return model
 
 

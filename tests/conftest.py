@@ -120,3 +120,14 @@ def toy_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("toy") / "model"
     toys.write_model(folder, texts)
     return folder
+
+
+@pytest.fixture(scope="session")
+def text_data(tiny_data, tmp_path_factory) -> dict[str, Path]:
+    """As tiny_data, the same text in full blocks for causal models."""
+    folder = tmp_path_factory.mktemp("causal")
+    paths = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
+    files = sorted(tiny_data["--dataset_path"].parent.glob("*.txt"))
+    words = ["tokenize_wikitext103.py", "--objective", "clm", "--train_tokenizer", "--vocab_size", 500]
+    run_python(*words, "--seq_length", 32, "--text_files", *files, *sum(paths.items(), ()), expect=0)
+    return paths

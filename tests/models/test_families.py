@@ -350,17 +350,6 @@ def test_a_missing_head_is_the_same_on_every_peer_of_a_seed():
 # ---------------------------------------------------------------- training
 
 
-@pytest.fixture(scope="session")
-def text_data(tiny_data, tmp_path_factory) -> dict[str, Path]:
-    """As tiny_data, the same text in full blocks for causal models."""
-    folder = tmp_path_factory.mktemp("causal")
-    paths = {"--dataset_path": folder / "dataset", "--tokenizer_path": folder / "tokenizer"}
-    files = sorted(tiny_data["--dataset_path"].parent.glob("*.txt"))
-    words = ["tokenize_wikitext103.py", "--objective", "clm", "--train_tokenizer", "--vocab_size", 500]
-    run_python(*words, "--seq_length", 32, "--text_files", *files, *sum(paths.items(), ()), expect=0)
-    return paths
-
-
 slow = pytest.mark.slow
 
 
