@@ -103,7 +103,13 @@ def test_lora_swarm_archives_and_resumes(start, tmp_path, text_data):
     size = len(json.loads((text_data["--tokenizer_path"] / "tokenizer.json").read_text())["model"]["vocab"])
     base = make_base(tmp_path / "base", size)
     own = {"--model_name_or_path": base, "--lora_r": 8, "--lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
-    own |= {"--learning_rate": 0.02, "--target_batch_size": 256, "--total_steps": 40, "--target_group_size": 3}
+    own |= {
+        "--load_state_compression": "none",
+        "--learning_rate": 0.02,
+        "--target_batch_size": 256,
+        "--total_steps": 40,
+        "--target_group_size": 3,
+    }
     shared = {name: value for name, value in (TRAINER | own).items() if not name.startswith(("--per", "--grad", "--d"))}
     shared.pop("--config_path")
     prefix, archive, names = make_prefix(), tmp_path / "archive", ("first", "second", "late")
