@@ -29,7 +29,8 @@ from text.instances import BLOCKS
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 from training.checkpoint import find_checkpoints
-from training.model import evaluate, make_trained_model, move_batch
+from training.evaluation import evaluate
+from training.model import make_trained_model, move_batch
 
 VOCABULARY = 300
 CPU = torch.device("cpu")
