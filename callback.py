@@ -55,7 +55,7 @@ class CollaborativeCallback:
         self.metrics = MetricsReporter(state)
         self.evaluator, self.display, self.dashboard = evaluator, display, Dashboard()
         self.page = TrainerPage(page, self.swarm, self.describe) if page else None
-        self.contract_lifetime, self.next_contract_time = state.averaging_args.metadata_expiration, 0.0
+        self.contract_lifetime, self.next_contract_time = self.optimizer.averaging.metadata_expiration, 0.0
         self.has_contributed = False
         self.start_loss: float | None = None
 

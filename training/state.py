@@ -89,7 +89,7 @@ class TrainerState:
     stats: TrainerStats = field(default_factory=TrainerStats)
 
     def __post_init__(self):
-        _, _, optimizer_args, self.averaging_args, self.data_args, self.args = self.groups
+        _, _, optimizer_args, _, self.data_args, self.args = self.groups
         #: the epoch at which this trainer stops
         self.final_epoch = optimizer_args.total_steps if self.args.max_steps is None else self.args.max_steps
         #: for checkpoints and dashboards
