@@ -1,8 +1,4 @@
-"""CollaborativeCallback: a trainer's work around its steps: load the state, report, evaluate, save, recover.
-
-run_trainer.py calls it at the start, after each step, and at the end. It must not slow down the loop: it never waits
-for a device, and it stores records in the DHT in the background.
-"""
+"""A trainer's work around its steps, which must not slow them down: it never waits for a device or for the DHT."""
 
 import json
 import logging
@@ -141,15 +137,13 @@ class CollaborativeCallback:
         """Check the parameters after an epoch, publish and log its metrics, and evaluate and save if it is time."""
         self.state.repair()
         self.metrics.measure_epoch()
-        epoch, validation = self.optimizer.local_epoch, {}
         self.swarm.recheck_contract()
         self.publish_attestation()
         self.publish()
-        is_last = self.args.eval_steps and epoch >= self.state.final_epoch
-        if (self.is_due(self.args.eval_steps) or is_last) and (evaluation := self.evaluate()):
-            validation = describe_evaluation(evaluation)
+        evaluation, is_last = None, self.optimizer.local_epoch >= self.state.final_epoch
+        if self.args.eval_steps and (is_last or self.is_due(self.args.eval_steps)) and (evaluation := self.evaluate()):
             self.publish()
-        line = self.metrics.write(validation)
+        line = self.metrics.write(evaluation)
         self.dashboard.report(line)
         if self.page:
             self.page.add(line)
@@ -160,9 +154,9 @@ class CollaborativeCallback:
         if self.is_due(self.args.save_steps):
             self.state.save()
 
-    def is_due(self, period: int | None) -> bool:
+    def is_due(self, period: int) -> bool:
         """Return whether a multiple of `period` was reached; a loaded state may have skipped the exact epoch."""
-        return period is not None and self.stats.epoch.number // period != self.stats.last_epoch.number // period
+        return self.stats.epoch.number // period != self.stats.last_epoch.number // period
 
     def publish_attestation(self) -> None:
         """Serve the run's contract, flags and contributors to new peers that have this peer's address."""
@@ -212,9 +206,9 @@ class CollaborativeCallback:
 
     def save_results(self, with_evaluation: bool) -> bool:
         """Write the model and summary.json, after leaving the swarm; return whether the model could be written."""
-        optimizer, stats, output_dir = self.optimizer, self.stats, Path(self.args.output_dir)
-        model, folder, train = self.state.model, output_dir / "model", self.state.dataset["train"]
-        card, extra = {"README.md": write_readme(model, folder)}, {"epoch": optimizer.local_epoch}
+        optimizer, stats, model, output_dir = self.optimizer, self.stats, self.state.model, Path(self.args.output_dir)
+        folder, extra = output_dir / "model", {"epoch": optimizer.local_epoch}
+        card = {"README.md": write_readme(model, folder)}
         is_saved = save_model(model, self.state.tokenizer, folder, extra, beside=card)
         summary = {} if self.start_loss is None else {"start_loss": self.start_loss}
         summary |= {
@@ -227,8 +221,9 @@ class CollaborativeCallback:
             "failed_rounds": optimizer.stats.failed,
             "skipped_steps": stats.skipped_steps,
             "computed_samples": stats.computed_samples,
-            **({"sources": train.count_records()} if self.state.data_args.streaming else {}),
         }
+        if self.state.data_args.streaming:
+            summary["sources"] = self.state.dataset["train"].count_records()
         if with_evaluation and (evaluation := self.evaluate()):
             loss = evaluation.loss
             summary |= {"final_loss": loss, "final_perplexity": perplexity(loss), "final_accuracy": evaluation.accuracy}

@@ -10,10 +10,10 @@ from pydantic.v1 import ValidationError
 
 from common.files import append_line, read_json_lines, write_file
 from swarm.contract import parse_schedule
-from training.preflight import check_epoch_time, check_step_time, judge, warn_of
+from training.preflight import check_epoch_time, check_step_time, warn_of
 from training.progress import measure_progress
 from training.state import EpochStats, TrainerState
-from utils import MAX_WORKERS, Evaluation, LocalMetrics, compute_seconds, make_worker_key
+from utils import MAX_WORKERS, Evaluation, LocalMetrics, compute_seconds, describe_evaluation, make_worker_key
 
 logger = logging.getLogger("trainer")
 
@@ -83,13 +83,13 @@ class MetricsReporter:
         metrics, size, waiting = self.metrics, self.state.samples_per_step, self.measure_wait_share()
         step_seconds = max(0.5, size / max(metrics["samples_per_second"], 1e-9))  # short steps are harmless
         matchmaking_time = self.optimizer.uplink.timeouts.matchmaking
-        cure = f"raise --dataloader_num_workers (now {self.state.args.dataloader_num_workers}) if cores are idle"
-        checks = [
-            check_step_time(step_seconds, size),
-            check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], matchmaking_time),
-            judge("data", f"the device waits {waiting:.0%} of the time", cure, is_warning=waiting > MAX_DATA_WAIT),
-        ]
-        warn_of(checks)
+        epoch_check = check_epoch_time(metrics["epoch_seconds"], metrics["num_peers"], matchmaking_time)
+        warn_of([check_step_time(step_seconds, size), epoch_check])
+        if waiting > MAX_DATA_WAIT:
+            logger.warning(
+                f"the device waits for data {waiting:.0%} of the time: raise --dataloader_num_workers (now "
+                f"{self.state.args.dataloader_num_workers}) if this machine has idle cores"
+            )
 
     def measure_wait_share(self) -> float:
         """Return the share of the last epoch in which the device waited for data."""
@@ -107,11 +107,8 @@ class MetricsReporter:
         else:
             self.swarm.publish_metrics(metrics, self.state.args.statistics_expiration)
 
-    def write(self, validation: dict) -> dict:
-        """Append the last epoch to history.jsonl, and return the line.
-
-        :param validation: the result of describe_evaluation, if the model was evaluated
-        """
+    def write(self, evaluation: Evaluation | None) -> dict:
+        """Append the last epoch to history.jsonl, with its evaluation if there is one, and return the line."""
         stats, metrics = self.stats, self.metrics
         own = {
             "loss": stats.last_loss,
@@ -126,7 +123,7 @@ class MetricsReporter:
         }
         if self.state.model.device.type == "cuda":
             own["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-        line = metrics | own | self.measure_progress() | validation
+        line = metrics | own | self.measure_progress() | (describe_evaluation(evaluation) if evaluation else {})
         append_line(self.history, json.dumps(line))
         return line
 

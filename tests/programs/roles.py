@@ -68,7 +68,7 @@ with clean_end():
             tensor.fill_(0 if tensor.dtype == torch.uint8 else float("nan"))
     try:
         callback.on_epoch_end()
-    except SystemExit as e:  # nobody is there to send a state
+    except SystemExit as e:  # no peer is there to send a state
         facts["exit_code"] = e.code
     callback.state.load(path)
     facts["is_finite"] = callback.state.is_finite()
