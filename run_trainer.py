@@ -113,7 +113,7 @@ def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> N
         state = TrainerState(swarm, optimizer, model, tokenizer, dataset, corpus, scaler, groups, ranks.count)
         callback = CollaborativeCallback(
             state,
-            evaluator=Evaluator(state, autocast),
+            evaluator=Evaluator(state, autocast),  # optional, like the next two
             display=ProgressDisplay(args),
             page=page,
         )
