@@ -15,13 +15,14 @@ from pathlib import Path
 import hivemind
 
 from arguments import ReportArguments, SwarmArguments
-from common.console import UserError
+from common.console import UserError, format_epoch
 from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
 from monitoring.history import Contributions, describe_swarm, load_history, pick
-from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
+from monitoring.progress import RunCourse
 from swarm.processes import STOP_REQUESTED
+from training.progress import RECENT_EPOCHS
 from utils import (
     FETCH_TIMEOUT,
     ContributorRegistry,
@@ -142,13 +143,9 @@ class RunReport:
             self.last, self.older_reads = current, 0
             recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [current.epoch_seconds]
             self.progress = self.course.measure(dht, current.epoch, believable, recent, self.workers)
-            logger.info(
-                f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
-                f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
-                f"  {format_progress(current.epoch, self.progress)}  {format_samples(self.progress)}".rstrip()
-            )
+            logger.info(format_epoch(asdict(current) | self.progress))
         if evaluation:
-            logger.info(f"Validation {format_evaluation(evaluation)}")
+            logger.info(f"validation {format_evaluation(evaluation)}")
         if is_new or (evaluation and self.last):
             self.note(is_new, starts_over, evaluation)
         if self.history and (is_last or time.monotonic() >= self.next_drawing):

@@ -26,11 +26,12 @@ from rich.table import Table
 from rich.text import Text
 
 from arguments import SwarmArguments
-from common.console import format_bytes
+from common.console import format_bytes, format_clock, format_epoch
 from common.signals import afterwards
-from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
+from monitoring.progress import RunCourse
 from swarm.joining import Swarm
 from swarm.membership import Membership
+from training.progress import RECENT_EPOCHS
 from training.settings import make_swarm_config
 from utils import (
     ContributorRegistry,
@@ -114,9 +115,7 @@ def describe(snapshot: SwarmSnapshot, progress: dict[str, float]) -> str:
     """Return one line for output that is not a terminal."""
     swarm, evaluation = snapshot.swarm, snapshot.evaluation
     parts = [
-        f"{time.strftime('%H:%M:%S')} epoch {swarm.epoch}  loss {swarm.loss:.4f}  peers {swarm.alive_peers}",
-        f"{swarm.samples_per_second:.1f} samples/s  {swarm.epoch_seconds:.1f} s",
-        format_progress(swarm.epoch, progress),
+        f"{time.strftime('%H:%M:%S')} {format_epoch(dataclasses.asdict(swarm) | progress)}",
         f"validation loss {evaluation.loss:.4f} at epoch {evaluation.epoch}" if evaluation else "",
     ]
     return "  ".join(filter(None, parts))
@@ -163,8 +162,9 @@ def make_screen(
         who = f"{count} peer{'s'[: count != 1]}" + f" ({clients} in client mode)" * bool(clients)
         head.add_row("epoch", f"{snapshot.epoch:,}   {who}, {snapshot.samples_per_second:,.1f} samples/s")
         head.add_row("progress", make_progress(snapshot, progress.get("target_batch_size"), 24 if is_wide else 8))
-        if text := "; ".join(filter(None, (format_progress(snapshot.epoch, progress), format_samples(progress)))):
-            head.add_row("training", text)
+        if "final_epoch" in progress:
+            left = f", ETA {format_clock(progress['seconds_left'])}" if progress.get("seconds_left") else ""
+            head.add_row("training", f"until epoch {progress['final_epoch']:,}{left}")
     if losses:
         line = Text(f"{losses[-1]:.4f}  ", style="bold")
         if console.encoding.startswith("utf"):

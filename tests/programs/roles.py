@@ -5,7 +5,6 @@ import json
 import math
 import os
 import sys
-import time
 
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
@@ -25,7 +24,8 @@ from swarm.config import SwarmConfig
 from swarm.contract import describe_averaging
 from swarm.joining import Swarm
 from swarm.processes import clean_end
-from training.checkpoint import apply_state, load_state
+from training.evaluation import Evaluator
+from training.state import TrainerState
 from utils import RunContract
 
 with clean_end():
@@ -47,50 +47,38 @@ with clean_end():
         facts[role] = {"names": names, "shapes": shapes, "matrices": at}
         optimizers.append(optimizer)
 
-    class Callback(CollaborativeCallback):
-        def compute_evaluation(self):
+    class MemoryHog(Evaluator):
+        def compute(self):
             return torch.empty(2**60, dtype=torch.uint8)
 
     swarm.contract = RunContract(joined=0.0, contract=describe_averaging(averaging))
 
     def make_callback(**more):
-        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100)
-        arguments = TrainerArguments(output_dir=sys.argv[2], **sizes, **more)
-        return Callback(
-            swarm,
-            optimizer,
-            (SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, DataArguments(), arguments),
-            model=model,
-            tokenizer=None,
-            dataset={"train": range(100)},
-            corpus={},
-            autocast=contextlib.nullcontext(),
-            scaler=None,
-        )
+        sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100, do_eval=True)
+        args = TrainerArguments(output_dir=sys.argv[2], **sizes, **more)
+        groups = SwarmArguments(sys.argv[1]), ModelArguments(), options, averaging, DataArguments(), args
+        loaded = dict(tokenizer=None, dataset={"train": range(100)}, corpus={"unigram_entropy": 1.0})
+        state = TrainerState(swarm, optimizer, model, **loaded, scaler=None, groups=groups)
+        return CollaborativeCallback(state, MemoryHog(state, contextlib.nullcontext()))
 
     callback = make_callback(state_path=(path := os.path.join(sys.argv[2], "state.pt")))
-    callback.back_up()
+    callback.state.back_up()
     with torch.no_grad():
-        for tensor in callback.state_tensors():
+        for tensor in callback.state.list_tensors():
             tensor.fill_(0 if tensor.dtype == torch.uint8 else float("nan"))
     try:
-        callback.on_epoch_end(0.0)
-    except SystemExit as e:  # nobody is there to send a state
+        callback.on_epoch_end()
+    except SystemExit as e:  # no peer is there to send a state
         facts["exit_code"] = e.code
-    apply_state(load_state(path), model, optimizer)
-    facts["is_finite"] = callback.parameters_are_finite()
-    # 25 of 100 samples, or of 10,000, in 50 s; and 100 epochs of 30 s
-    facts["progress"] = []
-    for passes in (1.0, 100.0):
-        callback = make_callback(num_train_epochs=passes)
-        callback.on_step_end(1.0, waited=0.0)
-        callback.train_start = time.monotonic() - 50
-        callback.recent_seconds.append(30.0)
-        facts["progress"].append(callback.measure_progress())
-    facts["lines"] = [make_callback().describe_progress()]
-    for loss in (2.0, math.nan):
+    callback.state.load(path)
+    facts["is_finite"] = callback.state.is_finite()
+    callback = make_callback()
+    facts["lines"] = [callback.format_progress()]
+    callback.stats.recent_seconds.append(30.0)
+    for loss in (1.0, 2.0, math.nan):
         callback.on_step_end(loss, waited=0.0)
-    facts["lines"].append(callback.describe_progress())
-    facts["measured"] = [callback.measure(), callback.measure(), callback.evaluation]
+    facts["progress"] = callback.metrics.measure_progress()
+    facts["lines"].append(callback.format_progress())
+    facts["measured"] = [callback.evaluate(), callback.evaluate(), callback.evaluator.last]
     print(json.dumps(facts), flush=True)
     swarm.leave(optimizer)
