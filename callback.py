@@ -192,6 +192,7 @@ class CollaborativeCallback:
             "checkpoints": [saved_epoch] if saved_epoch else [],
             **self.metrics.measure_progress(),
             **(describe_evaluation(evaluation) if evaluation else {}),
+            "texts": self.evaluator.texts if self.evaluator else [],
         }
 
     def on_train_end(self) -> None:

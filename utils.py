@@ -78,6 +78,7 @@ class Evaluation(BaseModel):
     accuracy: confloat(strict=True, ge=0.0, le=1.0)  # share of these tokens that were predicted correctly
     samples: conint(strict=True, ge=1, le=10**9)  # sequences of the split that were used
     unigram_entropy: confloat(strict=True, ge=0.0, le=MAX_MEAN_LOSS) | None = None  # of the split, see text/stored.py
+    bits_per_byte: confloat(strict=True, ge=0.0, le=MAX_MEAN_LOSS) | None = None  # of causal models
 
 
 class LocalMetrics(BaseModel):
@@ -466,14 +467,17 @@ def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
         "validation_perplexity": perplexity(evaluation.loss),
         "validation_accuracy": evaluation.accuracy,
         **({"validation_unigram_entropy": evaluation.unigram_entropy} if evaluation.unigram_entropy else {}),
+        **({"validation_bits_per_byte": evaluation.bits_per_byte} if evaluation.bits_per_byte else {}),
     }
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
     """Return e.g. `loss 5.2500 nats, perplexity 190.6, accuracy 12.5% at epoch 1,000`."""
+    bits = evaluation.bits_per_byte
     return (
-        f"loss {evaluation.loss:.4f} nats, perplexity {perplexity(evaluation.loss):,.1f}, accuracy "
-        f"{evaluation.accuracy:.1%} at epoch {evaluation.epoch:,}"
+        f"loss {evaluation.loss:.4f} nats, perplexity {perplexity(evaluation.loss):,.1f}, "
+        + (f"{bits:.4f} bits per byte, " if bits else "")
+        + f"accuracy {evaluation.accuracy:.1%} at epoch {evaluation.epoch:,}"
     )
 
 

@@ -1,6 +1,7 @@
 """Evaluation of a model in training on the validation split."""
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -8,10 +9,11 @@ from contextlib import AbstractContextManager
 
 import torch
 from pydantic.v1 import ValidationError
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from experiment.data import make_eval_batches
 from experiment.objectives import compute_losses
+from experiment.samples import sample_texts
 from swarm.local_steps import at_anchor
 from training.devices import is_out_of_memory
 from training.model import move_batch
@@ -21,15 +23,30 @@ from utils import Evaluation, format_evaluation
 logger = logging.getLogger("trainer")
 
 
+def count_bytes(labels: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of bytes (UTF-8) of the text that these labels [batch, length] predict; -100 is no label."""
+    texts = tokenizer.batch_decode([row[row != -100] for row in labels], skip_special_tokens=True)
+    return sum(len(text.encode()) for text in texts)
+
+
 @torch.no_grad()
 def evaluate(
-    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], device: torch.device
+    model: PreTrainedModel,
+    batches: Iterable[dict[str, torch.Tensor]],
+    device: torch.device,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, float]:
-    """Return the loss (nats per predicted token), the accuracy over these tokens, and the number of samples."""
+    """Return the loss (nats per predicted token), the accuracy over these tokens, and the number of samples.
+
+    :param tokenizer: for a causal model, whose result then has bits_per_byte too: these compare different tokenizers
+    """
+    has_bytes = tokenizer is not None and model.objective.is_causal
     model.eval()
     sums = Counter()
     try:
         for batch in batches:
+            if has_bytes:
+                sums["bytes"] += count_bytes(batch["labels"], tokenizer)
             batch = move_batch(batch, device)
             losses, labels = compute_losses(model, batch), len(batch["labelled_positions"])
             sums["loss"] += losses[model.objective.token_loss] * labels
@@ -39,10 +56,12 @@ def evaluate(
     finally:  # training continues if the evaluation runs out of memory
         model.train()
     labels = max(1, sums["labels"])
+    more = {"bits_per_byte": float(sums["loss"]) / math.log(2) / max(1, sums["bytes"])} if has_bytes else {}
     return {
         "loss": float(sums["loss"]) / labels,
         "accuracy": float(sums["correct"]) / labels,
         "samples": sums["samples"],
+        **more,
     }
 
 
@@ -56,6 +75,8 @@ class Evaluator:
         self.state, self.autocast = state, autocast
         #: the newest evaluation, unless it failed
         self.last: Evaluation | None = None
+        #: continuations or filled blanks by the evaluated weights, see experiment/samples.py
+        self.texts: list[str] = []
         #: versions of the parameters in the last evaluation
         self.versions: list[int] = []
 
@@ -65,7 +86,9 @@ class Evaluator:
         options = dict(batch_size=args.per_device_eval_batch_size, max_samples=args.max_eval_samples)
         batches = make_eval_batches(state.dataset["validation"], state.tokenizer, state.data_args, **options)
         with self.autocast, at_anchor(state.optimizer.local):
-            return evaluate(state.model, batches, state.model.device)
+            result = evaluate(state.model, batches, state.model.device, state.tokenizer)
+            self.texts = sample_texts(state.model, state.tokenizer)
+        return result
 
     def measure(self) -> Evaluation | None:
         """Evaluate the model with --do_eval, and return the result unless it failed; the same weights only once."""
@@ -87,5 +110,7 @@ class Evaluator:
         else:
             text = f"{format_evaluation(evaluation)}, unigram entropy {entropy:.4f} nats"
             logger.info(f"validation {text}, measured in {time.monotonic() - start:.1f} s")
+            for line in self.texts:
+                logger.info(f"the model says: {line}")
         self.last = evaluation
         return evaluation

@@ -13,21 +13,24 @@ import transformers
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
-from processes import LOOPBACK, make_prefix, wait_until
+from processes import LOOPBACK, ROOT, make_prefix, wait_until
 from records import make_metrics, make_tracker, run_dhts
 from swarms import read_epochs, start_monitor
 from transformers import AutoModelForPreTraining
 
-from arguments import DataArguments, ModelArguments
+from arguments import DataArguments, ModelArguments, TokenizeArguments
 from experiment.data import make_eval_batches
 from experiment.model import make_model
+from experiment.samples import PROMPTS, SENTENCES, sample_texts
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
 from monitoring.progress import find_final_epoch
 from swarm.contract import TrainingSchedule
+from text.documents import read_text
+from text.instances import PAIRS, TEXT
 from text.stored import load_tokenized_dataset
-from text.tokenizers import load_tokenizer
-from training.evaluation import evaluate
+from text.tokenizers import load_tokenizer, train_byte_tokenizer
+from training.evaluation import count_bytes, evaluate
 from training.progress import measure_progress
 from utils import LocalMetrics, find_evaluation, make_validators, perplexity
 
@@ -70,6 +73,35 @@ def test_loss_perplexity_and_accuracy_are_those_of_plain_transformers(tmp_path, 
     assert result["accuracy"] == pytest.approx(sum(hits) / len(hits))
     assert perplexity(result["loss"]) == pytest.approx(math.prod(math.exp(x / len(losses)) for x in losses), rel=1e-4)
     assert math.isfinite(perplexity(1000.0))
+
+
+def test_bits_per_byte_is_independent_of_tokenizer():
+    """A model that gives each byte of a text a probability of 1/256 has 8 bits per byte by any tokenizer."""
+    text, results = read_text(ROOT / "sample_data" / "austen.txt.xz")[:60_000], []
+    for size in (300, 1000):
+        tokenizer = train_byte_tokenizer([[text]], TokenizeArguments(objective="clm", vocab_size=size))
+        ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+        rows = ids[: len(ids) // 64 * 64].reshape(-1, 64)
+        nats = sum(len(tokenizer.decode([token]).encode()) for token in rows.flatten()) * math.log(256)
+        results.append(nats / math.log(2) / count_bytes(rows, tokenizer))
+    assert results == pytest.approx([8, 8], rel=0.02)
+    word = tokenizer("Emma")["input_ids"]
+    assert count_bytes(torch.tensor([[-100, *word], [-100] * (1 + len(word))]), tokenizer) == 4
+
+
+@pytest.mark.parametrize("config, kind", [("demo", PAIRS), ("lean-demo", PAIRS), ("gpt-demo", TEXT)])
+def test_sample_texts_are_repeatable_and_fill_prompts(tiny_data, text_data, config, kind):
+    data = text_data if kind is TEXT else tiny_data
+    tokenizer = load_tokenizer(data["--tokenizer_path"], kind)
+    model = make_model(ModelArguments(config_path=f"configs/{config}.json"), tokenizer)
+    texts, state = sample_texts(model, tokenizer), torch.get_rng_state()
+    assert texts == sample_texts(model, tokenizer) and model.training
+    assert torch.equal(state, torch.get_rng_state())
+    parts = [(prompt, "") for prompt in PROMPTS]
+    if kind is PAIRS:
+        parts = [sentence.replace("___", "[___]").split("___") for sentence in SENTENCES]
+    for text, (before, after) in zip(texts, parts, strict=True):
+        assert text.startswith(before) and text.endswith(after) and len(text) > len(before + after)
 
 
 @pytest.mark.parametrize(

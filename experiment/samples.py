@@ -1,0 +1,48 @@
+"""Edit me: what a model says. Each evaluation shows it, in the log and on the status page, and so does a saved card.
+
+Causal models continue PROMPTS. Masked models fill the blank in SENTENCES.
+"""
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROMPTS = ("The captain was", "In the morning, she", "It is a truth universally acknowledged, that")
+SENTENCES = ("The captain was a very good ___.", "She went to the ___ at once.", "He had not seen ___ for years.")
+MAX_NEW_TOKENS = 24
+
+
+@torch.no_grad()
+def sample_texts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return one text per prompt or sentence, the same ones for the same weights."""
+    was_training = model.training
+    model.eval()
+    try:
+        if model.objective.is_causal:
+            return [continue_prompt(model, tokenizer, prompt) for prompt in PROMPTS]
+        return [fill_blank(model, tokenizer, sentence) for sentence in SENTENCES]
+    finally:
+        model.train(was_training)
+
+
+def continue_prompt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """Return the prompt with a continuation, drawn at temperature 0.8 from the 40 most likely tokens."""
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):  # each length would compile again
+        torch.manual_seed(0)
+        options = dict(do_sample=True, temperature=0.8, top_k=40, pad_token_id=tokenizer.pad_token_id or 0)
+        mask = torch.ones_like(ids)
+        text = model.generate(ids, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, **options)[0]
+    return " ".join(tokenizer.decode(text, skip_special_tokens=True).split())
+
+
+def fill_blank(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentence: str) -> str:
+    """Return the sentence with the most likely token in its blank, in brackets."""
+    batch = dict(tokenizer(sentence.replace("___", tokenizer.mask_token), return_tensors="pt"))
+    is_blank = batch["input_ids"] == tokenizer.mask_token_id
+    batch |= {"labels": torch.where(is_blank, 0, -100), "labelled_positions": is_blank.flatten().nonzero()[:, 0]}
+    batch.setdefault("token_type_ids", torch.zeros_like(batch["input_ids"]))
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    batch["sentence_order_label"] = torch.zeros(1, dtype=torch.long, device=model.device)
+    with torch.compiler.set_stance("force_eager"):
+        _, logits = model.objective.losses_of(model, batch, batch["labels"][is_blank])
+    return sentence.replace("___", f"[{tokenizer.decode(logits[0].argmax()).strip()}]")
