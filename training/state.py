@@ -138,7 +138,7 @@ class TrainerState:
 
     def is_finite(self) -> bool:
         """Return whether the parameters and moments are finite; 8-bit moments are checked by their scales."""
-        return all_finite(tensor for tensor in self.list_tensors() if tensor.is_floating_point())
+        return bool(all_finite(tensor for tensor in self.list_tensors() if tensor.is_floating_point()))
 
     def repair(self) -> None:
         """Replace non-finite parameters by the swarm's state, or stop if no peer sends one."""
