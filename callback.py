@@ -75,7 +75,7 @@ class CollaborativeCallback:
             logger.info(f"loading the state of epoch {tracker.view.epoch} from {others}")
             optimizer.load_state_from_peers()
         self.state.back_up()
-        self.stats.epoch = EpochStats(optimizer.local_epoch)
+        self.stats.epoch, self.stats.train_start = EpochStats(optimizer.local_epoch), time.monotonic()
         self.run_periodic_tasks()
         if optimizer.local_epoch >= final_epoch:
             logger.info(

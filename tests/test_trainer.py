@@ -96,7 +96,12 @@ def test_the_line_of_progress_says_what_is_known(facts):
     before, after = facts["lines"]
     assert re.fullmatch(r"epoch 0/100  peers 1/1  \d\.\d s  local samples 0  next epoch 0%", before), before
     assert re.fullmatch(r"epoch 0/100  loss 1\.5000  peers 1/1  .* s  .*  ETA 50:00  next epoch 0%", after), after
-    assert facts["progress"]["target_batch_size"] == 64  # without --batch_size_lead
+
+
+def test_the_end_is_the_earlier_one_and_an_epoch_has_whole_batches(facts):
+    by_passes, by_epochs = facts["progress"]
+    assert by_passes["seconds_left"] == pytest.approx(150, rel=0.05) and by_epochs["seconds_left"] == 3000
+    assert by_passes["target_batch_size"] == 64  # not less --batch_size_lead
 
 
 def test_out_of_memory_in_evaluation_is_no_evaluation(facts):

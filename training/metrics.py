@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from pathlib import Path
 
@@ -128,7 +129,14 @@ class MetricsReporter:
         return line
 
     def measure_progress(self) -> dict[str, float]:
-        """Return the run's progress, and the time until this trainer's last epoch."""
+        """Return the run's progress and the time until this trainer stops, which its data may do before the run."""
+        stats, limit = self.stats, self.state.sample_limit
         # The tracker's target_batch_size is smaller by --batch_size_lead, so read the contract's.
-        schedule, recent = parse_schedule(self.swarm.contract), list(self.stats.recent_seconds)
-        return measure_progress(self.optimizer.local_epoch, self.state.final_epoch, schedule, recent)
+        schedule, recent = parse_schedule(self.swarm.contract), list(stats.recent_seconds)
+        progress = measure_progress(self.optimizer.local_epoch, self.state.final_epoch, schedule, recent)
+        computed, here = stats.computed_samples, stats.computed_samples - stats.samples_before
+        if here and limit < math.inf:
+            left = max(0.0, limit - computed) * (time.monotonic() - stats.train_start) / here
+            if left <= progress.get("seconds_left", left):
+                progress |= {"seconds_left": left, "own_samples": computed, "sample_limit": int(limit)}
+        return progress

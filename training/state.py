@@ -47,6 +47,7 @@ class TrainerStats:
     skipped_steps: int = 0
     computed_samples: int = 0
     samples_before: int = 0  # of computed_samples, those of earlier starts
+    train_start: float = field(default_factory=time.monotonic)
     epoch: EpochStats = field(default_factory=EpochStats)
     last_epoch: EpochStats | None = None
     last_loss: float | None = None  # mean of this trainer's steps in the last epoch in which it made any
@@ -92,7 +93,6 @@ class TrainerState:
         _, _, optimizer_args, _, self.data_args, self.args = self.groups
         #: the epoch at which this trainer stops
         self.final_epoch = optimizer_args.total_steps if self.args.max_steps is None else self.args.max_steps
-        #: for checkpoints and dashboards
         self.arguments = {name: value for group in self.groups for name, value in asdict(group).items()}
         self.batches_per_step = self.args.gradient_accumulation_steps * self.num_devices
         self.samples_per_step = self.args.per_device_train_batch_size * self.batches_per_step
@@ -138,7 +138,7 @@ class TrainerState:
 
     def is_finite(self) -> bool:
         """Return whether the parameters and moments are finite; 8-bit moments are checked by their scales."""
-        return all_finite(tensor for tensor in self.list_tensors() if tensor.is_floating_point())
+        return bool(all_finite(tensor for tensor in self.list_tensors() if tensor.is_floating_point()))
 
     def repair(self) -> None:
         """Replace non-finite parameters by the swarm's state, or stop if no peer sends one."""
