@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 
 from hivemind.p2p import PeerID
@@ -23,13 +24,15 @@ GREETING = b"\x13/multistream/1.0.0\n"
 
 
 def check_multiaddrs(flag: str, maddrs: list[str], needs_peer_id: bool = False) -> None:
-    """Raise a SwarmError with an example if an address is malformed, or lacks its peer id although it needs one."""
+    """Raise a SwarmError with an example if an address is malformed, or lacks its peer id, or else its port."""
     example = "/ip4/203.0.113.1/tcp/31337" + ("/p2p/QmPeerId" if needs_peer_id else "")
     for maddr in maddrs:
         try:
             Multiaddr(maddr)
             if needs_peer_id:
                 get_peer_id(maddr)
+            elif not re.search(r"/(tcp|udp)/\d+", maddr):
+                raise ValueError("it has no port")
         except Exception as e:  # hivemind's multiaddr parser raises many types for a malformed address
             raise SwarmError(f"{flag} {maddr!r} is not an address such as {example} ({type(e).__name__}: {e})") from e
 

@@ -31,7 +31,7 @@ from swarm.trust import RoundTrust
 
 logger = logging.getLogger("swarm")
 
-FIRST_LOOK = 2.0  # seconds without data until a peer is pinged
+MIN_PING_DELAY = 2.0  # seconds without data until a peer is pinged
 LOOK_PERIOD = 0.5  # seconds between two checks of a running round
 PREFETCH = 4  # parts to compress and to receive ahead, while the current part waits for a sender
 
@@ -198,7 +198,7 @@ class VerifyingAverager(hivemind.DecentralizedAverager):
         modes = zip(runner.ordered_peer_ids, runner.modes, strict=True)
         clients = {peer for peer, mode in modes if mode == AveragingMode.CLIENT}  # these cannot be pinged
         matchmaking, timeouts = self._matchmaking, self.dht.uplink.timeouts
-        ping_delay = max(FIRST_LOOK, timeouts.round_seconds / 8)
+        ping_delay = max(MIN_PING_DELAY, timeouts.round_seconds / 8)
         outdated = matchmaking.silent  # found before this round, in which these peers may have sent data
         # counted instead of a deadline, because a frozen peer makes no checks
         checks_left = (timeouts.next_chunk + 2 * timeouts.round_seconds) / LOOK_PERIOD

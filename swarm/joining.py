@@ -31,7 +31,6 @@ from swarm.reachability import (
     find_ports,
     find_reachability,
     find_relays,
-    measure_bandwidth,
     register_dial_back_handler,
 )
 from utils import MAX_WORKERS, LocalMetrics, RunContract, make_validators
@@ -165,10 +164,6 @@ class Swarm:
         attestation = RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
         publish_attestation(self.dht, attestation)
 
-    def measure_bandwidth(self, mbits: float | None) -> float:
-        """Pace this peer's uplink by this bandwidth in Mbit/s, or by what is measured; see `measure_bandwidth`."""
-        return measure_bandwidth(self.dht, mbits)
-
     def warn_of_local_addresses(self) -> None:
         """Log a warning if this peer listens on all interfaces, but has no address that works from outside."""
         best, *_ = maddrs = self.list_maddrs()
@@ -254,13 +249,15 @@ def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT
     """
     reason = f"others cannot reach this peer {where} (a firewall or router is in between)"
     averagers = dht.run_coroutine(partial(count_reachable_averagers, config.experiment_prefix))
-    relays = dht.run_coroutine(partial(find_relays, config.initial_peers))
+    relays = dht.run_coroutine(partial(find_relays, config.initial_peers)) if config.use_relay else []
     dht.shutdown()
     options = dict(check_if_identity_free=False)  # other peers may still know this identity from the old DHT
-    if not config.use_relay or not relays or (averagers and not config.use_auto_relay):
-        who = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
-        wait = "its gradients count once a reachable trainer joins (none of `initial_peers` is a relay)"
-        logger.warning(f"{reason}: continuing in client mode, {who if averagers else wait}")
+    if not relays or (averagers and not config.use_auto_relay):
+        outlook = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
+        if not averagers:
+            why = "none of `initial_peers` is a relay" if config.use_relay else "`use_relay` is off"
+            outlook = f"its gradients count once a reachable trainer joins ({why})"
+        logger.warning(f"{reason}: continuing in client mode, {outlook}")
         return start_dht(config, validators, dht.membership, client_mode=True, **options)
     logger.warning(f"{reason}, and no peer that averages can be reached directly: waiting for an address at a relay")
     options |= dict(client_mode=False, use_auto_relay=True, force_reachability="relayed", trusted_relays=relays)

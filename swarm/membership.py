@@ -206,8 +206,11 @@ class Membership:
             return MSGPackSerializer.dumps([reason.encode(), b"", proof, b""])
         renewed, state = b"", self.state.read()
         if self.issuer and member.is_due:
-            with self.issuer.open_run(self.prefix) as run:
-                renewed = self.issuer.issue(self.prefix, member.peer_id, member.username, member.lifetime, run)
+            try:
+                with self.issuer.open_run(self.prefix) as run:
+                    renewed = self.issuer.issue(self.prefix, member.peer_id, member.username, member.lifetime, run)
+            except SwarmError as e:  # the old credential is still valid, so the exchange goes on
+                logger.warning(str(e))
         return MSGPackSerializer.dumps([b"", state["credential"], state["revocations"], renewed])
 
     async def exchange_credentials(self, client: p2pclient.Client, peer: PeerID) -> None:

@@ -31,7 +31,7 @@ from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.optimizer_state import StateAverager, list_params
 from swarm.plan import count_bits
 from swarm.processes import STOP_REQUESTED, exit_if_process_dies
-from swarm.progress import FIRST_LOOK, PeerTracker
+from swarm.progress import PING_DELAY, PeerTracker
 from swarm.rounds import AveragingError, Rounds
 from swarm.state_sync import StateSync
 from swarm.trust import PeerTrust
@@ -65,7 +65,7 @@ class CollaborativeOptimizer:
         *,
         params: list[dict],
         optimizer: Callable[[list[dict]], torch.optim.Optimizer],
-        scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
         client_mode: bool,
         **compressions: CompressionBase,
     ):
@@ -263,6 +263,9 @@ class CollaborativeOptimizer:
         """AVERAGING: average the pending gradients with a group, and make the step unless that fails."""
         self.epoch.enter(EpochState.AVERAGING)
         before = self.local_epoch, self.state_averager.lineage
+        if self.rounds.overlap:  # the last round changes the view of the swarm, which the lock below would not allow
+            with self.tracker.performance_ema.pause():
+                self.rounds.finish_background(self.uplink.timeouts.averaging)
         try:
             with self.tracker.pause_updates():
                 self._make_step(self.rounds.average())
@@ -285,7 +288,7 @@ class CollaborativeOptimizer:
             self.rounds.finish_background(timeout)
         options = {}
         if is_due and self.rounds.has_others():
-            control = self.rounds.state_round = averager.schedule_step(gather=next_epoch, timeout=timeout)
+            control = self.rounds.parameter_round = averager.schedule_step(gather=next_epoch, timeout=timeout)
             options = dict(averaging_round=True, averaging_control=control, averaging_opts=dict(timeout=timeout))
         averager.step(
             increment_epoch=True,
@@ -309,8 +312,6 @@ class CollaborativeOptimizer:
         if is_local != averager.is_local:
             averager.drop_pending()  # they are of the other kind
             averager.is_local = is_local
-        if not self.state_averager.client_mode:  # joining peers ask the peers that are furthest
-            self.state_averager.state_sharing_priority = self.local_epoch
 
     def _recover_from_failed_round(self, cause: BaseException) -> None:
         """SYNCING, if the round has failed because this peer has another state than the others; otherwise ACCUMULATING,
@@ -344,9 +345,9 @@ class CollaborativeOptimizer:
         self.grad_averager.last_step = None
         old_epoch, is_compared = self.local_epoch, self.epoch.is_compared
         wanted = self.tracker.global_epoch if min_epoch is None else min_epoch
-        is_one_step_behind = self.rounds.is_synchronous() and old_epoch + 1 == wanted
+        is_synchronous = self.rounds.is_synchronous(wanted)
         with self.tracker.performance_ema.pause():
-            how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_one_step_behind)
+            how = self.sync.load(wanted, donors or self.tracker.list_donors(), is_synchronous)
         if how is None:
             self.epoch.enter(EpochState.ACCUMULATING)
             return False
@@ -396,7 +397,7 @@ class AveragingHelper(CollaborativeOptimizer):
         if len(records) < 2:
             return
         middle = records[len(records) // 2]
-        has_reported = middle.time > self.tracker.local_progress.time + FIRST_LOOK  # since this peer's epoch began
+        has_reported = middle.time > self.tracker.local_progress.time + PING_DELAY  # since this peer's epoch began
         if middle.epoch == self.local_epoch or (middle.epoch < self.local_epoch and not has_reported):
             return
         self.rounds.leave(timeout=0.0)

@@ -4,13 +4,12 @@ import contextlib
 import copy
 import hashlib
 import multiprocessing
-import threading
 from collections.abc import Sequence
 
 import torch
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.compression import CompressionInfo, TensorRole
-from hivemind.optim.state_averager import TrainingStateAverager
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state
 from hivemind.optim.state_averager import initialize_optimizer_state_ as step_with_zero_gradients
 from hivemind.utils import MPFuture, nested_map, nested_pack
 
@@ -54,27 +53,20 @@ class StateAverager(TrainingStateAverager, StateServer):
     local = None
 
     def __init__(self, *args, **kwargs):
-        self._lock_step = threading.Lock()
         self.download_progress = multiprocessing.Value(DownloadProgress)
         super().__init__(*args, **kwargs)
 
-    def step(self, *args, increment_epoch: bool = False, **kwargs):
-        """Step like hivemind, but hold back downloads during the step, and update the lineage hash."""
-        if not increment_epoch:
-            return super().step(*args, **kwargs)
-        # hivemind advances the epoch before the step: a download in between would get old parameters as new ones
-        with self._lock_step:
-            result = super().step(*args, increment_epoch=True, **kwargs)
-            history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
-            self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
-            self.state_sharing_priority = self.local_epoch
-            return result
+    def _update_scheduler(self) -> None:
+        """Move the schedule, like hivemind, and the lineage; called once the optimizer has stepped."""
+        super()._update_scheduler()
+        history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
+        self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
+        self.state_sharing_priority = self.local_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch and its learning rate, also to an earlier epoch; hivemind can only advance them (note 63)."""
-        if self.scheduler is not None:
-            self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
-            self.scheduler.step()
+        self.scheduler.last_epoch, self.scheduler._step_count = epoch - 1, epoch
+        self.scheduler.step()
         self.local_epoch = self.state_sharing_priority = epoch
 
     def _apply_optimizer_parameters_(self) -> None:
@@ -83,26 +75,32 @@ class StateAverager(TrainingStateAverager, StateServer):
         else:
             self.local.move_anchor(list_params(self.optimizer))
 
+    @torch.no_grad()
     def get_current_state(self):
         """Return a consistent copy of the state with its lineage hash, or of the last step's gradients if requested."""
-        with self._lock_step:
-            if not self._wants_step.value:
-                metadata, tensors, infos = super().get_current_state()
-                return metadata | {"lineage": self.lineage}, copy_flat(tensors, infos), infos
-            if self.grad_averager is None or self.grad_averager.last_step is None:
-                return {"epoch": -1, "lineage": ""}, [], []
-            with self.grad_averager.get_tensors() as gradients:
-                # the next round, in another thread, ends the last step
-                epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
-                infos = [CompressionInfo.from_tensor(tensor, role=TensorRole.GRADIENT) for tensor in gradients]
-                metadata = {"epoch": epoch, "lineage": self.make_step_key(lineage), "group": group_id}
-                return metadata, copy_flat(gradients, infos), infos
+        if not self._wants_step.value:
+            # a step holds this lock while it changes all of these; an averaging of parameters may go on for seconds
+            with self.lock_optimizer:
+                params, (values, moments) = list_params(self.optimizer), dump_optimizer_state(self.optimizer)
+                infos = [CompressionInfo.from_tensor(param, role=TensorRole.PARAMETER) for param in params]
+                infos += [CompressionInfo.from_tensor(moment, role=TensorRole.OPTIMIZER) for moment in moments]
+                # hivemind's local_epoch is ahead of the parameters until the step is made
+                metadata = {"epoch": self.scheduler.last_epoch, "lineage": self.lineage, "optimizer_metadata": values}
+                return metadata, copy_flat([*params, *moments], infos), infos
+        if self.grad_averager is None or self.grad_averager.last_step is None:
+            return {"epoch": -1, "lineage": ""}, [], []
+        with self.grad_averager.get_tensors() as gradients:
+            # the next round, in another thread, ends the last step
+            epoch, lineage, group_id = self.grad_averager.last_step or (-1, "", b"")
+            infos = [CompressionInfo.from_tensor(tensor, role=TensorRole.GRADIENT) for tensor in gradients]
+            metadata = {"epoch": epoch, "lineage": self.make_step_key(lineage), "group": group_id}
+            return metadata, copy_flat(gradients, infos), infos
 
     def start_download(self, min_epoch: int = 0, is_step: bool = False, **options) -> MPFuture:
         """Start to download a state for `apply_downloaded_state`, or the averaged gradients of the step from this one.
 
         :param min_epoch: the epoch of the state to wait for, some seconds, before an earlier state is accepted
-        :param options: `trusted`, `avoid` and `timeout`, see StateDownload
+        :param options: `trusted`, `avoid`, `timeout` and `is_synchronous`, see StateDownload
         :returns: a future of (metadata, tensors), or of None if no peer sent it. metadata["donors"] are the ids of a
             state's donors, most bytes first; metadata["group"] is the id of the group that averaged the gradients
         """
@@ -136,7 +134,7 @@ class StateAverager(TrainingStateAverager, StateServer):
         """Replace the state; learning rate and other options of this process stay, as the contract says."""
         # an auxiliary peer has nothing to average and must not wait for the other peers' round
         averaged = contextlib.nullcontext() if self.mode == AveragingMode.AUX else self.lock_averaged_tensors
-        with self._lock_step, self.lock_optimizer, averaged, torch.no_grad():
+        with self.lock_optimizer, averaged, torch.no_grad():
             settings = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict({"state": state, "param_groups": settings})
             for target, tensor in zip(list_params(self.optimizer), parameters, strict=True):

@@ -30,7 +30,7 @@ from utils import find_peer_id
 
 logger = logging.getLogger("swarm")
 
-FIRST_LOOK = 2.0  # seconds of waiting for a group, or without a report, until a peer is asked whether it is there
+PING_DELAY = 2.0  # seconds without a report until a peer is pinged
 LOOK_TIMEOUT = 5.0  # seconds for a look that the caller waits for; the DHT itself gives up on a peer after 3
 MAX_PINGS = 8  # peers pinged at once, by each peer before each round
 MAX_SPEED = 1e9  # samples/s that a record may claim
@@ -263,7 +263,7 @@ class PeerTracker:
         if len(idle) <= max_peers:
             self.mark_unresponsive(idle)
 
-    def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = FIRST_LOOK) -> None:
+    def ping_silent_peers(self, peer_ids: Iterable[bytes], quiet_for: float = PING_DELAY) -> None:
         """Ping those of these peers that have not reported for these seconds, the quietest ones first. A peer that does
         not answer no longer counts."""
         present, quiet_since = self.present, get_dht_time() - quiet_for
@@ -286,7 +286,7 @@ class PeerTracker:
     def record_round(self, group: Iterable[bytes], waited_since: float | None) -> None:
         """Record which peers were in the round that has just succeeded, see PeerTrust.record_round. Of the others at
         this epoch, the silent ones no longer count."""
-        present, quiet_since = self.present, get_dht_time() - FIRST_LOOK
+        present, quiet_since = self.present, get_dht_time() - PING_DELAY
         absent = {p: present[p] for p in self.peers_at_epoch if p in present and p not in group}
         self.trust.record_round(group, absent, waited_since, self.local_progress.epoch)
         # a peer in client mode cannot be pinged; one that has just reported is late, and would be so forever
@@ -337,8 +337,13 @@ class PeerTracker:
             self._read_wake.clear()
 
     def _read_records(self, entry: ValueWithExpiration | None) -> None:
-        """Update the other peers' records by what the DHT has answered."""
-        values, now = entry.value if entry and isinstance(entry.value, dict) else {}, get_dht_time()
+        """Update the other peers' records by the DHT's answer. Without an answer, they stay until they expire."""
+        now = get_dht_time()
+        if entry is None:
+            oldest = now - self.averaging.metadata_expiration
+            self.others = {peer_id: record for peer_id, record in self.others.items() if record.time > oldest}
+            return
+        values = entry.value if isinstance(entry.value, dict) else {}
         withdrawn = {find_peer_id(key) for key, item in values.items() if item.value is None}
         records = [LocalTrainingProgress.parse_obj(item.value) for item in values.values() if item.value is not None]
         plausible = [it for it in records if it.samples_per_second <= MAX_SPEED and abs(it.time - now) < MAX_AGE]
@@ -351,7 +356,11 @@ class PeerTracker:
         self.trust.update(self.others)
 
     def apply_records(self, entry: ValueWithExpiration | None, read_at: float) -> None:
-        """Update the view by what the DHT has answered, and schedule the next look. The caller has paused updates."""
+        """Update the view by what the DHT has answered, and schedule the next look."""
+        with self._lock:
+            self._update_view(entry, read_at)
+
+    def _update_view(self, entry: ValueWithExpiration | None, read_at: float) -> None:
         self._read_records(entry)
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)

@@ -167,16 +167,16 @@ async def find_connections(node: DHTNode, peer_id: PeerID) -> list[str]:
     return [str(maddr) for info in infos for maddr in info.addrs if get_ip(maddr) is not None]
 
 
-async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> dict | None:
-    """Ask one peer to dial back and return its answer, or None if it does not answer or the answer is invalid."""
+async def call_dial_back(node: DHTNode, peer_id: PeerID, ports: list[int]) -> tuple[str, bool] | None:
+    """Ask one peer to dial back; return the IP address at which it sees this peer and whether its dial succeeded, or
+    None if it does not answer or the answer is invalid."""
     request = BytesValue(value=b"".join(port.to_bytes(2, "big") for port in ports[:4]))
     try:
         call = node.p2p.call_protobuf_handler(peer_id, DIAL_BACK, request, BytesValue)
         answer = json.loads((await asyncio.wait_for(call, 2 * DIAL_TIMEOUT)).value)
-        [ipaddress.ip_address(ip) for ip in answer["seen_at"]]
-    except (*REQUEST_ERRORS, KeyError, TypeError):
+        return str(ipaddress.ip_address(answer["seen_at"][0])), answer["reached"] is True
+    except (*REQUEST_ERRORS, LookupError, TypeError):
         return None
-    return answer
 
 
 async def ask_to_dial_back(
@@ -184,11 +184,11 @@ async def ask_to_dial_back(
 ) -> list[tuple[str, bool]]:
     """Ask up to four initial peers to dial back. Runs in the DHT process.
 
-    :returns: per answer, the IP address at which the other peer sees this one and whether its dial succeeded
+    :returns: the valid answers, see `call_dial_back`
     """
     peers = {get_peer_id(maddr) for maddr in initial_peers}
     answers = await asyncio.gather(*(call_dial_back(node, peer_id, ports) for peer_id in list(peers)[:4]))
-    return [(answer["seen_at"][0], answer["reached"] is True) for answer in answers if answer and answer["seen_at"]]
+    return [answer for answer in answers if answer]
 
 
 async def find_direct_peers(maddrs: list[str], _: hivemind.DHT, node: DHTNode) -> list[str]:

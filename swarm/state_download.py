@@ -22,6 +22,7 @@ from hivemind.utils import TensorDescriptor
 from hivemind.utils.streaming import combine_from_streaming
 
 from swarm.state_server import BLOCK, MAX_BLOCKS, MAX_LINEAGE, RELAY, StateServer, allocate_flat, digest, list_blocks
+from swarm.trust import MAX_LEAD
 
 logger = logging.getLogger("swarm")
 
@@ -38,6 +39,7 @@ FIRST_REQUEST = 2**18  # elements per request, until the donor's speed is measur
 # Relative to norm + |sum|. Measured between correct peers: 0.03 with 8-bit gradients, 0.02 with 8-bit moments.
 TOLERANCE = 0.1
 MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of the same kind
+SIMILAR_SIZE = 0.75  # difference of norms relative to the larger one: moments of peers that step in different groups
 
 # types of the numbers and settings in an optimizer's state that are not tensors
 PLAIN_TYPES = (int, float, str, type(None))
@@ -82,6 +84,21 @@ class Donor:
             return False
         return not digests_differ(self.digests, other.digests, self.compute_digest_tolerances())
 
+    def is_near(self, other: "Donor") -> bool:
+        """Return whether both donors can be of one swarm whose peers do not step together: their parameters are about
+        the same, and their moments have similar norms, at about the same epoch."""
+        is_same_epoch = abs(self.key[0] - other.key[0]) <= MAX_LEAD
+        if not is_same_epoch or [info.descriptor for info in self.infos] != [it.descriptor for it in other.infos]:
+            return False
+        floors = self.compute_digest_tolerances()
+        sizes = [stop - start for _, start, stop in list_blocks(self.infos)]
+        params = len(list_blocks([info for info in self.infos if info.role == TensorRole.PARAMETER]))
+        if digests_differ(self.digests[:params], other.digests[:params], floors[:params]):
+            return False
+        floors[[size == 1 for size in sizes] + [True] * (len(floors) - len(sizes))] += 1  # counts of steps and the like
+        own, theirs = self.digests[:, :1], other.digests[:, :1]
+        return bool(((own - theirs).abs() <= SIMILAR_SIZE * torch.maximum(own.abs(), theirs.abs()) + floors).all())
+
     def compute_digest_tolerances(self) -> torch.Tensor:
         """Return the absolute difference of each digest that does not matter, of shape (digests, 1).
 
@@ -117,9 +134,24 @@ def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
     return sorted(groups, key=lambda group: (group[0].rank, len(group), group[0].key[0]), reverse=True)
 
 
-def select_agreed(groups: Sequence[list[Donor]], voters: Sequence[PeerID]) -> list[list[Donor]]:
-    """Return the group that contains more than half of the voters, if there is one; without voters, all groups."""
-    return [g for g in groups if not voters or 2 * sum(donor.peer in voters for donor in g) > len(voters)]
+def select_agreed(
+    groups: Sequence[list[Donor]], voters: Sequence[PeerID], is_synchronous: bool = True
+) -> list[list[Donor]]:
+    """Return the groups of voters that more than half of the voters confirm; without voters, all groups.
+
+    :param is_synchronous: whether all peers step together: then a voter confirms only its own state. Otherwise, each
+        peer may have a state of its own, and also confirms the states near that
+    """
+    if not voters:
+        return list(groups)
+    ballots = [donor for group in groups for donor in group if donor.peer in voters]
+
+    def is_agreed(group: list[Donor]) -> bool:
+        own = [donor for donor in ballots if donor in group]
+        near = [donor for donor in ballots if not is_synchronous and own and donor not in own and own[0].is_near(donor)]
+        return 2 * len(own + near) > len(voters)
+
+    return [group for group in groups if is_agreed(group)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -137,6 +169,7 @@ class StateDownload:
     trusted: Sequence[bytes] = ()
     avoid: Sequence[bytes] = ()  # the ids of peers to ask last
     timeout: float = 600.0  # seconds for a whole state
+    is_synchronous: bool = True  # whether all peers step together, see `select_agreed`
     failures: dict[PeerID, int] = dataclasses.field(default_factory=Counter)
     ranks: dict[PeerID, tuple] = dataclasses.field(default_factory=dict)
     voters: list[PeerID] = dataclasses.field(default_factory=list)  # the peers that decide which state is the swarm's
@@ -153,7 +186,7 @@ class StateDownload:
             metadata, step_key = group[0].metadata, (epoch, self.averager.make_step_key(lineage))
             if group[0].key != step_key or type(metadata.get("group")) is not bytes:
                 continue
-            if tensors := await self.fetch_from(group):
+            if tensors := await self.download_from(group):
                 return metadata | {"group": metadata["group"][:MAX_LINEAGE]}, tensors
         return None
 
@@ -170,13 +203,13 @@ class StateDownload:
             # all voters are in the first batch, and batches without voters cannot decide
             for batch in batches[:1] if self.voters else batches:
                 candidates = await self.ask_for_descriptions(batch, [first_epoch])
-                for group in select_agreed(group_donors(candidates), self.voters):
+                for group in select_agreed(group_donors(candidates), self.voters, self.is_synchronous):
                     if not self.voters and len(group) == 1 and len(peers) > 2 and attempt < LONE_TRIES:
                         continue
                     for donor in candidates:
                         if donor.key == group[0].key and donor not in group:
                             logger.warning(f"the state of peer {donor.peer} differs from others' of the same epoch")
-                    if tensors := await self.fetch_from(group):
+                    if tensors := await self.download_from(group):
                         senders = sorted((donor for donor in group if donor.elements), key=lambda d: -d.elements)
                         # an auxiliary peer names the client that it relays
                         names = [str(donor.metadata.get("origin", donor.peer))[:100] for donor in senders]
@@ -287,7 +320,7 @@ class StateDownload:
         reason = str(error) if isinstance(error, ValueError) else repr(error)
         logger.info(f"the state of peer {peer} cannot be used ({reason[:200]}), trying other donors")
 
-    async def fetch_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
+    async def download_from(self, group: list[Donor]) -> list[torch.Tensor] | None:
         """Download the state that all these donors have; return None if all of them fail."""
         download = BlockDownload(group, self.averager, self.note_failure)
         try:
