@@ -101,7 +101,7 @@ class LocalSteps:
         """Return the pseudo-gradients: the anchor minus the local parameters."""
         return [anchor - param for anchor, param in zip(self.anchor, self.params, strict=True)]
 
-    def take_pending(self, sent: list[torch.Tensor]) -> None:
+    def record_averaged(self, sent: list[torch.Tensor]) -> None:
         """Record what a round has averaged, which `move_anchor` then removes; may be called from any thread."""
         self._taken = sent
 
@@ -212,7 +212,7 @@ class LocalStepsAverager(GradientAverager):
     def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
         """Remove the sent gradients, and record the averaged update for `move_anchor`."""
         if self.is_local:
-            self.local.take_pending(self._in_flight[0])
+            self.local.record_averaged(self._in_flight[0])
             self._expected_epoch = self._taken_epoch + 1
         return super().finish(num_partitions, partition_index)
 

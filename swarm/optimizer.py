@@ -25,7 +25,7 @@ from hivemind.utils import get_dht_time
 
 from swarm.averager import PeersBehindError, StateDivergedError
 from swarm.config import AveragingConfig
-from swarm.epoch import RETRY_AFTER, Epoch, EpochState, SwarmLook
+from swarm.epoch import RETRY_AFTER, Epoch, EpochInputs, EpochState
 from swarm.gradients import GradientAverager
 from swarm.local_steps import LocalSteps, LocalStepsAverager, OuterOptimizer
 from swarm.optimizer_state import StateAverager, list_params
@@ -193,11 +193,11 @@ class CollaborativeOptimizer:
         self.state_averager.step(apply_delayed_updates=True)
         self.grad_averager.accumulate(batch_size)
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
-        look = self._look_at_swarm()
-        if self.epoch.must_sync(look, self.sync.backoff, time.monotonic()):
+        inputs = self._collect_inputs()
+        if self.epoch.compare_with_swarm(inputs, self.sync.backoff, time.monotonic()):
             self.load_state_from_peers()
         else:
-            self._advance(look)
+            self._advance(inputs)
 
     def leave(self) -> None:
         """Tell the others that this peer is about to leave: `shutdown` follows once everything is saved. A round that
@@ -217,10 +217,10 @@ class CollaborativeOptimizer:
 
     # --- the epoch
 
-    def _look_at_swarm(self) -> SwarmLook:
+    def _collect_inputs(self) -> EpochInputs:
         """Return what this peer knows of the swarm now."""
         tracker, rounds = self.tracker, self.rounds
-        return SwarmLook(
+        return EpochInputs(
             swarm_epoch=tracker.global_epoch,
             is_fresh=tracker.is_fresh,
             read_at=tracker.view.read_at,
@@ -234,20 +234,20 @@ class CollaborativeOptimizer:
             has_group=rounds.has_group(),
         )
 
-    def _advance(self, look: SwarmLook) -> None:
+    def _advance(self, inputs: EpochInputs) -> None:
         """Take the epoch as far as it can go now."""
-        self.grad_averager.round_state = [self.local_epoch, look.is_synchronous, self.state_averager.lineage]
+        self.grad_averager.round_state = [self.local_epoch, inputs.is_synchronous, self.state_averager.lineage]
         # peers that are missing now too: a group that forms before the epoch ends accepts no peer later
         self.rounds.expect_group()
-        if self.epoch.should_search(look):
+        if self.epoch.should_search(inputs):
             self._search_group()
-        if not self.epoch.is_over(look):
+        if not self.epoch.is_over(inputs):
             return
-        if self.epoch.has_missed_step(look):
-            is_one_step_behind = self.epoch.is_one_step_behind(look)
-            if self.sync.backoff.allows(look.swarm_epoch, is_one_step_behind, time.monotonic()):
+        if self.epoch.has_missed_step(inputs):
+            is_one_step_behind = self.epoch.is_one_step_behind(inputs)
+            if self.sync.backoff.allows(inputs.swarm_epoch, is_one_step_behind, time.monotonic()):
                 self.load_state_from_peers()
-        elif self.epoch.can_average(look):
+        elif self.epoch.can_average(inputs):
             is_alone = not self.tracker.peers_at_epoch
             if is_alone:  # if peers have come, they would have to download the step that this one makes alone
                 self.tracker.refresh_now()
@@ -318,7 +318,7 @@ class CollaborativeOptimizer:
         until the next try."""
         if not STOP_REQUESTED.is_set():
             state_of_others = cause.args if isinstance(cause, StateDivergedError) else ()
-            if state_of_others or self.epoch.has_missed_step(self._look_at_swarm()):
+            if state_of_others or self.epoch.has_missed_step(self._collect_inputs()):
                 self.load_state_from_peers(*state_of_others)
                 return
             if isinstance(cause, PeersBehindError):  # they cannot load the last step once a new round has begun
@@ -381,7 +381,7 @@ class AveragingHelper(CollaborativeOptimizer):
         self.state_averager.step(apply_delayed_updates=True)
         self._follow_trainers()
         if len(self.tracker.peers_at_epoch) >= 2:  # a trainer that is alone needs no help
-            self._advance(self._look_at_swarm())
+            self._advance(self._collect_inputs())
 
     def seconds_to_next_step(self, max_seconds: float) -> float:
         """Return how long this peer may do nothing: it has to be there when the trainers' epoch is about to end."""
