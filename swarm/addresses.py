@@ -2,9 +2,6 @@
 
 A multiaddr such as /ip4/203.0.113.1/tcp/31337/p2p/XXXX consists of the host, the port and the peer id. The host can
 also be /ip6/..., /dns4/NAME, /dns6/NAME or /dnsaddr/NAME. An address with /p2p-circuit goes through a relay peer.
-
-    python -c "import asyncio; from swarm.addresses import diagnose_unreachable; \\
-        print(asyncio.run(diagnose_unreachable('/ip4/127.0.0.1/tcp/9/p2p/XXXX')))"
 """
 
 import asyncio
@@ -81,10 +78,10 @@ def list_shareable_maddrs(maddrs: list) -> list[str]:
 
 
 async def diagnose_unreachable(maddr: str, timeout: float = 5.0) -> str | None:
-    """Try a TCP connection to a multiaddr and return why no peer answers there, and what to do.
+    """Try a TCP connection to a multiaddr and return why no peer answers there, and what to do. Return None if a libp2p
+    listener answers, or if TCP cannot test this address.
 
     :param timeout: seconds to wait for the connection, and again for the greeting of a libp2p listener
-    :returns: None if a libp2p listener answers, or if TCP cannot test this address
     """
     protocol, host, port = get_host_port(maddr)
     if port is None or is_relayed(maddr):

@@ -29,10 +29,12 @@ class FailFastAllReduceRunner(AllReduceRunner):
     hivemind's runner continues without the parts of a failed reducer, and reports no cause (notes 44 and 54).
     """
 
-    def __init__(self, *args, uplink: Uplink, settings: RoundSettings, has_uplink_slowed: Callable[[], bool], **kwargs):
-        """:param has_uplink_slowed: returns whether this peer's uplink has become too slow for its part of the round"""
+    #: returns whether this peer's uplink has become too slow for its part of the round; set by the averager
+    has_uplink_slowed: Callable[[], bool]
+
+    def __init__(self, *args, uplink: Uplink, settings: RoundSettings, **kwargs):
         super().__init__(*args, **kwargs)
-        self.uplink, self.settings, self.has_uplink_slowed = uplink, settings, has_uplink_slowed
+        self.uplink, self.settings = uplink, settings
         self.tensor_part_reducer.configure(settings)
         self.tensor_part_container.configure(settings, self.ordered_peer_ids.index(self.peer_id))
         self.violations: dict[PeerID, str] = {}  # a description for each peer that sent invalid data

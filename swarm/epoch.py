@@ -108,9 +108,10 @@ class Epoch:
             raise ValueError(f"no transition from {self.state.value} to {state.value}")
         self.state = state
 
-    def is_one_step_behind(self, inputs: EpochInputs) -> bool:
-        """Return whether this peer has missed exactly one step of peers that all step together."""
-        return inputs.is_synchronous and self.number + 1 == inputs.swarm_epoch
+    def may_sync(self, inputs: EpochInputs, backoff: SyncBackoff, now: float) -> bool:
+        """Return whether a download may start now; that of one missed step of peers that step together is short."""
+        is_one_step_behind = inputs.is_synchronous and self.number + 1 == inputs.swarm_epoch
+        return backoff.allows(inputs.swarm_epoch, is_one_step_behind, now)
 
     def has_missed_step(self, inputs: EpochInputs) -> bool:
         """Whether the others have stepped without this peer. A step with its own gradients alone would part it from
@@ -121,7 +122,7 @@ class Epoch:
         """Compare this epoch with the swarm's, and return whether this peer has to load the swarm's state before it
         continues. Once in an epoch any difference counts; after that, one epoch does not, because the other peers may
         just be the first."""
-        if not backoff.allows(inputs.swarm_epoch, self.is_one_step_behind(inputs), now):
+        if not self.may_sync(inputs, backoff, now):
             return False
         if not self.is_compared and inputs.is_fresh:
             self.is_compared = True

@@ -1,8 +1,4 @@
-"""Joining a run: start the DHT in a way that the network allows.
-
-A peer asks the peers that it reaches to dial back. If they cannot, it becomes a client or is reached through a relay.
-Each failure is one line that says what to do.
-"""
+"""Joining a run: start the DHT in a way that the network allows. Each failure is one line that says what to do."""
 
 import asyncio
 import logging
@@ -41,15 +37,10 @@ RELAY_TIMEOUT = 200  # seconds to wait for a reservation at a relay
 
 
 class Swarm:
-    """A peer's place in a run, from joining to leaving.
-
-    It owns the DHT, with the identity, the uplink and the membership, and the records that this peer publishes.
-    """
+    """A peer's place in a run, with its DHT and the records that it publishes."""
 
     def __init__(self, config: SwarmConfig, dht: DHT, public_key: bytes):
-        """
-        :param public_key: the subkey of the records that this peer signs
-        """
+        """:param public_key: the subkey of the records that this peer signs"""
         self.config, self.dht, self.public_key = config, dht, public_key
         self.prefix = config.experiment_prefix
         #: the contract that this peer trains by, and publishes
@@ -57,10 +48,10 @@ class Swarm:
 
     @classmethod
     def join(cls, config: SwarmConfig, membership: Membership | None = None) -> "Swarm":
-        """Start this peer's DHT, with the run's validators, in a way that the network allows.
+        """Start this peer's DHT in a way that the network allows.
 
-        A peer that others cannot reach becomes a client if it directly reaches a peer that averages. Otherwise it is
-        reached through a relay. `dht.client_mode` is the outcome.
+        The initial peers dial back. If they cannot, this peer becomes a client (`dht.client_mode`) if it directly
+        reaches a peer that averages; otherwise it is reached through a relay.
 
         :param membership: the membership of a closed run, see `make_identity`
         :raises SwarmError: the network does not allow it, or the initial peers serve another run or disagree
@@ -93,19 +84,15 @@ class Swarm:
         return list_shareable_maddrs(self.dht.get_visible_maddrs())
 
     def list_contracts(self) -> list[RunContract]:
-        """Return the contracts that bind this peer: the one that the initial peers attest, or none if no peer has
-        contributed.
-
-        Only if no initial peer answered, these are the contracts that live trainers published, which any peer can do.
-        """
+        """Return the contracts that bind this peer: that which the initial peers attest, if any peer has contributed.
+        Only if no initial peer answered, these are the contracts of live trainers, which any peer can publish."""
         if self.dht.attestation:
             return [self.dht.attestation.contract] if self.dht.attestation.contract else []
         return [other for key, other in fetch_contracts(self.dht, self.prefix).items() if key != self.public_key]
 
     def compare_contract(self, contract: RunContract) -> bool:
-        """Compare a contract with the run's, for a peer that publishes none.
+        """Compare a contract with the run's, for a peer that publishes none; return whether the run has one yet.
 
-        :returns: whether the run has a contract yet
         :raises ContractMismatch: the contracts differ
         """
         others = self.list_contracts()
@@ -154,11 +141,10 @@ class Swarm:
         return self._store("metrics", metrics.dict(), lifetime)
 
     def attest(self, contract: RunContract | None, flags: str, contributors: Iterable[bytes] = ()) -> None:
-        """Tell new peers that have this peer's address the run's settings and contributors, without waiting.
+        """Tell new peers that have this peer's address the run's settings and the ids of its contributors.
 
         :param contract: the contract of most contributors, or None if no peer has contributed yet
         :param flags: this peer's own flags, which bind new peers until there is a contract
-        :param contributors: the ids of peers that have contributed
         """
         workers = list(contributors)[:MAX_WORKERS]
         attestation = RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
@@ -195,12 +181,8 @@ def warn_of_unresponsive_peers(maddrs: list[str]) -> None:
 def start_dht(
     config: SwarmConfig, validators: list, membership: Membership | None, is_first: bool = True, **options
 ) -> DHT:
-    """Start the DHT's helper process and register this peer's request handlers.
-
-    A start that failed although all initial peers can be reached is retried once.
-
-    :raises SwarmError: if it fails
-    """
+    """Start the DHT's helper process and register this peer's request handlers, or raise a SwarmError. A start that
+    failed although all initial peers can be reached is retried once."""
     check_versions()
     if not options.get("client_mode") and not config.use_ipfs:
         # Without this, libp2p takes minutes to detect that this peer is public, and it cannot be a relay until then.
@@ -245,7 +227,7 @@ def start_dht(
 def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT, where: str) -> DHT:
     """Replace this DHT by one in client mode or behind a relay, and log the reason.
 
-    :param where: the address and port at which others cannot reach this peer, for the log
+    :param where: the address and port at which others cannot reach this peer
     """
     reason = f"others cannot reach this peer {where} (a firewall or router is in between)"
     averagers = dht.run_coroutine(partial(count_reachable_averagers, config.experiment_prefix))

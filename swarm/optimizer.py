@@ -48,11 +48,9 @@ class CollaborativeOptimizer:
 
     Each `step` adds gradients to the pending ones. When the swarm has enough of them, a round averages them in a group
     of peers, and the optimizer, on a copy of the parameters in host memory, steps to the next epoch. After a failed
-    round the epoch stays (in the background it does not), and a later `step` tries again. A peer that missed a step
-    loads that of the others.
-
-    With `local_steps` N above 1, each `step` also moves this peer's model, from some epoch on. An epoch then takes N
-    times the samples, and rounds average pseudo-gradients, see swarm/local_steps.py.
+    round the epoch stays (in the background it does not), and a later `step` tries again. With `local_steps` N above 1,
+    from some epoch on, each `step` also moves this peer's model, an epoch takes N times the samples, and rounds average
+    pseudo-gradients, see swarm/local_steps.py.
     """
 
     is_auxiliary = False
@@ -186,10 +184,8 @@ class CollaborativeOptimizer:
                 self.tracker.set_swarm_epoch(self.local_epoch)
 
     def step(self, batch_size: int = 0) -> None:
-        """Add the model's gradients to the pending ones; when the swarm has enough, average and step.
-
-        :param batch_size: the number of samples of which the model's gradients are the mean
-        """
+        """Add the model's gradients, the mean over this number of samples, to the pending ones; when the swarm has
+        enough, average and step."""
         self.state_averager.step(apply_delayed_updates=True)
         self.grad_averager.accumulate(batch_size)
         self.tracker.report_local_progress(self.local_epoch, self.grad_averager.samples)
@@ -244,8 +240,7 @@ class CollaborativeOptimizer:
         if not self.epoch.is_over(inputs):
             return
         if self.epoch.has_missed_step(inputs):
-            is_one_step_behind = self.epoch.is_one_step_behind(inputs)
-            if self.sync.backoff.allows(inputs.swarm_epoch, is_one_step_behind, time.monotonic()):
+            if self.epoch.may_sync(inputs, self.sync.backoff, time.monotonic()):
                 self.load_state_from_peers()
         elif self.epoch.can_average(inputs):
             is_alone = not self.tracker.peers_at_epoch
@@ -389,10 +384,8 @@ class AveragingHelper(CollaborativeOptimizer):
         return min(max_seconds, max(0.05, search_time - get_dht_time()))
 
     def _follow_trainers(self) -> None:
-        """Go to the trainers' epoch: the highest one that more than half of them have reached.
-
-        Forward if they have stepped without this peer; back if they have lost a round that it took for averaged.
-        """
+        """Go to the highest epoch that more than half of the trainers have reached: forward if they have stepped
+        without this peer; back if they have lost a round that it took for averaged."""
         records = sorted(self.tracker.present.values(), key=lambda record: -record.epoch)
         if len(records) < 2:
             return

@@ -85,8 +85,8 @@ class Donor:
         return not digests_differ(self.digests, other.digests, self.compute_digest_tolerances())
 
     def is_near(self, other: "Donor") -> bool:
-        """Return whether both donors can be of one swarm whose peers do not step together: their parameters are about
-        the same, and their moments have similar norms, at about the same epoch."""
+        """Return whether both donors can be of one swarm whose peers do not step together: at about the same epoch,
+        with about the same parameters, and moments of similar norms."""
         is_same_epoch = abs(self.key[0] - other.key[0]) <= MAX_LEAD
         if not is_same_epoch or [info.descriptor for info in self.infos] != [it.descriptor for it in other.infos]:
             return False
@@ -137,21 +137,22 @@ def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
 def select_agreed(
     groups: Sequence[list[Donor]], voters: Sequence[PeerID], is_synchronous: bool = True
 ) -> list[list[Donor]]:
-    """Return the groups of voters that more than half of the voters confirm; without voters, all groups.
+    """Return the groups with a state that more than half of the voters confirm; without voters, all groups.
 
-    :param is_synchronous: whether all peers step together: then a voter confirms only its own state. Otherwise, each
-        peer may have a state of its own, and also confirms the states near that
+    A voter confirms the state that it describes. If the peers do not all step together, it also confirms those of other
+    voters that are near: each peer may have a state of its own then.
     """
     if not voters:
         return list(groups)
     ballots = [donor for group in groups for donor in group if donor.peer in voters]
 
-    def is_agreed(group: list[Donor]) -> bool:
+    def count_votes(group: list[Donor]) -> int:
         own = [donor for donor in ballots if donor in group]
-        near = [donor for donor in ballots if not is_synchronous and own and donor not in own and own[0].is_near(donor)]
-        return 2 * len(own + near) > len(voters)
+        if is_synchronous or not own:
+            return len(own)
+        return sum(donor in own or own[0].is_near(donor) for donor in ballots)
 
-    return [group for group in groups if is_agreed(group)]
+    return [group for group in groups if 2 * count_votes(group) > len(voters)]
 
 
 @dataclasses.dataclass(eq=False)

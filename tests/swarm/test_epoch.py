@@ -81,8 +81,9 @@ def test_first_look_compares_exactly_and_later_ones_allow_one_epoch():
 @pytest.mark.parametrize("is_synchronous", [True, False])
 def test_missed_step_counts_only_if_all_step_together(is_synchronous):
     ahead = make_inputs(swarm_epoch=6, is_synchronous=is_synchronous)
-    assert Epoch(5).has_missed_step(ahead) == Epoch(5).is_one_step_behind(ahead) == is_synchronous
-    assert not Epoch(4).is_one_step_behind(ahead) and not Epoch(6).has_missed_step(ahead)
+    busy = SyncBackoff(min_epoch=7)  # only the download of a single step may start
+    assert Epoch(5).has_missed_step(ahead) == Epoch(5).may_sync(ahead, busy, 0.0) == is_synchronous
+    assert not Epoch(4).may_sync(ahead, busy, 0.0) and not Epoch(6).has_missed_step(ahead)
 
 
 def test_failed_download_pauses_the_next():
