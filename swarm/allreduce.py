@@ -24,10 +24,7 @@ CONFIRM_INTERVAL = 0.05  # seconds
 
 
 class FailFastAllReduceRunner(AllReduceRunner):
-    """A runner that ends a round as soon as it can no longer succeed, and reports the cause to the group.
-
-    hivemind's runner continues without the parts of a failed reducer, and reports no cause (notes 44 and 54).
-    """
+    """A runner that ends a round as soon as it can no longer succeed, and reports the cause (notes 44 and 54)."""
 
     #: returns whether this peer's uplink has become too slow for its part of the round; set by the averager
     has_uplink_slowed: Callable[[], bool]
@@ -190,10 +187,8 @@ class FailFastAllReduceRunner(AllReduceRunner):
         return list(awaited - {self.peer_id})
 
     def list_stragglers(self, are_reducers: bool) -> list[PeerID]:
-        """Return the peers that hold up this peer's part of the round.
-
-        :param are_reducers: whether unfinished reducers count too, which may be waiting for a sender themselves
-        """
+        """Return the peers that hold up this peer's part of the round; with `are_reducers`, also unfinished reducers,
+        which may be waiting for a sender themselves."""
         reducer, awaited = self.tensor_part_reducer, self.list_awaited_peers()
         if reducer.finished.is_set():
             return awaited if are_reducers else []

@@ -1,7 +1,5 @@
-"""The states of a peer's epoch, and the causes that take it from one to the next.
-
-All times are of the monotonic clock, which the caller passes in.
-"""
+"""The states of a peer's epoch, and the causes that take it from one to the next. All times are of the monotonic clock,
+which the caller passes in."""
 
 import enum
 import math

@@ -97,10 +97,8 @@ class GradientAverager(VerifyingAverager):
 
     @torch.no_grad()
     def finish(self, num_partitions: int = 1, partition_index: int = 0) -> int:
-        """Remove the sent gradients after a round or a step of this peer alone; return the number of new samples.
-
-        :param num_partitions, partition_index: see RoundSettings
-        """
+        """Remove the sent gradients after a round, of which RoundSettings has the parameters, or after a step of this
+        peer alone; return the number of new samples."""
         samples = self._in_flight[1]
         if num_partitions != len(self._behind):  # the bandwidth has changed: the counts become an estimate
             self._behind = [sum(self._behind) // len(self._behind)] * num_partitions

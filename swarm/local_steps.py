@@ -83,10 +83,8 @@ class LocalSteps:
         self.anchor = [tensor.to(device) for tensor in self.anchor]
 
     def step(self) -> None:
-        """Make a local step with the model's gradients, at the swarm's learning rate.
-
-        The first local step starts with the moments of the steps that all peers made together.
-        """
+        """Make a local step with the model's gradients, at the swarm's learning rate; the first one with the moments of
+        the steps that all peers made together."""
         if self.inner is None:
             self.load_inner_state(self.outer.inner.state_dict())
         for group, of_swarm in zip(self.inner.param_groups, self.outer.param_groups, strict=True):
@@ -147,10 +145,8 @@ def at_anchor(local: LocalSteps | None) -> Iterator[None]:
 
 
 class LocalStepsAverager(GradientAverager):
-    """A gradient averager that averages pseudo-gradients once the peers take local steps.
-
-    The residual of sparsification is added to the next pseudo-gradients (error feedback, arXiv 1809.07599).
-    """
+    """A gradient averager that averages pseudo-gradients once the peers take local steps. The next ones contain the
+    residual of sparsification (error feedback, arXiv 1809.07599)."""
 
     local: LocalSteps  # set by the optimizer
     # the epoch of the last round of local steps, and the epoch after the last such round that succeeded

@@ -271,10 +271,8 @@ class CollaborativeOptimizer:
             self.grad_averager.last_step = *before, self.state_averager.group_id
 
     def _make_step(self, finish: Callable[[], None] | None) -> None:
-        """STEPPING: let the optimizer step, and average the parameters if that is due.
-
-        :param finish: waits for the round, if that runs in the background; the step follows it there
-        """
+        """STEPPING: let the optimizer step, and average the parameters if that is due. If the round runs in the
+        background, the step follows `finish` there, which waits for the round."""
         self.epoch.enter(EpochState.STEPPING)
         averager, timeout, is_trainer = self.state_averager, self.uplink.timeouts.averaging, not self.is_auxiliary
         next_epoch = max(self.local_epoch + 1, self.tracker.global_epoch)

@@ -121,10 +121,8 @@ class Donor:
 
 
 def group_donors(donors: Sequence[Donor]) -> list[list[Donor]]:
-    """Group donors by state, and sort the groups by rank, then by size.
-
-    The epoch comes last, because a single donor may claim any state and any epoch.
-    """
+    """Group donors by state, and sort the groups by rank, then by size, then by epoch, because a single donor may claim
+    any state and any epoch."""
     remaining, groups = sorted(donors, key=lambda donor: donor.rank, reverse=True), []
     while remaining:
         candidates = ([donor for donor in remaining if first.has_state_of(donor)] for first in remaining)
@@ -157,10 +155,8 @@ def select_agreed(
 
 @dataclasses.dataclass(eq=False)
 class StateDownload:
-    """The search for a state, or for a step, and the download from all peers that have it; in the averager's process.
-
-    Any of them may fail. hivemind (note 25) retries forever, accepts states unchecked, and crashes on a short answer.
-    """
+    """The search for a state, or for a step, and the download from all peers that have it (note 25), of which any may
+    fail. Runs in the averager's process."""
 
     averager: StateServer
     params: Sequence[torch.Tensor]  # of this peer; the donors' must have the same shapes and dtypes

@@ -76,12 +76,8 @@ class StateSync:
         return None
 
     def _replay_missed_step(self) -> bool:
-        """Make the last step of the swarm with the gradients that other peers have averaged.
-
-        From the same state, the same gradients lead to the same state, and are fewer bytes.
-
-        :returns: whether a peer that has started from this very state has sent them
-        """
+        """Make the last step of the swarm with the gradients that other peers have averaged, and which are fewer bytes
+        than a state; return whether a peer that started from this very state has sent them."""
         if (loaded := self._download("step", 0, self.tracker.list_donors())) is None:
             return False
         metadata, gradients = loaded
