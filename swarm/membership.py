@@ -190,8 +190,8 @@ class Membership:
         return member
 
     async def serve_exchange(self, data: bytes, peer: PeerID) -> bytes:
-        """Serve RPC_SHOW_CREDENTIAL: verify a peer's credential, and return this peer's own, its revocation list and, at
-        the authority, a new credential if that of the peer is due for renewal."""
+        """Serve RPC_SHOW_CREDENTIAL: verify a credential, and return this peer's own, its revocation list and, at the
+        authority, a new credential if that of the peer is due for renewal."""
         try:
             credential, revocations = parse_message(data, 2)
             member = self.admit(peer, credential, revocations)
