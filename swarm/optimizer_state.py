@@ -55,10 +55,10 @@ class StateAverager(TrainingStateAverager, StateServer):
     def __init__(self, *args, **kwargs):
         self.download_progress = multiprocessing.Value(DownloadProgress)
         super().__init__(*args, **kwargs)
+        self.optimizer.register_step_post_hook(self.record_step)
 
-    def _update_scheduler(self) -> None:
-        """Move the schedule, like hivemind, and the lineage; called once the optimizer has stepped."""
-        super()._update_scheduler()
+    def record_step(self, *_) -> None:
+        """Update the lineage, and declare the new epoch; called after each step of the optimizer, in any thread."""
         history = f"{self.lineage} {self.local_epoch} {self.group_id.hex()}"
         self.lineage = hashlib.sha256(history.encode()).hexdigest()[:16]
         self.state_sharing_priority = self.local_epoch
