@@ -181,7 +181,7 @@ def test_a_peer_that_counts_fewer_samples_comes_along(start):
 
 
 def test_peer_that_dies_between_two_answers_leaves_no_difference(start):
-    """One of two survivors has all averages of the last round, and steps; the other makes the same step with them."""
+    """One of two survivors has all averages of the last round, and steps; the other one loads that step or state."""
     prefix, flags = make_prefix(), ("--group_size", 3, "--others", 2)
     one = start_peer(start, "one", prefix, 1.0, 16, flags=flags)
     two = start_peer(start, "two", prefix, 2.0, 16, [one], flags)
@@ -189,9 +189,10 @@ def test_peer_that_dies_between_two_answers_leaves_no_difference(start):
     dying = start_peer(start, "dying", prefix, 6.0, 16, [one], (*flags, "--dies_for_all_but", one_id))
     joint = wait_until(lambda: len(both := joint_epochs(one, two)) >= 2 and both, 90, "epochs of the survivors")
     broken = joint[0] - 2  # the last epoch of three
-    assert max(epochs(dying)) == broken - 1 and epochs(one)[broken]["averaged_with"] == 3
-    assert f"made the step to epoch {broken}" in two.text and epochs(two)[broken]["averaged_with"] == 1
-    for epoch in range(1, joint[-1] + 1):
+    assert broken - 1 <= max(epochs(dying)) <= broken and epochs(one)[broken]["averaged_with"] == 3
+    assert re.search(f"(made the step to|loaded the state of) epoch {broken} ", two.text)
+    assert epochs(two)[broken]["averaged_with"] == 1
+    for epoch in epochs(one).keys() & epochs(two).keys():
         assert epochs(one)[epoch]["parameter"] == pytest.approx(epochs(two)[epoch]["parameter"], rel=1e-6)
     for peer in (one, two):
         line = epochs(peer)[joint[-1]]
