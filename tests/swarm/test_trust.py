@@ -6,12 +6,14 @@ import pytest
 from hivemind.averaging.allreduce import AllreduceException
 from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
-from hivemind.utils import get_dht_time
+from hivemind.utils import MPFuture, get_dht_time
 from processes import make_prefix, wait_until
 from records import make_tracker, run_dhts
 
+from swarm.averager import PeersUnreachableError
 from swarm.epoch import WAIT_RETRY_EPOCHS
 from swarm.guard import MaliciousPeersError
+from swarm.rounds import Rounds
 from swarm.trust import (
     BAN_SECONDS,
     FORGIVEN_AFTER,
@@ -204,6 +206,19 @@ def test_dht_without_an_answer_changes_nothing():
                 tracker.others = {name: make_record(name, ago=31.0) for name in NAMES}
                 tracker.apply_records(None, 0.0)
                 assert not tracker.others and tracker.view.num_peers == 1
+        finally:
+            tracker.shutdown()
+
+
+def test_auxiliary_peer_does_not_count_the_peers_that_a_failed_round_has_missed():
+    with run_dhts([]) as (dht,):
+        tracker = make_tracker(dht, make_prefix(), 40)
+        try:
+            tracker.others = {name: make_record(name, ago=1.0) for name in NAMES}
+            gradients = SimpleNamespace(restore_pending=lambda: None)
+            rounds = Rounds(tracker.averaging, tracker, None, gradients, is_auxiliary=True)
+            rounds._put_back(MPFuture(), 5, PeersUnreachableError([b"a", b"b"]))
+            assert set(tracker.present) == {b"c", b"d"} and rounds.stats.failed == 1
         finally:
             tracker.shutdown()
 
