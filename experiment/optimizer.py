@@ -125,7 +125,6 @@ def make_optimizer(
         local_steps=TopKCompression(averaging.density, bits=2) if is_sparse else None,
         state_averaging=COMPRESSIONS[averaging.state_compression],
         load_state=compress_sparse_step(load_state) if is_sparse else load_state,
-        client_mode=not auxiliary and swarm.dht.client_mode,
     )
 
 

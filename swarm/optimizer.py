@@ -1,15 +1,6 @@
 """The collaborative optimizer: a failed round loses no gradients and makes no step, and no peer waits for a dead one.
 
-`swarm/epoch.py` has the states of an epoch. Each transition is one method here:
-
-| to | method |
-|---|---|
-| MATCHMAKING | `_search_group` |
-| AVERAGING | `_average` |
-| STEPPING | `_make_step` |
-| SYNCING | `load_state_from_peers` |
-| ACCUMULATING, after a failed round | `_recover_from_failed_round` |
-| ACCUMULATING, in a new epoch | `_begin_epoch` |
+`swarm/epoch.py` has the states of an epoch. Each transition is one method here, whose text begins with the new state.
 """
 
 import copy
@@ -64,13 +55,11 @@ class CollaborativeOptimizer:
         params: list[dict],
         optimizer: Callable[[list[dict]], torch.optim.Optimizer],
         scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler],
-        client_mode: bool,
         **compressions: CompressionBase,
     ):
         """
         :param dht: the DHT, with the uplink that rounds and states are sent through
         :param params: the groups of the model's parameters, from which `optimizer` makes one of their copies
-        :param client_mode: whether to accept no incoming connection
         :param compressions: of gradients, local_steps (default: the same), averaged and served (load_state) states
         """
 
@@ -81,13 +70,12 @@ class CollaborativeOptimizer:
         times = averaging.matchmaking_time, averaging.request_timeout, averaging.averaging_timeout
         self.uplink.fix_timeouts(*times, averaging.next_chunk_timeout)
         trust = PeerTrust(self.uplink, attested=dht.attestation.workers if dht.attestation else ())
-        self.tracker = PeerTracker(dht, prefix, averaging, trust, client_mode=client_mode)
+        self.tracker = PeerTracker(dht, prefix, averaging, trust)
         options = dict(
             dht=dht,
-            client_mode=client_mode,
+            client_mode=dht.client_mode and not self.is_auxiliary,
             auxiliary=self.is_auxiliary,
             min_matchmaking_time=self.uplink.timeouts.matchmaking,
-            next_chunk_timeout=self.uplink.timeouts.next_chunk,
             shutdown_timeout=SHUTDOWN_TIMEOUT,
             start=True,
             target_group_size=averaging.target_group_size,
@@ -106,7 +94,7 @@ class CollaborativeOptimizer:
             **options,
         )
         exit_if_process_dies(self.state_averager, "state averager")
-        if client_mode:
+        if self.state_averager.client_mode:
             self.state_averager.serve_state()
         make_local = partial(LocalStepsAverager, sparse=compressions.get("local_steps"))
         self.grad_averager = (make_local if averaging.local_steps > 1 else GradientAverager)(

@@ -51,10 +51,8 @@ class SwarmView:
 class PeerTracker:
     """Publishes this peer's progress, and reads that of the others; in two threads of its own until `shutdown`."""
 
-    def __init__(
-        self, dht: hivemind.DHT, prefix: str, averaging: AveragingConfig, trust: PeerTrust, client_mode: bool = False
-    ):
-        self.dht, self.prefix, self.averaging, self.trust, self.client_mode = dht, prefix, averaging, trust, client_mode
+    def __init__(self, dht: hivemind.DHT, prefix: str, averaging: AveragingConfig, trust: PeerTrust):
+        self.dht, self.prefix, self.averaging, self.trust = dht, prefix, averaging, trust
         self.key = f"{prefix}_progress"
         self.target_batch_size = averaging.target_batch_size - averaging.batch_size_lead
         self.performance_ema = PerformanceEMA(alpha=averaging.performance_ema_alpha)
@@ -94,7 +92,7 @@ class PeerTracker:
             samples_accumulated=samples,
             samples_per_second=self.performance_ema.samples_per_second,
             time=get_dht_time(),
-            client_mode=self.client_mode,
+            client_mode=self.dht.client_mode,
         )
 
     def report_local_progress(self, epoch: int, samples: int) -> None:

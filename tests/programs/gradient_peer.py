@@ -78,7 +78,6 @@ def make_gradient_optimizer(
         params=[{"params": [parameter]}],
         optimizer=partial(torch.optim.SGD, lr=1.0),
         scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
-        client_mode=dht.client_mode,
         gradients=COMPRESSIONS["8bit" if eight_bit else "none"],
         local_steps=TopKCompression(density, bits=2) if density < 1 else None,
         state_averaging=COMPRESSIONS["none"],
