@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from hivemind.compression import CompressionInfo, TensorRole
@@ -39,7 +39,9 @@ FIRST_REQUEST = 2**18  # elements per request, until the donor's speed is measur
 # Relative to norm + |sum|. Measured between correct peers: 0.03 with 8-bit gradients, 0.02 with 8-bit moments.
 TOLERANCE = 0.1
 MATRIX_FLOOR, VECTOR_FLOOR = 0.02, 0.5  # relative to the RMS of all tensors of the same kind
-SIMILAR_SIZE = 0.75  # difference of norms relative to the larger one: moments of peers that step in different groups
+# Of peers that step in different groups: the same for parameters, and the ratio of the RMS of moments. Measured between
+# models that had nothing in common but their first parameters: 0.46 and 2.1, one epoch apart.
+NEAR_TOLERANCE, MAX_NEAR_RATIO = 0.5, 4.0
 
 # types of the numbers and settings in an optimizer's state that are not tensors
 PLAIN_TYPES = (int, float, str, type(None))
@@ -53,11 +55,13 @@ class DownloadProgress(ctypes.Structure):
     _fields_ = [(name, ctypes.c_longlong) for name in ("bytes", "elements", "total_elements", "milliseconds")]
 
 
-def digests_differ(digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0) -> bool:
+def digests_differ(
+    digests: torch.Tensor, others: torch.Tensor, floors: torch.Tensor | float = 0.0, tolerance: float = TOLERANCE
+) -> bool:
     """Return whether digests of shape (..., 2) describe other numbers; `floors` are differences that do not matter."""
     sizes = digests.abs().sum(-1, keepdim=True)
     # the first digests are finite; the other ones differ if they are not
-    return not ((digests - others).abs() <= TOLERANCE * sizes + floors).all()
+    return not ((digests - others).abs() <= tolerance * sizes + floors).all()
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,37 +90,45 @@ class Donor:
 
     def is_near(self, other: "Donor") -> bool:
         """Return whether both donors can be of one swarm whose peers do not step together: at about the same epoch,
-        with about the same parameters, and moments of similar norms."""
+        with similar parameters, and moments of similar size."""
         is_same_epoch = abs(self.key[0] - other.key[0]) <= MAX_LEAD
         if not is_same_epoch or [info.descriptor for info in self.infos] != [it.descriptor for it in other.infos]:
             return False
-        floors = self.compute_digest_tolerances()
-        sizes = [stop - start for _, start, stop in list_blocks(self.infos)]
-        params = len(list_blocks([info for info in self.infos if info.role == TensorRole.PARAMETER]))
-        if digests_differ(self.digests[:params], other.digests[:params], floors[:params]):
+        own, theirs = self.compute_rms(), other.compute_rms()
+        if any(max(own[kind], theirs[kind]) > MAX_NEAR_RATIO * min(own[kind], theirs[kind]) for kind in own):
             return False
-        floors[[size == 1 for size in sizes] + [True] * (len(floors) - len(sizes))] += 1  # counts of steps and the like
-        own, theirs = self.digests[:, :1], other.digests[:, :1]
-        return bool(((own - theirs).abs() <= SIMILAR_SIZE * torch.maximum(own.abs(), theirs.abs()) + floors).all())
+        params = len(list_blocks([info for info in self.infos if info.role == TensorRole.PARAMETER]))
+        floors = self.compute_digest_tolerances()[:params]
+        return not digests_differ(self.digests[:params], other.digests[:params], floors, NEAR_TOLERANCE)
+
+    def list_kinds(self) -> list[tuple[Hashable, int, int]]:
+        """Return the kind, the number of dimensions and the size of each block. Kinds are the parameters, each of the
+        moments, and single numbers such as counts of steps."""
+        infos = self.infos
+        states = [i for i, info in enumerate(infos) if info.role == TensorRole.OPTIMIZER]
+        moments = [i for i in states if infos[i].descriptor.shape]
+        per_param = max(1, len(moments) // (len(infos) - len(states)))
+        kinds = dict.fromkeys(states, "number")
+        kinds |= {i: (infos[i].descriptor.dtype, place % per_param) for place, i in enumerate(moments)}
+        return [(kinds.get(i), len(infos[i].descriptor.shape), stop - start) for i, start, stop in list_blocks(infos)]
+
+    def compute_rms(self) -> dict[Hashable, float]:
+        """Return the root mean square of the numbers of each kind."""
+        squares, counts = Counter(), Counter()
+        for (kind, _, size), norm in zip(self.list_kinds(), self.digests[:, 0].tolist(), strict=False):
+            squares[kind] += norm**2
+            counts[kind] += size
+        return {kind: (squares[kind] / counts[kind]) ** 0.5 for kind in counts}
 
     def compute_digest_tolerances(self) -> torch.Tensor:
         """Return the absolute difference of each digest that does not matter, of shape (digests, 1).
 
-        It is relative to the RMS of all numbers of the same kind: the parameters, or one of the moments. The gradients
-        of some biases, as of attention keys, are only rounding errors, which Adam turns into full-size updates.
+        It is relative to the RMS of all numbers of the same kind. The gradients of some biases, as of attention keys,
+        are only rounding errors, which Adam turns into full-size updates.
         """
-        infos = self.infos
-        moments = [i for i, info in enumerate(infos) if info.role == TensorRole.OPTIMIZER and info.descriptor.shape]
-        per_param = max(1, len(moments) // sum(info.role != TensorRole.OPTIMIZER for info in infos))
-        kinds = {i: (infos[i].descriptor.dtype, place % per_param) for place, i in enumerate(moments)}
-        blocks = [(kinds.get(i), len(infos[i].descriptor.shape), stop - start) for i, start, stop in list_blocks(infos)]
-        squares, counts, floors = Counter(), Counter(), torch.zeros(len(self.digests), 1)
-        for (kind, _, size), norm in zip(blocks, self.digests[:, 0].tolist(), strict=False):
-            squares[kind] += norm**2
-            counts[kind] += size
-        for number, (kind, ndim, size) in enumerate(blocks):
-            share = MATRIX_FLOOR if ndim > 1 else VECTOR_FLOOR
-            floors[number] = share * (squares[kind] / counts[kind] * size) ** 0.5
+        rms, floors = self.compute_rms(), torch.zeros(len(self.digests), 1)
+        for number, (kind, ndim, size) in enumerate(self.list_kinds()):
+            floors[number] = (MATRIX_FLOOR if ndim > 1 else VECTOR_FLOOR) * rms[kind] * size**0.5
         return floors
 
 

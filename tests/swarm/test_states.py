@@ -150,6 +150,26 @@ def test_state_needs_more_than_half_of_the_known(agreeing, chosen):
     assert len(select_agreed(list(groups.values()), [])) == len(groups)
 
 
+def test_large_count_of_steps_hides_no_difference():
+    """It is a number of the state as well, and once made the tolerance of all parameters larger than these."""
+
+    def describe(sign: float = 1.0, moment: float = 1e-3, epoch: int = 3, steps: float = 1e5) -> Donor:
+        generator = torch.Generator().manual_seed(0)
+        param, noise = (torch.randn(512, 512, generator=generator) for _ in range(2))
+        tensors = [0.02 * sign * param, torch.tensor(steps), moment * noise, moment**2 * noise**2]
+        roles = [TensorRole.PARAMETER, *[TensorRole.OPTIMIZER] * 3]
+        infos = [CompressionInfo.from_tensor(tensor, role=role) for tensor, role in zip(tensors, roles, strict=True)]
+        snapshot = StateSnapshot(dict(epoch=epoch, lineage="same"), tensors, infos)
+        digests = torch.frombuffer(bytearray(snapshot.description["digests"]), dtype=torch.float32).view(-1, 2)
+        return Donor(PeerID(b"a"), dict(epoch=epoch, lineage="same"), infos, digests)
+
+    state = describe()
+    assert state.has_state_of(describe()) and state.is_near(describe(moment=2e-3, epoch=5, steps=1e5 + 2))
+    assert not state.has_state_of(describe(sign=-1.0)) and not state.is_near(describe(sign=-1.0))
+    assert not state.has_state_of(describe(moment=2e-3)) and not state.is_near(describe(moment=1e-2))
+    assert not state.is_near(describe(epoch=6)) and not state.is_near(describe(steps=0.0))
+
+
 @pytest.mark.parametrize(
     "epochs, expected", [([], 0), ([7], 7), ([8, 7], 7), ([9, 9, 7, 7], 7), ([8, 8, 7], 8), ([0, 0, 0, 7, 6], 6)]
 )
