@@ -43,7 +43,6 @@ from swarm.identity import KEY_FILE
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.processes import clean_end, handle_stop_signals
-from swarm.reachability import measure_bandwidth
 from text.batches import data_seed
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
@@ -89,7 +88,7 @@ def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> N
             dataset["train"].begin(data_seed(f"{swarm.dht.peer_id} {time.time()}", model_args.seed))
         contract = make_contract(model, fingerprint, optimizer_args, averaging_args, describe_shared(groups))
         swarm.agree_on(contract, averaging_args.metadata_expiration)
-        measure_bandwidth(swarm.dht, averaging_args.bandwidth)
+        swarm.measure_bandwidth(averaging_args.bandwidth)
         optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args)
     ranks.connect()
     ranks.require_same(tokenizer.name_or_path, fingerprint)

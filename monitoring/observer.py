@@ -15,7 +15,6 @@ from swarm.contract import require_same
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.processes import STOP_REQUESTED, handle_stop_signals
-from swarm.reachability import measure_bandwidth
 from training.settings import make_swarm_config
 from utils import RunContract, SwarmMetrics
 
@@ -96,7 +95,7 @@ class Observer:
         _, _, archive_args, model_args, optimizer_args, averaging_args = self.groups
         tokenizer = load_tokenizer(model_args.tokenizer_path, find_objective(model_args).kind)
         if self.assists:
-            measure_bandwidth(self.dht, averaging_args.bandwidth)
+            self.swarm.measure_bandwidth(averaging_args.bandwidth)
         model = make_model(model_args, tokenizer)
         self.contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging_args)
         self.swarm.compare_contract(self.contract)

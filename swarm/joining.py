@@ -27,6 +27,7 @@ from swarm.reachability import (
     find_ports,
     find_reachability,
     find_relays,
+    measure_bandwidth,
     register_dial_back_handler,
 )
 from utils import MAX_WORKERS, LocalMetrics, RunContract, make_validators
@@ -149,6 +150,10 @@ class Swarm:
         workers = list(contributors)[:MAX_WORKERS]
         attestation = RunAttestation(prefix=self.prefix, contract=contract, flags=flags, workers=workers)
         publish_attestation(self.dht, attestation)
+
+    def measure_bandwidth(self, mbits: float | None) -> float:
+        """Pace this peer's uplink, see `measure_bandwidth`."""
+        return measure_bandwidth(self.dht, mbits)
 
     def warn_of_local_addresses(self) -> None:
         """Log a warning if this peer listens on all interfaces, but has no address that works from outside."""

@@ -23,11 +23,10 @@ import json, sys
 from swarm.config import SwarmConfig
 from swarm.joining import Swarm
 from swarm.processes import clean_end
-from swarm.reachability import measure_bandwidth
 
 with clean_end():
     swarm = Swarm.join(SwarmConfig(sys.argv[1], sys.argv[3:], host_maddrs=[sys.argv[2]]))
-    print(json.dumps(measure_bandwidth(swarm.dht, None)), flush=True)
+    print(json.dumps(swarm.measure_bandwidth(None)), flush=True)
     swarm.leave()
 """
 
