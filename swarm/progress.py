@@ -72,8 +72,8 @@ class PeerTracker:
         self.is_fresh = False
         # when this epoch began, and the seconds that the last one took
         self._epoch_began, self._epoch_seconds = time.monotonic(), 0.0
-        # held by a thread that changes the view, and by the loop as long as no other thread may change it
-        self._lock = threading.RLock()
+        #: held by a thread that changes the view, and by the loop as long as no other thread may change it
+        self.lock = threading.RLock()
         self._is_ending, self._report_wake, self._read_wake = (threading.Event() for _ in range(3))
         self._reported_at = self._next_report = self._next_read = -math.inf
         # the swarm's epoch at the last report of samples; only a peer that trains with the swarm publishes its progress
@@ -99,7 +99,7 @@ class PeerTracker:
         """Record the number of samples that this peer has of its epoch. It is published at once, or min_refresh_period
         after the last report of this epoch (note 12)."""
         new_samples, last_epoch = samples - self.local_progress.samples_accumulated, self.local_progress.epoch
-        with self._lock:
+        with self.lock:
             if epoch == last_epoch == self.view.epoch:
                 self.view = replace(self.view, samples=self.view.samples + new_samples)
         if new_samples > 0:
@@ -132,7 +132,7 @@ class PeerTracker:
         """Change the number of samples of an epoch. Its end was estimated for another number, and is unknown now."""
         if samples != self.target_batch_size:
             self.target_batch_size = samples
-            with self._lock:
+            with self.lock:
                 self.view = replace(self.view, ends_at=math.inf)
             self.schedule_refresh(0.0)
 
@@ -296,7 +296,7 @@ class PeerTracker:
     @contextlib.contextmanager
     def pause_updates(self) -> Iterator[None]:
         """Keep other threads from changing the view, and do not count the time for this peer's speed."""
-        with self._lock, self.performance_ema.pause():
+        with self.lock, self.performance_ema.pause():
             yield
 
     def schedule_refresh(self, seconds: float) -> None:
@@ -324,7 +324,7 @@ class PeerTracker:
                     logger.debug(f"no progress records: {e!r}")
                     self._next_read = min(self._next_read, time.monotonic() + self.averaging.default_refresh_period)
                     continue
-                with self._lock:
+                with self.lock:
                     scheduled = self._next_read
                     if time.monotonic() > answered_at + self.averaging.min_refresh_period:
                         self._next_read = time.monotonic()  # a round has passed, in which the loop has looked itself
@@ -354,11 +354,7 @@ class PeerTracker:
         self.trust.update(self.others)
 
     def apply_records(self, entry: ValueWithExpiration | None, read_at: float) -> None:
-        """Update the view by what the DHT has answered, and schedule the next look."""
-        with self._lock:
-            self._update_view(entry, read_at)
-
-    def _update_view(self, entry: ValueWithExpiration | None, read_at: float) -> None:
+        """Update the view by what the DHT has answered, and schedule the next look. The caller holds the lock."""
         self._read_records(entry)
         own, present, now = self.local_progress, self.present, get_dht_time()
         epoch = self.trust.find_swarm_epoch(present, own.epoch)

@@ -317,7 +317,8 @@ class RoundWait:
             self.records = self.tracker.request_records()
         if self.records is None or not self.records.done():
             return
-        self.tracker.apply_records(self.records.result(), now)
+        with self.tracker.lock:
+            self.tracker.apply_records(self.records.result(), now)
         self.records, self.next_look = None, now + LOOK_INTERVAL
         if self.rounds.is_synchronous() and self.tracker.global_epoch > self.epoch:
             raise AllreduceException("the others have stepped without this peer")

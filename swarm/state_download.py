@@ -82,17 +82,21 @@ class Donor:
         """The epoch and the lineage of the state."""
         return self.metadata["epoch"], self.metadata["lineage"]
 
+    @property
+    def descriptors(self) -> list[TensorDescriptor]:
+        """The shapes and types of the tensors."""
+        return [info.descriptor for info in self.infos]
+
     def has_state_of(self, other: "Donor") -> bool:
         """Return whether both donors describe the same state."""
-        if self.key != other.key or [info.descriptor for info in self.infos] != [it.descriptor for it in other.infos]:
+        if self.key != other.key or self.descriptors != other.descriptors:
             return False
         return not digests_differ(self.digests, other.digests, self.compute_digest_tolerances())
 
     def is_near(self, other: "Donor") -> bool:
         """Return whether both donors can be of one swarm whose peers do not step together: at about the same epoch,
         with similar parameters, and moments of similar size."""
-        is_same_epoch = abs(self.key[0] - other.key[0]) <= MAX_LEAD
-        if not is_same_epoch or [info.descriptor for info in self.infos] != [it.descriptor for it in other.infos]:
+        if abs(self.key[0] - other.key[0]) > MAX_LEAD or self.descriptors != other.descriptors:
             return False
         own, theirs = self.compute_rms(), other.compute_rms()
         if any(max(own[kind], theirs[kind]) > MAX_NEAR_RATIO * min(own[kind], theirs[kind]) for kind in own):
