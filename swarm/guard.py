@@ -1,9 +1,6 @@
-"""Checks of all data that other peers send in a round.
-
-A part that no correct peer can send is a protocol violation: its sender is excluded from rounds for a while. An outlier
-may come from a correct peer: a gradient that is much longer than those of the others is clipped, and one that points
-away from all of them is not counted.
-"""
+"""Checks of all data that other peers send in a round. A part that no correct peer can send is a protocol violation:
+its sender is banned. An outlier may come from a correct peer: a gradient that is much longer than those of the others
+is clipped, and one that points away from all of them is not counted."""
 
 import dataclasses
 import math

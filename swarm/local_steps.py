@@ -22,11 +22,8 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
 
 
 class OuterOptimizer(torch.optim.Optimizer):
-    """An optimizer of the parameters in host memory, for both phases of training.
-
-    While all peers step together, it is the inner optimizer. Once they take local steps, it is SGD with Nesterov
-    momentum, and its gradients are the averaged pseudo-gradients.
-    """
+    """An optimizer of the parameters in host memory. While all peers step together, it is the inner optimizer. Once
+    they take local steps, it is SGD with Nesterov momentum, and its gradients are the averaged pseudo-gradients."""
 
     def __init__(self, inner: torch.optim.Optimizer, lr: float, momentum: float):
         super().__init__(inner.param_groups, {})

@@ -24,11 +24,8 @@ def list_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def initialize_optimizer_state_(optimizer: torch.optim.Optimizer) -> None:
-    """Create the tensors of the optimizer's state as they are before its first step.
-
-    hivemind creates them by a step with zero gradients at the full learning rate. That step counts in bias correction
-    (note 8), and its weight decay moves the parameters or enters the momentum of SGD.
-    """
+    """Create the tensors of the optimizer's state as they are before its first step. hivemind creates them by a step
+    with zero gradients, which counts in bias correction (note 8), and decays the parameters or SGD's momentum."""
     settings = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group |= {"lr": 0.0, "weight_decay": 0.0}
@@ -144,12 +141,11 @@ class StateAverager(TrainingStateAverager, StateServer):
         self._apply_optimizer_parameters_()
 
     def dump_state(self) -> dict:
-        """Return a copy of the training state without gradients; call it between two steps.
+        """Return a copy of the training state without gradients, which torch.load can read with weights_only=True; call
+        it between two steps.
 
         It does not wait for parameter averaging in the background. Some parameters may have the values from before the
         averaging, others those after it, as on a peer that loses its connection during the averaging.
-
-        :returns: a dict that torch.load can read with weights_only=True
         """
         with self.lock_optimizer:
             # the scheduler's epoch: a step in the background counts once it has finished and moved the schedule
@@ -162,10 +158,7 @@ class StateAverager(TrainingStateAverager, StateServer):
             }
 
     def restore_state(self, state: dict) -> None:
-        """Load a state from `dump_state`.
-
-        :raises ValueError: the tensors' shapes differ from this optimizer's; nothing was changed
-        """
+        """Load a state from `dump_state`. Raise a ValueError, and change nothing, if its tensors have other shapes."""
 
         def get_shape(value: object) -> tuple:
             # a single number may be a tensor at one time and a plain number at another, as LAMB's trust ratio

@@ -125,11 +125,9 @@ class Donor:
         return {kind: (squares[kind] / counts[kind]) ** 0.5 for kind in counts}
 
     def compute_digest_tolerances(self) -> torch.Tensor:
-        """Return the absolute difference of each digest that does not matter, of shape (digests, 1).
-
-        It is relative to the RMS of all numbers of the same kind. The gradients of some biases, as of attention keys,
-        are only rounding errors, which Adam turns into full-size updates.
-        """
+        """Return the absolute difference of each digest that does not matter, of shape (digests, 1), relative to the
+        RMS of all numbers of the same kind. The gradients of some biases, as of attention keys, are only rounding
+        errors, which Adam turns into full-size updates."""
         rms, floors = self.compute_rms(), torch.zeros(len(self.digests), 1)
         for number, (kind, ndim, size) in enumerate(self.list_kinds()):
             floors[number] = (MATRIX_FLOOR if ndim > 1 else VECTOR_FLOOR) * rms[kind] * size**0.5
@@ -255,11 +253,9 @@ class StateDownload:
         return sorted(self.ranks, key=lambda peer: (self.ranks[peer], epochs[peer], random.random()), reverse=True)
 
     async def ask_for_descriptions(self, peers: Sequence[PeerID], request: list) -> list[Donor]:
-        """Return the peers that describe the requested state, see `parse_request`.
-
-        Once a peer has described it, the others get as much time again, and at least 1 s. With voters, more than half
-        of them must have described it first, because a malicious peer may be quick.
-        """
+        """Return the peers that describe the requested state, see `parse_request`. Once a peer has described it, the
+        others get as much time again, and at least 1 s. With voters, more than half of them must have described it
+        first, because a malicious peer may be quick."""
         donors = []
 
         async def ask(peer: PeerID) -> None:
@@ -286,10 +282,8 @@ class StateDownload:
         return donors
 
     def parse_description(self, peer: PeerID, metadata: dict, min_epoch: int) -> Donor | None:
-        """Check a description against this peer's tensors; return None if the state is of an earlier epoch.
-
-        :raises ValueError: the state differs from this peer's; untrusted bytes can raise any other exception
-        """
+        """Check a description against this peer's tensors; return None if the state is of an earlier epoch. Raise a
+        ValueError if the state differs from this peer's; untrusted bytes can raise any other exception."""
         epoch, lineage = metadata["epoch"], metadata["lineage"]
         if type(epoch) is not int or type(lineage) is not str or len(lineage.encode()) > MAX_LINEAGE:
             raise ValueError("the description has no valid epoch and lineage")

@@ -121,10 +121,7 @@ class StateSnapshot:
 
 class StateServer(VerifyingAverager):
     """An averager that serves snapshots of its state, and the gradients of its last step, to several peers at once.
-
-    In hivemind, clients serve no state (note 65). Here, they serve it to the peers that they have called: to auxiliary
-    peers, which all clients call, and which relay it.
-    """
+    Clients (note 65) serve it to the peers that they have called: to auxiliary peers, which relay it."""
 
     def __init__(self, *args, **kwargs):
         self._lineage = multiprocessing.Array(ctypes.c_char, MAX_LINEAGE)

@@ -34,8 +34,7 @@ class StateSync:
         :param donors: the ids of peers of which more than half have to describe the same state
         :param is_synchronous: whether all peers step together. Then a peer that is one step behind first tries to load
             the gradients of that step alone; otherwise donors have to describe only nearly the same state
-        :returns: the first words of a log line; None if no peer has sent a state. Then the peers that do not answer no
-            longer count, so that training continues without them
+        :returns: the first words of a log line; None if no peer has sent a state. Then silent peers no longer count
         """
         if is_synchronous and self.state_averager.local_epoch + 1 == min_epoch:
             if self._replay_missed_step():
