@@ -29,7 +29,7 @@ import torch
 from experiment.optimizer import choose_optimizer
 from monitoring.history import pick
 from monitoring.hub import Publisher, explain_failure, read_stamp
-from swarm.contract import TrainingSchedule
+from monitoring.progress import TrainingSchedule
 from swarm.optimizer import CollaborativeOptimizer
 from training.checkpoint import (
     collect_state,

@@ -20,20 +20,25 @@ from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
 from monitoring.history import Contributions, describe_swarm, load_history, pick
-from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
+from monitoring.progress import (
+    RECENT_EPOCHS,
+    RunCourse,
+    describe_evaluation,
+    find_evaluation,
+    format_evaluation,
+    format_progress,
+    format_samples,
+)
 from swarm.processes import STOP_REQUESTED
+from swarm.trust import ContributorRegistry
 from utils import (
     FETCH_TIMEOUT,
-    ContributorRegistry,
     Evaluation,
     SwarmMetrics,
     aggregate_metrics,
-    describe_evaluation,
     fetch_progress,
     fetch_records,
     filter_plausible_records,
-    find_evaluation,
-    format_evaluation,
 )
 
 logger = logging.getLogger("report")

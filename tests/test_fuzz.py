@@ -19,10 +19,11 @@ from records import make_metrics
 
 import training.page_client
 from common.console import UserError
+from swarm.contract import RunContract, RunSchema
 from swarm.matchmaking import parse_gathered
 from swarm.plan import PLAUSIBLE_MBITS
 from swarm.state_server import MAX_BLOCKS, parse_request
-from utils import MAX_EPOCH_GAP, LocalMetrics, RunContract, filter_plausible_records, find_peer_id, make_validators
+from utils import MAX_EPOCH_GAP, LocalMetrics, filter_plausible_records, find_peer_id, make_validators
 
 FAST = settings(max_examples=100, deadline=None, database=None)
 
@@ -54,7 +55,7 @@ VARIED = vary(METRICS) | vary(EVALUATED) | vary(RUN) | st.builds(dict, st.just(R
 
 @pytest.fixture(scope="module")
 def signer() -> tuple[CompositeValidator, bytes]:
-    validators, public_key = make_validators("run", RSAPrivateKey())
+    validators, public_key = make_validators("run", RSAPrivateKey(), RunSchema)
     # as hivemind's tracker adds it
     return CompositeValidator([*validators, SchemaValidator(TrainingProgressSchema, prefix="run")]), public_key
 

@@ -17,16 +17,15 @@ from processes import make_prefix, wait_until
 from records import attack, make_metrics, run_dhts, sign
 
 import swarm  # noqa: F401 (it sets what hivemind's daemon reads: without, two peers' first dials may both fail)
+from swarm.contract import RunContract, RunSchema
+from swarm.trust import ContributorRegistry, make_worker_key
 from utils import (
     MAX_RECORD_BYTES,
     MAX_RECORD_LIFETIME,
-    ContributorRegistry,
-    RunContract,
     aggregate_metrics,
     fetch_metrics,
     filter_plausible_records,
     make_validators,
-    make_worker_key,
     peer_label,
 )
 
@@ -115,9 +114,9 @@ def test_hivemind_alone_stops_at_an_undecodable_value():
 
 def test_contracts_are_bounded():
     prefix = make_prefix()
-    validators, subkey = make_validators(prefix)
+    validators, subkey = make_validators(prefix, schema=RunSchema)
     expiration_time = get_dht_time() + 300
-    with run_dhts(validators, make_validators(prefix)[0]) as (writer, reader):
+    with run_dhts(validators, make_validators(prefix, schema=RunSchema)[0]) as (writer, reader):
 
         def store(contract: dict | None, flags: str = "--seed 1 --learning_rate 3e-3 --overlap") -> bool:
             record = None if contract is None else {"joined": 1.0, "contract": contract, "flags": flags}
@@ -243,7 +242,7 @@ def test_figures_are_those_of_peers_that_have_worked(monkeypatch):
     sixth = {**fourth, late: make_metrics(20, partners=name([new])), new: make_metrics(20)}
     assert workers.select({late: sixth[late], new: sixth[new]}) == {late, new}
     # where none of them has made an epoch for long, anybody may begin
-    monkeypatch.setattr("utils.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
+    monkeypatch.setattr("swarm.trust.MIN_CONTRIBUTOR_TIMEOUT", -1.0)
     others = {peer_id: make_metrics(1, epoch_seconds=0.0) for peer_id in strangers[:2]}
     known = ContributorRegistry(honest)
     known.select({peer_id: make_metrics(7, epoch_seconds=0.0) for peer_id in honest})

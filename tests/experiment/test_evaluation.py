@@ -24,12 +24,19 @@ from experiment.data import make_eval_batches
 from experiment.model import make_model
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
-from monitoring.progress import find_final_epoch, format_progress, format_samples, measure_progress
-from swarm.contract import TrainingSchedule
+from monitoring.progress import (
+    TrainingSchedule,
+    find_evaluation,
+    find_final_epoch,
+    format_progress,
+    format_samples,
+    measure_progress,
+    perplexity,
+)
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 from training.model import evaluate
-from utils import LocalMetrics, find_evaluation, make_validators, perplexity
+from utils import LocalMetrics, make_validators
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [

@@ -23,13 +23,9 @@ from monitoring.curves import draw_learning_curve
 from monitoring.history import MAX_POINTS, Contributions, History, load_history
 from monitoring.report import RunReport
 from swarm.config import SwarmConfig
+from swarm.contract import RunContract
 from swarm.joining import Swarm
-from utils import (
-    RunContract,
-    SwarmMetrics,
-    aggregate_metrics,
-    peer_label,
-)
+from utils import SwarmMetrics, aggregate_metrics, peer_label
 
 
 def make_entry(epoch: int, **fields) -> dict:

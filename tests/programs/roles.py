@@ -22,11 +22,10 @@ from callback import CollaborativeCallback
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer, make_param_groups
 from swarm.config import SwarmConfig
-from swarm.contract import describe_averaging
+from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.processes import clean_end
 from training.checkpoint import apply_state, load_state
-from utils import RunContract
 
 with clean_end():
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)

@@ -24,19 +24,19 @@ from swarm.attestation import (
     set_attestation,
 )
 from swarm.config import SwarmConfig
-from swarm.contract import ContractMismatch
+from swarm.contract import ContractMismatch, RunContract, RunSchema
 from swarm.dht import DHT
 from swarm.joining import Swarm
 from swarm.uplink import GRACE_SHARE, MAX_GRACE
 from training.settings import apply_settings, discover_settings, require_attested
-from utils import RunContract, make_validators
+from utils import make_validators
 
 
 @contextlib.contextmanager
 def run_peer(prefix: str, *others: DHT):
     """A node of ours, as Swarm.join starts it, and its key."""
     RSAPrivateKey._process_wide_key = None
-    validators, public_key = make_validators(prefix)
+    validators, public_key = make_validators(prefix, schema=RunSchema)
     dht = DHT(addresses(*others), host_maddrs=[LOOPBACK[1]], start=True, record_validators=validators)
     try:
         dht.run_coroutine(partial(register_attestation_handler, prefix=prefix))
