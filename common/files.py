@@ -39,19 +39,20 @@ def lock_folder(flag: str, folder: str | Path) -> None:
     """
     make_folder(flag, folder)
     path = Path(folder).resolve() / ".lock"
-    if path not in OPEN_LOCKS:
-        try:
-            # keep it open: closing any descriptor of this file would unlock it
-            file = open(path, "a")  # noqa: SIM115
-            is_free = try_lock(file)
-        except PermissionError:
-            is_free = False
-        except OSError as e:  # a full disk
-            logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
-            return
-        if not is_free:
-            raise UserError(f"{flag} {folder} is in use by another peer, or not yours: choose another one")
-        OPEN_LOCKS[path] = file
+    if path in OPEN_LOCKS:
+        return
+    try:
+        # keep it open: closing any descriptor of this file would unlock it
+        file = open(path, "a")  # noqa: SIM115
+        is_free = try_lock(file)
+    except PermissionError:
+        is_free = False
+    except OSError as e:  # a full disk
+        logger.info(f"{folder} is not locked ({e.strerror}): make sure that no other peer uses it")
+        return
+    if not is_free:
+        raise UserError(f"{flag} {folder} is in use by another peer, or not yours: choose another one")
+    OPEN_LOCKS[path] = file
 
 
 @contextlib.contextmanager
@@ -81,7 +82,6 @@ def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mo
     """Write a file atomically; log a warning and return False if the disk is full.
 
     :param content: the text, or a function that writes to the open file
-    :param mode: the file's permissions
     """
     path = Path(path).absolute()
 
@@ -111,8 +111,8 @@ def append_line(path: str | Path, line: str) -> None:
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file, or an empty one if the file is missing or invalid."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        if isinstance(found := json.loads(path.read_text(encoding="utf-8")), dict):
-            return found
+        if isinstance(values := json.loads(path.read_text(encoding="utf-8")), dict):
+            return values
     return {}
 
 
@@ -195,6 +195,7 @@ def unfinished_folder(target: Path):
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
+    """Make a temporary folder, and remove it at the end of the block, also after a signal."""
     folder = tempfile.mkdtemp()
     with afterwards(partial(shutil.rmtree, folder, ignore_errors=True)):
         yield folder

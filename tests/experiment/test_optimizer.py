@@ -1,4 +1,4 @@
-"""Parameter groups, schedule, optimizer, contract: what all peers must build alike."""
+"""Parameter groups, schedule, optimizer and contract, which must match on all peers."""
 
 from functools import partial
 
