@@ -108,10 +108,12 @@ class LocalMetrics(BaseModel):
     partners: conlist(WorkerKey, max_items=MAX_WORKERS) | None = None  # the peers in its last averaged gradient
 
     def dict(self, **options) -> dict:
+        """Return the fields that have a value."""
         return super().dict(**{**options, "exclude_none": True})
 
     @root_validator(skip_on_failure=True)
     def validate_consistency(cls, values: dict) -> dict:
+        """Compare fields with each other."""
         if values["evaluation"] and values["evaluation"].epoch > values["epoch"]:
             raise ValueError("an evaluation must not be newer than the record")
         if values["loss"] > MAX_MEAN_LOSS * values["mini_steps"]:
@@ -129,6 +131,7 @@ class Flags(constr(strict=True, max_length=MAX_SHARED, regex=rf"\A{SHARED_FLAGS.
 
     @classmethod
     def check_names(cls, flags: str) -> str:
+        """Reject flags that peers do not share."""
         if not set(re.findall(r"--(?:no_)?(\w+)", flags)) <= list_shared(TRAINER_ARGS):
             raise ValueError("only flags that all peers must share may be published")
         return flags
@@ -169,12 +172,14 @@ class RecordValidator(RSASignatureValidator):
         self.own_id = MSGPackSerializer.dumps(find_peer_id(self.local_public_key))
 
     def sign_value(self, record: DHTRecord) -> bytes:
+        """Sign a record under this peer's id with its key; hivemind signs records under the key only."""
         if record.subkey != self.own_id:
             return super().sign_value(record)
         record = dataclasses.replace(record, subkey=MSGPackSerializer.dumps(self.local_public_key))
         return super().sign_value(record) + self.local_public_key  # the subkey is only a digest of the key
 
     def validate(self, record: DHTRecord) -> bool:
+        """Return whether a record is small, short-lived and signed by its owner."""
         try:
             # This form also rejects NaN, for which all comparisons are false.
             is_short_lived = 0 <= record.expiration_time <= get_dht_time() + MAX_RECORD_LIFETIME
@@ -196,6 +201,7 @@ class RecordValidator(RSASignatureValidator):
             return False
 
     def strip_value(self, record: DHTRecord) -> bytes:
+        """Return the value without signature and key."""
         return PUBLIC_KEY.sub(b"", super().strip_value(record))
 
 

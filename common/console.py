@@ -136,6 +136,7 @@ class RoleFormatter(logging.Formatter):
         self.begin = "\r\033[K" if is_terminal else ""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record, and the lines of its traceback."""
         level = "" if record.levelno <= logging.INFO else f"{logging.getLevelName(record.levelno).lower()}: "
         level = level.replace("warn:", "warning:")  # hivemind renames the level for the whole process
         library = "" if is_ours(record) else f"[{record.name.split('.')[0]}] "
