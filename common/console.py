@@ -110,8 +110,9 @@ def format_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    parts = {"d": minutes // 1440, "h": minutes // 60 % 24, "min": minutes % 60}
-    return " ".join([f"{value:,} {unit}" for unit, value in parts.items() if value][:2])
+    days, hours, minutes = minutes // 1440, minutes // 60 % 24, minutes % 60
+    parts = [f"{days:,} d"] * (days > 0) + [f"{hours} h"] * (hours > 0) + [f"{minutes} min"] * (minutes > 0)
+    return " ".join(parts[:2])
 
 
 @contextlib.contextmanager
