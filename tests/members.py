@@ -14,9 +14,9 @@ from hivemind.utils.multiaddr import Multiaddr
 from processes import LOOPBACK
 
 from swarm.config import SwarmConfig
+from swarm.contract import RunSchema
 from swarm.credentials import Authority, Invitation
 from swarm.dht import DHT
-from swarm.contract import RunSchema
 from swarm.identity import make_identity
 from swarm.joining import start_dht
 from swarm.membership import explain_denial
