@@ -28,16 +28,7 @@ from experiment.data import make_eval_batches
 from monitoring.dashboards import Dashboard, start_trainer_dashboard
 from monitoring.history import Contributions, History, describe_swarm
 from monitoring.page import StatusServer
-from monitoring.progress import (
-    RECENT_EPOCHS,
-    describe_evaluation,
-    format_evaluation,
-    format_progress,
-    format_samples,
-    measure_progress,
-    parse_schedule,
-    perplexity,
-)
+from monitoring.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
 from swarm.joining import Swarm
 from swarm.local_steps import at_anchor
 from swarm.optimizer import CollaborativeOptimizer
@@ -54,6 +45,7 @@ from training.checkpoint import (
     write_readme,
 )
 from training.devices import all_finite, is_out_of_memory
+from training.figures import describe_evaluation, format_evaluation, parse_schedule, perplexity
 from training.model import evaluate
 from training.page_client import format_join
 from training.preflight import check_epoch_time, check_step_time, warn_of

@@ -1,8 +1,6 @@
 """The progress of a run and its estimated end, for logs, files, dashboards, the status page and --watch."""
 
-import dataclasses
 import math
-import re
 import statistics
 import time
 from collections.abc import Iterable
@@ -13,34 +11,12 @@ from common.console import format_duration
 from swarm.contract import RunContract, choose_contract, fetch_contracts
 from swarm.processes import STOP_REQUESTED
 from swarm.trust import ContributorRegistry
-from utils import Evaluation, LocalMetrics, find_peer_id
+from training.figures import TrainingSchedule, parse_schedule
+from utils import LocalMetrics, find_peer_id
 
 RECENT_EPOCHS = 20  # the median of their times predicts the end of a run
 SCHEDULE_PERIOD = 20.0  # seconds between two reads of the contract, which changes only with a new run
 SCHEDULE_TIMEOUT = 5.0
-
-NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-
-
-@dataclasses.dataclass
-class TrainingSchedule:
-    """The length of a run's epochs and of the whole run, as its contract defines them."""
-
-    target_batch_size: int | None = None  # samples per epoch
-    total_steps: int | None = None  # epochs until the learning rate is lowest
-    local_steps: int = 1  # factor on the samples per epoch, once the run is at epoch local_steps_from
-    local_steps_from: int | None = None
-
-    def count_samples(self, epoch: int) -> int:
-        """Return the number of samples of all epochs before this one."""
-        return self.target_batch_size * (epoch + (self.local_steps - 1) * max(0, epoch - (self.local_steps_from or 0)))
-
-
-def parse_schedule(contract: RunContract) -> TrainingSchedule:
-    """Return the schedule in a contract; numbers that are missing or invalid keep their defaults."""
-    names = [item.name for item in dataclasses.fields(TrainingSchedule)]
-    texts = {name: contract.contract.get(name, "") for name in names}
-    return TrainingSchedule(**{name: int(text) for name, text in texts.items() if NUMBER.fullmatch(text)})
 
 
 class RunCourse:
@@ -125,35 +101,3 @@ def format_samples(progress: dict[str, float]) -> str:
     if "swarm_samples" not in progress:
         return ""
     return f"{progress['swarm_samples']:,} samples so far, {progress['target_batch_size']:,} an epoch"
-
-
-def find_evaluation(records: list[tuple[str, LocalMetrics]]) -> Evaluation | None:
-    """Return the newest evaluation in the records; of several for one epoch, the one with the median loss."""
-    evaluations = [metrics.evaluation for _, metrics in records if metrics.evaluation]
-    newest = max((evaluation.epoch for evaluation in evaluations), default=0)
-    evaluations = sorted((e for e in evaluations if e.epoch == newest), key=lambda evaluation: evaluation.loss)
-    return evaluations[(len(evaluations) - 1) // 2] if evaluations else None
-
-
-def describe_evaluation(evaluation: Evaluation) -> dict[str, float]:
-    """Return an evaluation's metrics for files and dashboards; the perplexity is over the predicted tokens only."""
-    return {
-        "validation_epoch": evaluation.epoch,
-        "validation_loss": evaluation.loss,
-        "validation_perplexity": perplexity(evaluation.loss),
-        "validation_accuracy": evaluation.accuracy,
-        **({"validation_unigram_entropy": evaluation.unigram_entropy} if evaluation.unigram_entropy else {}),
-    }
-
-
-def format_evaluation(evaluation: Evaluation) -> str:
-    """Return e.g. `loss 5.2500 nats, perplexity 190.6, accuracy 12.5% at epoch 1,000`."""
-    return (
-        f"loss {evaluation.loss:.4f} nats, perplexity {perplexity(evaluation.loss):,.1f}, accuracy "
-        f"{evaluation.accuracy:.1%} at epoch {evaluation.epoch:,}"
-    )
-
-
-def perplexity(loss: float) -> float:
-    """Return e to the loss in nats, limited to stay finite."""
-    return math.exp(min(loss, 700.0))

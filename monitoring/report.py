@@ -20,17 +20,10 @@ from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
 from monitoring.history import Contributions, describe_swarm, load_history, pick
-from monitoring.progress import (
-    RECENT_EPOCHS,
-    RunCourse,
-    describe_evaluation,
-    find_evaluation,
-    format_evaluation,
-    format_progress,
-    format_samples,
-)
+from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 from swarm.processes import STOP_REQUESTED
 from swarm.trust import ContributorRegistry
+from training.figures import describe_evaluation, find_evaluation, format_evaluation
 from utils import (
     FETCH_TIMEOUT,
     Evaluation,

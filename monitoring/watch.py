@@ -29,17 +29,11 @@ from arguments import SwarmArguments
 from common.console import format_bytes
 from common.signals import afterwards
 from monitoring.history import name_peer
-from monitoring.progress import (
-    RECENT_EPOCHS,
-    RunCourse,
-    find_evaluation,
-    format_evaluation,
-    format_progress,
-    format_samples,
-)
+from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.trust import ContributorRegistry
+from training.figures import find_evaluation, format_evaluation
 from training.settings import make_swarm_config
 from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, fetch_progress, filter_plausible_records
 

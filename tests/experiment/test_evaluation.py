@@ -24,17 +24,10 @@ from experiment.data import make_eval_batches
 from experiment.model import make_model
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
-from monitoring.progress import (
-    TrainingSchedule,
-    find_evaluation,
-    find_final_epoch,
-    format_progress,
-    format_samples,
-    measure_progress,
-    perplexity,
-)
+from monitoring.progress import find_final_epoch, format_progress, format_samples, measure_progress
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from training.figures import TrainingSchedule, find_evaluation, perplexity
 from training.model import evaluate
 from utils import LocalMetrics, make_validators
 

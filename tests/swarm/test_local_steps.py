@@ -10,10 +10,10 @@ from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
-from monitoring.progress import TrainingSchedule, parse_schedule
 from swarm.contract import RunContract, describe_averaging
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.optimizer_state import initialize_optimizer_state_
+from training.figures import TrainingSchedule, parse_schedule
 
 BATCH, FROM = 16, 3  # samples of a step, and the epoch until which all peers step together: gradient_peer.py
 
