@@ -45,11 +45,11 @@ from training.checkpoint import (
     write_readme,
 )
 from training.devices import all_finite, is_out_of_memory
-from training.figures import describe_evaluation, format_evaluation, parse_schedule, perplexity
+from training.figures import describe_evaluation, fetch_records, format_evaluation, parse_schedule, perplexity
 from training.model import evaluate
 from training.page_client import format_join
 from training.preflight import check_epoch_time, check_step_time, warn_of
-from utils import MAX_WORKERS, Evaluation, LocalMetrics, aggregate_metrics, compute_seconds, fetch_records
+from utils import MAX_WORKERS, Evaluation, LocalMetrics, aggregate_metrics, compute_seconds
 
 logger = logging.getLogger("trainer")
 

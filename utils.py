@@ -1,11 +1,7 @@
 """Metrics that peers publish: their schema, the signatures and validators of all records, and the aggregation.
 
 Each trainer publishes the metrics of its last epoch (`{prefix}_metrics`). The subkey is its public key, and the record
-is signed with the matching private key, so that no other peer can overwrite it. To print the metrics of a live run:
-
-    python -c "import hivemind, utils; dht = hivemind.DHT(initial_peers=['/ip4/127.0.0.1/tcp/31337/p2p/XXXX'], \
-        start=True, record_validators=utils.make_validators('my_albert')[0]); \
-        print(utils.aggregate_metrics(utils.fetch_metrics(dht, 'my_albert')))"
+is signed with the matching private key, so that no other peer can overwrite it.
 """
 
 import concurrent.futures
@@ -25,7 +21,6 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.proto import crypto_pb2
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
@@ -244,31 +239,6 @@ def fetch_dictionary(
         with contextlib.suppress(ValidationError, TypeError):  # withdrawn, or a bug: validators have checked it
             records[subkey] = schema.parse_obj(item.value), item.expiration_time
     return records
-
-
-def fetch_records(
-    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers=None, latest: bool = True
-) -> dict[str, tuple[LocalMetrics, float]]:
-    """Return all peers' newest metrics by label, each with its expiration time; see `fetch_dictionary`.
-
-    :param workers: the ContributorRegistry to update; with it, only the records of contributors are returned
-    """
-    records = fetch_dictionary(dht, f"{prefix}_metrics", LocalMetrics, timeout, latest)
-    if workers:
-        of_workers = workers.select({find_peer_id(public_key): metrics for public_key, (metrics, _) in records.items()})
-        records = {key: record for key, record in records.items() if find_peer_id(key) in of_workers}
-    return dict(sorted({peer_label(public_key): record for public_key, record in records.items()}.items()))
-
-
-def fetch_metrics(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers=None) -> list:
-    """Return the result of `fetch_records` as (peer label, metrics), sorted by label."""
-    return [(label, metrics) for label, (metrics, _) in fetch_records(dht, prefix, timeout, workers).items()]
-
-
-def fetch_progress(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[str, LocalTrainingProgress]:
-    """Return the newest progress records of hivemind's tracker in the run's trainers, by peer label."""
-    records = fetch_dictionary(dht, f"{prefix}_progress", LocalTrainingProgress, timeout)
-    return {peer_label(public_key): progress for public_key, (progress, _) in records.items()}
 
 
 @dataclasses.dataclass

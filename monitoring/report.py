@@ -23,16 +23,8 @@ from monitoring.history import Contributions, describe_swarm, load_history, pick
 from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 from swarm.processes import STOP_REQUESTED
 from swarm.trust import ContributorRegistry
-from training.figures import describe_evaluation, find_evaluation, format_evaluation
-from utils import (
-    FETCH_TIMEOUT,
-    Evaluation,
-    SwarmMetrics,
-    aggregate_metrics,
-    fetch_progress,
-    fetch_records,
-    filter_plausible_records,
-)
+from training.figures import describe_evaluation, fetch_progress, fetch_records, find_evaluation, format_evaluation
+from utils import FETCH_TIMEOUT, Evaluation, SwarmMetrics, aggregate_metrics, filter_plausible_records
 
 logger = logging.getLogger("report")
 

@@ -33,9 +33,9 @@ from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, forma
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.trust import ContributorRegistry
-from training.figures import find_evaluation, format_evaluation
+from training.figures import fetch_metrics, fetch_progress, find_evaluation, format_evaluation
 from training.settings import make_swarm_config
-from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, fetch_metrics, fetch_progress, filter_plausible_records
+from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, filter_plausible_records
 
 logger = logging.getLogger("watch")
 

@@ -1,13 +1,56 @@
-"""Figures of a run for logs, files and dashboards: its schedule, and evaluations."""
+"""Figures of a run for logs, files and dashboards: its peers' metrics, its schedule, and evaluations.
+
+To print the metrics of a live run:
+
+    python -c "import hivemind, utils; from training.figures import fetch_metrics; \\
+        dht = hivemind.DHT(initial_peers=['/ip4/127.0.0.1/tcp/31337/p2p/XXXX'], start=True, \\
+        record_validators=utils.make_validators('my_albert')[0]); \\
+        print(utils.aggregate_metrics(fetch_metrics(dht, 'my_albert')))"
+"""
 
 import dataclasses
 import math
 import re
 
+from hivemind import DHT
+from hivemind.optim.progress_tracker import LocalTrainingProgress
+
 from swarm.contract import RunContract
-from utils import Evaluation, LocalMetrics
+from swarm.trust import ContributorRegistry
+from utils import FETCH_TIMEOUT, Evaluation, LocalMetrics, fetch_dictionary, find_peer_id, peer_label
 
 NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+
+
+def fetch_records(
+    dht: DHT,
+    prefix: str,
+    timeout: float = FETCH_TIMEOUT,
+    workers: ContributorRegistry | None = None,
+    latest: bool = True,
+) -> dict[str, tuple[LocalMetrics, float]]:
+    """Return all peers' newest metrics by label, each with its expiration time; see `fetch_dictionary`.
+
+    :param workers: the registry to update; with it, only the records of contributors are returned
+    """
+    records = fetch_dictionary(dht, f"{prefix}_metrics", LocalMetrics, timeout, latest)
+    if workers:
+        of_workers = workers.select({find_peer_id(public_key): metrics for public_key, (metrics, _) in records.items()})
+        records = {key: record for key, record in records.items() if find_peer_id(key) in of_workers}
+    return dict(sorted({peer_label(public_key): record for public_key, record in records.items()}.items()))
+
+
+def fetch_metrics(
+    dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT, workers: ContributorRegistry | None = None
+) -> list[tuple[str, LocalMetrics]]:
+    """Return the result of `fetch_records` as (peer label, metrics), sorted by label."""
+    return [(label, metrics) for label, (metrics, _) in fetch_records(dht, prefix, timeout, workers).items()]
+
+
+def fetch_progress(dht: DHT, prefix: str, timeout: float = FETCH_TIMEOUT) -> dict[str, LocalTrainingProgress]:
+    """Return the newest progress records of hivemind's tracker in the run's trainers, by peer label."""
+    records = fetch_dictionary(dht, f"{prefix}_progress", LocalTrainingProgress, timeout)
+    return {peer_label(public_key): progress for public_key, (progress, _) in records.items()}
 
 
 @dataclasses.dataclass

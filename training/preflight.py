@@ -72,9 +72,10 @@ from training.devices import (
     time_pass,
     tune_to_device,
 )
+from training.figures import fetch_progress
 from training.model import make_trained_model, move_batch
 from training.settings import begin, make_swarm_config, require_attested
-from utils import fetch_progress, make_validators
+from utils import make_validators
 
 logger = logging.getLogger("preflight")
 
