@@ -205,10 +205,9 @@ def make_validators(
 ) -> tuple[list[RecordValidatorBase], bytes]:
     """Return the validators that each peer of a run passes to its DHT, and this peer's public key (its subkey).
 
-    A reader without them cannot read records (note 33).
+    A reader without them cannot read records (note 33). `RunSchema` in swarm/contract.py adds the contracts.
 
     :param private_key: the signing key; by default the process-wide key, with which hivemind signs its progress
-    :param schema: the schema of the run's keys; `RunSchema` in swarm/contract.py adds the contracts
     """
     signature = RecordValidator(private_key)
     return [SchemaValidator(schema, prefix=prefix), signature], signature.local_public_key
@@ -224,9 +223,8 @@ def fetch_dictionary(
 ) -> dict[bytes, tuple[BaseModel, float]]:
     """Return the records under this key by their subkeys, each with its expiration time, which grows with each update.
 
-    If the DHT does not answer, the result is empty. Records that do not fit the schema are omitted.
+    If the DHT does not answer within the timeout, the result is empty.
 
-    :param timeout: seconds to wait for the DHT
     :param latest: whether to ask other peers even if this one stores some records
     """
     try:
@@ -283,15 +281,12 @@ def filter_plausible_records(records: list[tuple[str, LocalMetrics]], last_epoch
 
 
 def average_loss(records: list[LocalMetrics]) -> float:
-    """Return the mean loss over all peers' batches, in nats, robust to one malicious peer of at least three.
-
-    Peers whose mean loss is far from the median are excluded. The weight of a peer is its number of batches, limited to
-    twice the median.
-    """
+    """Return the mean loss over all peers' batches, in nats, robust to one malicious peer of at least three."""
     losses = [(metrics.loss / metrics.mini_steps, metrics.mini_steps) for metrics in records if metrics.mini_steps]
     if len(losses) > 2:
         median_loss, median_count = (statistics.median_low(column) for column in zip(*losses, strict=True))
         limit = MAX_LOSS_DEVIATION * median_loss
+        # peers far from the median do not count, and no peer counts much more than the others
         losses = [(loss, min(count, 2 * median_count)) for loss, count in losses if abs(loss - median_loss) <= limit]
     return math.fsum(loss * count for loss, count in losses) / sum(count for _, count in losses)
 
@@ -300,8 +295,6 @@ def aggregate_metrics(records: list[tuple[str, LocalMetrics]], last_epoch: int |
     """Aggregate all peers' plausible records into the metrics of their newest epoch, or None without any batch.
 
     Peers do not report at the same time, so the previous epoch counts too. Older records belong to peers that left.
-
-    :param last_epoch: the epoch of the previous aggregation, if any
     """
     plausible = [metrics for _, metrics in filter_plausible_records(records, last_epoch)]
     newest_epoch = max((metrics.epoch for metrics in plausible), default=0)

@@ -158,9 +158,7 @@ def is_ours(record: logging.LogRecord) -> bool:
 def setup_logging(role_name: str, folder: str | None = None) -> None:
     """Send all log lines to standard error: ours from INFO, libraries' from WARNING, hivemind's from HIVEMIND_LOGLEVEL.
 
-    Call this before any process is forked.
-
-    :param folder: --logging_dir, see `log_to_folder`
+    Call this before any process is forked. With a folder, see also `log_to_folder`.
     """
     from hivemind.utils.logging import use_hivemind_log_handler
 
@@ -182,10 +180,7 @@ def make_log_handler(handler: logging.Handler, formatter: RoleFormatter) -> logg
 
 
 def log_to_folder(role_name: str, folder: str) -> None:
-    """Append all log lines, with the date, to {folder}/{role_name}.log too, and keep dashboards' data in that folder.
-
-    Call this after `setup_logging` and before any process is forked.
-    """
+    """Append all log lines, with the date, to {folder}/{role_name}.log too, and keep dashboards' data in the folder."""
     try:
         os.makedirs(folder, exist_ok=True)
         handler = logging.FileHandler(os.path.join(folder, f"{role_name.replace(' ', '_')}.log"), encoding="utf-8")

@@ -19,8 +19,7 @@ from common.signals import afterwards
 
 logger = logging.getLogger("files")
 
-#: folders and files whose last write failed, so that retries log no further warning
-UNWRITABLE: set[Path] = set()
+UNWRITABLE: set[Path] = set()  # paths whose last write failed, so that retries log no further warning
 OPEN_LOCKS: dict[Path, TextIO] = {}
 
 
@@ -33,10 +32,7 @@ def make_folder(flag: str, folder: str | Path) -> None:
 
 
 def lock_folder(flag: str, folder: str | Path) -> None:
-    """Make a folder and lock it until this process ends, or raise a UserError if another peer uses it.
-
-    Two peers in one folder would load each other's checkpoints.
-    """
+    """Make a folder and lock it until this process ends, or raise a UserError if another peer uses it."""
     make_folder(flag, folder)
     path = Path(folder).resolve() / ".lock"
     if path in OPEN_LOCKS:
@@ -79,10 +75,7 @@ def try_lock(file: TextIO) -> bool:
 
 
 def write_file(path: str | Path, content: str | Callable[[BinaryIO], object], mode: int = 0o666) -> bool:
-    """Write a file atomically; log a warning and return False if the disk is full.
-
-    :param content: the text, or a function that writes to the open file
-    """
+    """Write a text, or let a function write to the open file, atomically; see `write_whole`."""
     path = Path(path).absolute()
 
     def write(unfinished: Path) -> None:
@@ -128,9 +121,7 @@ def read_json_lines(path: str | Path) -> Iterator[dict]:
 def write_whole(target: Path, write: Callable[[Path], None], where: Path) -> bool:
     """Have `write` write a file or folder under another name, and rename it to the target once it is on disk.
 
-    If that fails, remove the unfinished files and return False. Only the first failure in a row logs a warning.
-
-    :param where: the path by which failures are counted
+    If the disk is full, remove the unfinished files and return False. The first failure of `where` logs a warning.
     """
     # a fixed name, so that the remains of a killed process are overwritten
     unfinished, replaced = (target.with_name(f".{target.name}.{why}") for why in ("unfinished", "replaced"))

@@ -70,12 +70,11 @@ def choose_contract(contracts: Iterable[RunContract]) -> RunContract | None:
 
 
 def find_differences(mine: RunContract, others: Iterable[RunContract]) -> list[str]:
-    """Return one text per term in which this contract differs from the one that `choose_contract` returns."""
+    """Return one text per term in which this contract differs from the one of `choose_contract`."""
     theirs = (choose_contract(others) or mine).contract
-    names = sorted(set(theirs) | set(mine.contract))
     return [
         f"{name}: the run has {theirs.get(name, 'none')}, you have {mine.contract.get(name, 'none')}"
-        for name in names
+        for name in sorted(theirs.keys() | mine.contract.keys())
         if theirs.get(name) != mine.contract.get(name)
     ]
 
@@ -85,10 +84,7 @@ class ContractMismatch(SwarmError):
 
 
 def require_same(prefix: str, mine: RunContract, others: list[RunContract]) -> None:
-    """Compare a contract with the one that `choose_contract` returns.
-
-    :raises ContractMismatch: they differ; its text names the differences, and the flags that remove them
-    """
+    """Raise a ContractMismatch, with the flags to use, if a contract differs from the one of `choose_contract`."""
     if differences := find_differences(mine, others):
         flags = choose_contract(others).flags or "all that peers must share have their defaults"
         raise ContractMismatch(

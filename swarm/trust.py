@@ -48,16 +48,14 @@ def make_worker_key(peer_id: bytes) -> str:
 
 
 class ContributorRegistry:
-    """The peers that have contributed to a run, for readers of its metrics.
+    """The peers that have contributed to a run. Metrics of others do not count, under any number of keys.
 
-    Contributors name the peers with which they averaged, which makes these contributors too. Metrics of untrusted peers
-    do not count, even under 10,000 keys. All peers that publish metrics count at the start, and again if no contributor
-    has finished an epoch for a while.
+    Contributors name the peers with which they averaged, which makes these contributors too. All peers that publish
+    metrics count at the start, and again if no contributor has finished an epoch for a while.
     """
 
     def __init__(self, ids: Iterable[bytes] = ()):
-        """:param ids: the ids of peers that have contributed, according to a trusted source"""
-        #: ids of all contributors, and of those with live metrics
+        #: ids of all contributors, some of them from a trusted source, and of those with live metrics
         self.ids, self.present = set(ids), set()
         self.epochs: dict[bytes, int] = {}
         self.named_by: dict[bytes, set[bytes]] = defaultdict(set)
