@@ -1,7 +1,4 @@
-"""Check the English of docstrings, comments and pages: rates of phrases and of long sentences, and missing docstrings.
-
-python tests/check_words.py       # prints each rate and the lines that count; exit code 1 above a limit
-"""
+"""Check the English of docstrings, comments and pages, and find missing docstrings: `make lint` runs this."""
 
 import ast
 import io
@@ -12,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from conventions import FILES
+from processes import ROOT
+
 START = r"(?:^|[.:;,(] |\b(?:and|but|or) )\W*"  # of a clause
 # phrases, and how often each may occur in 10,000 words of docstrings and comments
 PHRASES = {
@@ -100,14 +99,13 @@ def measure(area: str, texts: list[Text], max_long: float) -> Iterator[tuple[str
 
 def check() -> bool:
     """Print each rate, with the lines that count if it is above its limit, and return whether all are below."""
-    modules = [path for path in ROOT.glob("**/*.py") if not path.relative_to(ROOT).parts[0].startswith(".")]
-    product = [path for path in modules if path.relative_to(ROOT).parts[0] not in ("tests", "benchmarks")]
-    texts = {path: list(read_code(path)) for path in modules}
+    examples, tests = list(ROOT.glob("examples/*.py")), [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    product, others = ([text for path in paths for text in read_code(path)] for paths in (FILES + examples, tests))
     pages = [text for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")) for text in read_page(path)]
-    missing = [line for path in product for line in find_undocumented(path)]
+    missing = [line for path in FILES for line in find_undocumented(path)]
     rules = [
-        *measure("code", [text for path in product for text in texts[path]], MAX_LONG_IN_CODE),
-        *measure("code with tests", [text for path in modules for text in texts[path]], MAX_LONG_IN_CODE),
+        *measure("code", product, MAX_LONG_IN_CODE),
+        *measure("code with tests", product + others, MAX_LONG_IN_CODE),
         *measure("pages", pages, MAX_LONG_IN_PAGES),
         ("missing docstrings", len(missing), MAX_UNDOCUMENTED + 1, missing),
     ]
