@@ -89,7 +89,6 @@ class Scripts:
             )
 
     def log(self, name: str) -> Path:
-        """Return the path of the log of a process."""
         return self.output_dir / f"{name}.log"
 
     def has_ended(self, name: str) -> bool:
@@ -108,7 +107,6 @@ class Scripts:
             raise KeyboardInterrupt
 
     def wait(self, name: str, seconds: float) -> None:
-        """Wait until a script has ended, or raise a UserError."""
         deadline = time.monotonic() + seconds
         while not self.has_ended(name):
             if time.monotonic() > deadline:
@@ -143,7 +141,6 @@ class ProgressLine:
         self.is_terminal, self.next_time, self.text = sys.stdout.isatty(), 0.0, ""
 
     def show(self, text: str) -> None:
-        """Replace the line by this text."""
         if self.is_terminal:
             width = shutil.get_terminal_size().columns - 1
             print(f"\r{text[:width]}\033[K", end="", flush=True)
@@ -177,7 +174,6 @@ def wrap_command(command: str) -> str:
 
 
 def minutes(seconds: float) -> str:
-    """Return a duration as minutes and seconds, such as 2:05."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
@@ -336,7 +332,6 @@ def report(output_dir: Path, config_path: str, epochs: int) -> None:
 
 
 def run(output_dir: Path, config_path: str, epochs: int, behind_firewalls: bool, stop: threading.Event) -> None:
-    """Run the demo from start to end, and print its results."""
     start_time = time.monotonic()
     lock_folder("--output_dir", output_dir)
     for path in output_dir.iterdir():

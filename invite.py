@@ -44,7 +44,6 @@ def parse_duration(text: str) -> float:
 
 
 def invite(args: InviteArguments) -> None:
-    """Write an invitation to a new member."""
     lifetime, path = parse_duration(args.expires), Path(args.out or f"{args.username}.invite")
     if path.exists():
         raise UserError(f"--out {path} exists: name a new file, because an invitation is for one peer")
@@ -58,7 +57,6 @@ def invite(args: InviteArguments) -> None:
 
 
 def revoke(args: InviteArguments) -> None:
-    """Revoke a member's credentials."""
     prefix = find_run(args)
     count = Authority(args.authority_key).revoke(prefix, args.revoke)
     print(f"{args.revoke}: {format_count(count, 'invitation')} revoked")
@@ -70,7 +68,6 @@ def revoke(args: InviteArguments) -> None:
 
 
 def show_members(args: InviteArguments) -> None:
-    """Print the members of each run, or of one."""
     for prefix, run in Authority(args.authority_key).read_members().items():
         for peer_id, member in run["members"].items() if args.experiment_prefix in ("", prefix) else ():
             expires = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(member["expires"]))

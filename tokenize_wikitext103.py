@@ -103,7 +103,6 @@ def main():
 
 
 def check_targets(tokenizer_path: Path, dataset_path: Path, is_tokenizer_kept: bool):
-    """Raise a UserError if a folder to write already exists."""
     for flag, path in (("--tokenizer_path", tokenizer_path), ("--dataset_path", dataset_path)):
         if os.path.lexists(path) and not (is_tokenizer_kept and path is tokenizer_path):
             raise UserError(f"{path} already exists: remove it, or give another {flag}")

@@ -53,7 +53,6 @@ class Example:
 
     @property
     def label(self) -> int:
-        """Return the only right answer."""
         return self.right[0]
 
 
@@ -118,7 +117,6 @@ def measure_entities(examples: list[Example], predictions: Sequence[int]) -> dic
 
 
 def normalize_answer(text: str) -> list[str]:
-    """Return the words of an answer in lower case and without punctuation."""
     return text.lower().translate(str.maketrans("", "", string.punctuation)).split()
 
 

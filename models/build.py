@@ -70,12 +70,10 @@ def is_text_alone(config: PreTrainedConfig) -> bool:
 
 
 def find_masked_class(config: PreTrainedConfig) -> type | None:
-    """Return transformers' class for masked language modeling with this configuration, if any."""
     return transformers.AutoModelForMaskedLM if type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING else None
 
 
 def find_causal_class(config: PreTrainedConfig) -> type | None:
-    """Return transformers' class for causal language modeling with this configuration, if any."""
     # if a type has both classes, is_decoder selects causal attention
     is_causal = not find_masked_class(config) or hasattr(config, "is_decoder")
     has_class = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -179,7 +179,6 @@ class RecomputedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, prepare, weight, bias, adapter_first, adapter_second, *inputs):
-        """Return the projection, and keep the inputs only."""
         device = weight.device.type
         ctx.prepare, ctx.has_bias = prepare, bias is not None
         ctx.autocast = {"device_type": device, "enabled": torch.is_autocast_enabled(device)}
@@ -191,7 +190,6 @@ class RecomputedLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
-        """Return the gradients, after the projection's input is computed again."""
         weight, adapter_first, adapter_second, *inputs = ctx.saved_tensors
         needs = ctx.needs_input_grad
         inputs = [
@@ -307,11 +305,9 @@ class LeanAlbertLayer(nn.Module):
         self.ffn_sandwich_norm = nn.LayerNorm(hidden, self.eps) if config.sandwich_norm else nn.Identity()
 
     def normalize(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Apply a layer norm with these parameters."""
         return layer_norm(hidden, weight.shape, weight, bias, self.eps)
 
     def activate(self, hidden: Tensor) -> Tensor:
-        """Apply the activation, or the gate."""
         if not self.is_gated:
             return self.activation(hidden)
         gate, hidden = hidden.chunk(2, dim=-1)
@@ -370,7 +366,6 @@ class LeanAlbertEmbeddings(nn.Module):
         self.embedding_hidden_mapping = nn.Linear(size, config.hidden_size)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
-        """Return the embeddings of these tokens, in the size of the layers."""
         types = self.token_type_embeddings
         types = types.weight[0] if token_type_ids is None else types(token_type_ids)
         embeddings = self.word_embeddings(input_ids) + types
@@ -478,7 +473,6 @@ class LeanAlbertMLMHead(nn.Module):
         self.decoder = nn.Linear(config.embedding_size, config.vocab_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits."""
         return self.decoder(self.layer_norm(self.activation(self.dense(hidden))))
 
 
@@ -527,11 +521,9 @@ class LeanAlbertWithMLMHead(LeanAlbertPreTrainedModel):
         return loss, logits if self.training or positions is not None else self.predictions(hidden)
 
     def get_output_embeddings(self) -> nn.Linear:
-        """Return the layer that computes the logits, as transformers' models do."""
         return self.predictions.decoder
 
     def set_output_embeddings(self, decoder: nn.Linear) -> None:
-        """Replace the layer that computes the logits."""
         self.predictions.decoder = decoder
 
 
