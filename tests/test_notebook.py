@@ -155,7 +155,7 @@ def test_cells_compile_and_the_trainer_has_their_flags(monkeypatch):
     sizes = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2"
     names["run"] = lambda *command: measured.append(command) or sizes
     exec(compile(measure, str(NOTEBOOK), "exec"), names)
-    # the command of the cell that joins, without running it
+    # what the cell that joins starts, without starting it
     [start] = [node for node in ast.walk(join) if isinstance(node, ast.Call) and "Popen" in ast.unparse(node.func)]
     _, script, *words = eval(ast.unparse(start.args[0]), names)
     assert script == "run_trainer.py" and [command[:2] for command in measured] == [("-m", "training.preflight")]

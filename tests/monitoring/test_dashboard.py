@@ -1,4 +1,4 @@
-"""Curves that continue, contributors that are never lost, pictures, the terminal, and a trainer's curves."""
+"""What people look at: curves that go on, contributors who are never lost, pictures, a terminal, a trainer's curves."""
 
 import json
 import re
