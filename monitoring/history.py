@@ -204,11 +204,6 @@ class Contributions:
         return {label: asdict(peer) for label, peer in self.ranking()}
 
 
-def name_peer(label: str, username: str | None) -> str:
-    """Return a peer's name for people: its user name, which in a closed run its invitation proves, and its label."""
-    return f"{username} {label}" if username else label
-
-
 def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
     """Return the newest epoch's metrics for the status page, and how many known epochs all peers averaged."""
     names = ("samples_per_second", "epoch_seconds", "compute_seconds", "waiting_seconds", "averaging_seconds")
@@ -221,3 +216,8 @@ def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
 def pick(values: dict, schema: type) -> dict:
     """Return the values of a dictionary for which a dataclass has fields."""
     return {field.name: values[field.name] for field in fields(schema)}
+
+
+def name_peer(label: str, username: str | None) -> str:
+    """Return a peer's name for people: its user name, which in a closed run its invitation proves, and its label."""
+    return f"{username} {label}" if username else label
