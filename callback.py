@@ -34,7 +34,7 @@ from swarm.local_steps import at_anchor
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.optimizer_state import list_params
 from swarm.processes import STOP_REQUESTED
-from swarm.trust import ContributorRegistry, make_worker_key
+from swarm.trust import ContributorRegistry
 from training.checkpoint import (
     CheckpointError,
     apply_state,
@@ -49,7 +49,7 @@ from training.figures import describe_evaluation, fetch_records, format_evaluati
 from training.model import evaluate
 from training.page_client import format_join
 from training.preflight import check_epoch_time, check_step_time, warn_of
-from utils import MAX_WORKERS, Evaluation, LocalMetrics, aggregate_metrics, compute_seconds
+from utils import MAX_WORKERS, Evaluation, LocalMetrics, aggregate_metrics, compute_seconds, make_worker_key
 
 logger = logging.getLogger("trainer")
 

@@ -21,6 +21,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
 from hivemind.dht.schema import SchemaValidator, conbytes
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils import get_dht_time
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
@@ -155,6 +156,11 @@ def find_peer_id(public_key: bytes) -> bytes:
 def find_subkey_owner(subkey: bytes) -> bytes:
     """Return the id of the peer whose records have this subkey, which is its public key or the id itself."""
     return find_peer_id(subkey) if PUBLIC_KEY.match(subkey) else subkey
+
+
+def make_worker_key(peer_id: bytes) -> str:
+    """Return the short name of a peer in `LocalMetrics.partners`; the end of an id is infeasible to forge."""
+    return str(PeerID(peer_id))[-WORKER_NAME:]
 
 
 class RecordValidator(RSASignatureValidator):

@@ -18,7 +18,7 @@ from common.console import format_count
 from swarm.dht import format_peer_list
 from swarm.guard import MaliciousPeersError
 from swarm.uplink import Uplink
-from utils import WORKER_NAME, LocalMetrics, filter_plausible_records
+from utils import LocalMetrics, filter_plausible_records, make_worker_key
 
 logger = logging.getLogger("swarm")
 
@@ -40,11 +40,6 @@ def find_majority_epoch(epochs: Iterable[int]) -> int:
     """Return the highest epoch that more than half of these peers have reached. New peers, at epoch 0, have no say."""
     started = sorted(filter(None, epochs), reverse=True)
     return started[len(started) // 2] if started else 0
-
-
-def make_worker_key(peer_id: bytes) -> str:
-    """Return the short name of a peer in `LocalMetrics.partners`; the end of an id is infeasible to forge."""
-    return str(PeerID(peer_id))[-WORKER_NAME:]
 
 
 class ContributorRegistry:

@@ -18,7 +18,7 @@ from records import attack, make_metrics, run_dhts, sign
 
 import swarm  # noqa: F401 (it sets a variable of hivemind's daemon, without which two peers' first dials may both fail)
 from swarm.contract import RunContract, RunSchema
-from swarm.trust import ContributorRegistry, make_worker_key
+from swarm.trust import ContributorRegistry
 from training.figures import fetch_metrics
 from utils import (
     MAX_RECORD_BYTES,
@@ -26,6 +26,7 @@ from utils import (
     aggregate_metrics,
     filter_plausible_records,
     make_validators,
+    make_worker_key,
     peer_label,
 )
 
