@@ -269,8 +269,8 @@ class SwarmMetrics:
 def filter_plausible_records(records: list[tuple[str, LocalMetrics]], last_epoch: int | None = None) -> list:
     """Return the records without those of an implausible epoch: any peer can sign "epoch 10**9" with a new key.
 
-    Where neighboring epochs are more than MAX_EPOCH_GAP apart, the records are split, and the largest part is kept. Of
-    two parts of the same size, this is the one that includes `last_epoch`, or else the newer one.
+    The records are split at gaps of more than MAX_EPOCH_GAP epochs, and the largest part is kept. Of two parts of the
+    same size, this is the one that includes `last_epoch`, or else the newer one.
     """
     parts: list[list[tuple[str, LocalMetrics]]] = []
     for record in sorted(records, key=lambda record: record[1].epoch):

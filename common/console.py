@@ -35,8 +35,8 @@ def make_printable(text: str) -> str:
 def edge(interrupted: str | None = None) -> Iterator[None]:
     """Turn a UserError, Ctrl-C and SIGTERM into one line on standard error, here and in the slow imports that follow.
 
-    The exit code is 2 after an error. After a signal, it is 0, or 128 plus the signal's number if `interrupted` is
-    given: a text for a script that has not done its work, with the state of its files or the next step.
+    The exit code is 2 after an error, and 0 after a signal. A script that has not done its work gives `interrupted`, a
+    text with the state of its files or the next step: the exit code is then 128 plus the signal's number.
     """
 
     def stop(number: int) -> None:
