@@ -54,15 +54,18 @@ def test_each_file_has_one_recipe():
 def test_a_model_with_a_head_of_your_own(copy, tiny_data):
     apply_recipe(copy, "experiment/model.py")
     (copy / "bert-4.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
+    model, lines = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (copy / "experiment" / "wide_bert.py").write_text(model)
     words = [*STEPS, "--config_path", "bert-4.json", *sum(tiny_data.items(), ())]
     facts = run(copy, "few_steps.py", *words)
     assert (facts["model"], facts["objective"], facts["layers"]) == ("BertWithWideHead", "mlm", 4)
     assert mean(facts["losses"][-5:]) < mean(facts["losses"][:5]) - 0.2
 
-    # by the lines in the guide, and by those in the saved folder
-    [lines] = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    # in another folder, without our code: by the lines in the guide, and by those in the saved folder
+    shutil.copytree(copy / "outputs", copy / "elsewhere" / "outputs")
     card = re.search(r"```python\n(.*?)```", (copy / "outputs/trainer/model/README.md").read_text(), re.DOTALL)[1]
-    result = run_python("-c", f"{lines}\n{card}", cwd=copy, timeout=180, expect=0, is_real=True)
+    options = dict(cwd=copy / "elsewhere", timeout=180, env={"HF_HOME": str(copy / "cache")})
+    result = run_python("-c", f"{lines}\n{card}", expect=0, is_real=True, **options)
     answer, (best, *_) = map(ast.literal_eval, result.stdout.splitlines())
     assert answer == best and answer["token_str"] == facts["answer"]
     assert answer["score"] == pytest.approx(facts["score"], rel=1e-4) and answer["score"] > 5 / 500
@@ -90,10 +93,11 @@ def test_json_lines_of_your_own(copy, tiny_data):
 
 
 def test_another_optimizer(copy):
-    """The momentum begins at zero, without the weights that are decayed in it, and a newcomer takes it over."""
+    """The moments begin at zero, without the weights that are decayed, and a joining peer loads those of both kinds."""
     apply_recipe(copy, "experiment/optimizer.py")
     facts = run(copy, "shared_momentum.py", make_prefix())
-    assert facts["contract"] == "sgd, momentum 0.9, decay 0.5, clip 1"
+    terms = "muon for matrices, adamw, beta 0.9 0.999, epsilon 1e-06, decay 0.5, clip 1"
+    assert facts["contract"] == terms and facts["kinds"] == {"momentum_buffer": 10, "exp_avg": 22}
     assert not any(facts["before"]) and facts["losses"][-1] < facts["losses"][0]
     assert facts["loaded"] and facts["epochs"] == [4, 4]
     assert sum(size > 1e-3 for size in facts["sizes"]) > len(facts["sizes"]) / 2
