@@ -119,7 +119,7 @@ def test_help_lists_the_flags_that_matter_first(script, number, monkeypatch, cap
     groups = {
         "run_trainer": arguments.TRAINER_ARGS,
         "run_training_monitor": arguments.MONITOR_ARGS,
-        "finetune_mlm": [arguments.FinetuneArguments],
+        "finetune_mlm": [finetune_mlm.FinetuneArguments],
     }
     monkeypatch.setenv("COLUMNS", "80")
     for flag in ("--help", "--help_all"):

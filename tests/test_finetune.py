@@ -31,10 +31,10 @@ from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassifica
 
 import finetune_mlm
 import predict_on_lidirus
-from arguments import FinetuneArguments
 from common.console import UserError
 from experiment.tasks import TASKS, load_examples, load_task_file
 from finetune_mlm import (
+    FinetuneArguments,
     check_tokenizer,
     choose_length,
     collate,
@@ -285,7 +285,7 @@ def test_accumulated_gradients_are_those_of_one_batch(toy_model, tmp_path):
 def prepare(task: str, **source: object) -> tuple[finetune_mlm.Pretrained, torch.nn.Module]:
     args = FinetuneArguments(task=task, **{name: str(value) for name, value in source.items()})
     pretrained = load_pretrained(args)
-    check_tokenizer(pretrained, is_own=args.checkpoint is not None)
+    check_tokenizer(pretrained)
     torch.manual_seed(1)  # write_model's is 0, and weights drawn anew would be the same
     return pretrained, make_task_model(pretrained, TASKS[task], 0.0)
 
