@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import matthews_corrcoef
 from tokenizers import normalizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from transformers import AlbertConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 import finetune_mlm
 import predict_on_lidirus
@@ -44,7 +44,7 @@ from finetune_mlm import (
     make_task_model,
     tune,
 )
-from models.lean_albert import RULEANALBERT_MODULES, LeanAlbertForPreTraining
+from models.lean_albert import RULEANALBERT_MODULES, LeanAlbertConfig, LeanAlbertForPreTraining
 
 CPU = torch.device("cpu")
 PAIRS = list(enumerate(make_toy_pairs()))
@@ -364,13 +364,13 @@ def test_a_bert_that_has_predicted_next_words_sees_all_words_again(tmp_path):
     assert not torch.allclose(logits, others, atol=1e-4)
 
 
-def test_only_an_albert_of_ours_has_as_many_pieces_as_its_tokenizer():
+def test_only_a_lean_albert_has_as_many_pieces_as_its_tokenizer():
     pretrained = load_pretrained(FinetuneArguments(task="terra", model_name=str(find_minilm())))
     pretrained.config.vocab_size += 6  # rounded up, as pretrained vocabularies are
-    check_tokenizer(pretrained, is_own=True)
-    pretrained.config = AlbertConfig(vocab_size=pretrained.config.vocab_size)
+    check_tokenizer(pretrained)
+    pretrained.config = LeanAlbertConfig(vocab_size=pretrained.config.vocab_size)
     with pytest.raises(UserError):
-        check_tokenizer(pretrained, is_own=True)
+        check_tokenizer(pretrained)
 
 
 @pytest.fixture
