@@ -77,7 +77,7 @@ class Scripts:
         print(f"\n{what} (log: {self.log(name)})" if is_shown else f"\n{what}", flush=True)
         if is_shown:
             settings = "".join(f"{key}={shlex.quote(value) if value else ''} " for key, value in environment.items())
-            print(wrap_command(f"{settings}{shlex.quote(format_path(sys.executable))} {command}"), flush=True)
+            print(wrap_command(f"{settings}{shlex.quote(os.path.relpath(sys.executable))} {command}"), flush=True)
         with open(self.log(name), "w") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *shlex.split(command)],
@@ -136,11 +136,6 @@ class Scripts:
             process.wait()
 
 
-def format_path(path: str | Path) -> str:
-    """Return the path, relative if it is inside the project's folder."""
-    return os.path.relpath(path) if Path(path).absolute().is_relative_to(ROOT) else str(path)
-
-
 def wrap_command(command: str) -> str:
     """Wrap a command to the terminal's width with backslashes, and keep each flag next to its value."""
     width = min(110, shutil.get_terminal_size().columns) - 4
@@ -174,40 +169,20 @@ def tokenize(scripts: Scripts, data: Path) -> str:
     return flags
 
 
-def fill_in(**model: str) -> list[str]:
-    """Return the words that a model, described by flags of ModelArguments, predicts for those in brackets."""
-    import torch
+def show_sentences(model: Path) -> None:
+    """Print the trained model's predictions of some masked words, by a pipeline of transformers."""
+    from transformers import logging, pipeline
 
-    from arguments import ModelArguments
-    from experiment.model import find_objective, make_model
-    from text.tokenizers import load_tokenizer
+    import models.lean_albert  # noqa: F401  registers LeanALBERT with transformers
 
-    args = ModelArguments(**model)
-    tokenizer = load_tokenizer(args.tokenizer_path, find_objective(args).kind)
-    filler, words = make_model(args, tokenizer).eval(), []
+    logging.set_verbosity_error()  # it warns of the head for the order of sentences, which is not used here
+    logging.disable_progress_bar()
+    predict = pipeline("fill-mask", str(model))
+    print("\nThree sentences that the model has not read, a word masked, and what it puts there:")
     for sentence in SENTENCES:
-        batch = tokenizer(re.sub(r"[\[\]]", "", sentence), return_tensors="pt")
-        place = batch.char_to_token(sentence.index("["))
-        labels = torch.full_like(batch["input_ids"], -100)
-        labels[0, place], batch["input_ids"][0, place] = batch["input_ids"][0, place].clone(), tokenizer.mask_token_id
-        with torch.no_grad():
-            logits = filler(**batch, labels=labels, sentence_order_label=torch.zeros(1, dtype=torch.long))
-        words.append(tokenizer.decode(logits["prediction_logits"][0].argmax()).strip())
-    return words
-
-
-def show_sentences(config_path: str, data: Path, trained: Path) -> None:
-    """Print the model's predictions of some masked words, before and after training."""
-    tokenizer_path = str(data / "tokenizer")
-    before = fill_in(config_path=config_path, tokenizer_path=tokenizer_path)
-    after = fill_in(model_name_or_path=str(trained), tokenizer_path=tokenizer_path)
-    print(
-        "\nThree sentences that it has not read, a word masked: what it put there at the first epoch, and at the last:"
-    )
-    for sentence, first, last in zip(SENTENCES, before, after, strict=True):
         start, word, end = re.split(r"[\[\]]", sentence)
-        is_right = "right" if last == word else f"it is {word!r}"
-        print(f"  {start}____{end}  {first!r}, then {last!r} ({is_right})", flush=True)
+        answer = predict(f"{start}{predict.tokenizer.mask_token}{end}")[0]["token_str"]
+        print(f"  {start}____{end}  {answer!r} ({'right' if answer == word else f'it is {word!r}'})", flush=True)
 
 
 def start_first_peer(scripts: Scripts, what: str, command: str, folder: Path) -> str:
@@ -267,7 +242,7 @@ def describe_progress(metrics: list[dict], epochs: int, elapsed: float) -> str:
     return "  ".join([*parts, passed + left])
 
 
-def report(output_dir: Path, config_path: str, epochs: int) -> None:
+def report(output_dir: Path, epochs: int) -> None:
     """Print the outcome from the trainers' files; raise a UserError if the demo failed."""
     from safetensors.numpy import load_file
 
@@ -293,7 +268,7 @@ def report(output_dir: Path, config_path: str, epochs: int) -> None:
     difference = max(float(abs(weights[name] - others[name]).max()) for name in weights)
     agreement = "agree" if difference <= SAME_WEIGHTS else "do NOT agree"
 
-    trackio = format_path(Path(sys.executable).with_name("trackio"))
+    trackio = os.path.relpath(Path(sys.executable).with_name("trackio"))
     print(f"final loss {final_loss:.3f} (start {start_loss:.3f}, unigram entropy {entropy:.3f})")
     print(", ".join(shares))
     print(f"averaged with 2 of 2 in {len(averaged)} of {epochs} epochs")
@@ -301,7 +276,7 @@ def report(output_dir: Path, config_path: str, epochs: int) -> None:
     print(f"checkpoint: {folders[0] / 'model'}")
     print(f"learning curve: {output_dir / 'monitor' / 'learning_curve.png'}")
     print(f"dashboard: TRACKIO_DIR={output_dir / 'monitor' / 'trackio'} {trackio} show --project demo", flush=True)
-    show_sentences(config_path, output_dir / "data", folders[0] / "model")
+    show_sentences(folders[0] / "model")
 
     logs = f"{folders[0]}.log and {folders[1]}.log"
     if not averaged:
@@ -337,7 +312,7 @@ def run(args: argparse.Namespace, stop: threading.Event) -> None:
         scripts.interrupt("monitor")
         scripts.wait("monitor", STOP_LIMIT)
         print(f"took {minutes(time.monotonic() - start_time)}\n")
-        report(output_dir, args.config_path, args.epochs)
+        report(output_dir, args.epochs)
 
 
 def main() -> int:

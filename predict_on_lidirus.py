@@ -50,16 +50,8 @@ from transformers import AutoModelForSequenceClassification
 
 from common.files import write_file
 from experiment.tasks import TASKS, format_predictions, load_examples
-from finetune_mlm import (
-    Pretrained,
-    check_tokenizer,
-    choose_length,
-    encode,
-    load_folder,
-    load_tokenizer,
-    load_weights,
-    predict,
-)
+from finetune_mlm import choose_length, encode, predict
+from models.pretrained import Pretrained, check_tokenizer, load_folder, load_tokenizer, load_weights
 
 logger = logging.getLogger("finetune")
 

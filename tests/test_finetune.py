@@ -35,7 +35,6 @@ from common.console import UserError
 from experiment.tasks import TASKS, load_examples, load_task_file
 from finetune_mlm import (
     FinetuneArguments,
-    check_tokenizer,
     choose_length,
     collate,
     compute_logits,
@@ -45,6 +44,7 @@ from finetune_mlm import (
     tune,
 )
 from models.lean_albert import RULEANALBERT_MODULES, LeanAlbertConfig, LeanAlbertForPreTraining
+from models.pretrained import Pretrained, check_tokenizer
 
 CPU = torch.device("cpu")
 PAIRS = list(enumerate(make_toy_pairs()))
@@ -282,7 +282,7 @@ def test_accumulated_gradients_are_those_of_one_batch(toy_model, tmp_path):
 # --- which model ------------------------------------------------------------------------------------------------------
 
 
-def prepare(task: str, **source: object) -> tuple[finetune_mlm.Pretrained, torch.nn.Module]:
+def prepare(task: str, **source: object) -> tuple[Pretrained, torch.nn.Module]:
     args = FinetuneArguments(task=task, **{name: str(value) for name, value in source.items()})
     pretrained = load_pretrained(args)
     check_tokenizer(pretrained)
