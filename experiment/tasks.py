@@ -390,12 +390,10 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     if folder is None:
         records = load_from_hub(task, data_dir)
     else:
-        records = {split: read_file(task, folder / name) for split, name in task.files.items()}
         # the unlabelled test texts are not needed to evaluate a model
-        if not task.folder and len(records) > 1 and records["test"] is None:
-            del records["test"]
-        for split in [split for split, found in records.items() if found is None]:
-            raise UserError(f"{folder / task.files[split]} does not exist: get it from {task.address}")
+        is_optional = not task.folder and len(task.files) > 1 and not (folder / task.files["test"]).exists()
+        splits = [split for split in task.files if split != "test" or not is_optional]
+        records = {split: read_file(task, folder / task.files[split]) for split in splits}
     examples = {split: make_examples(task, found) for split, found in records.items()}
     if "in_domain" in examples:
         domains = {split: examples.pop(split) for split in ("in_domain", "out_of_domain")}
@@ -414,46 +412,46 @@ def load_examples(task: Task, data_dir: str | Path) -> dict[str, list[Example]]:
     return examples
 
 
-def read_file(task: Task, path: Path) -> list[tuple[str, object]] | None:
-    """Return the records of a .csv, .tsv or JSON-lines file, each with its position, or None without the file."""
+def read_file(task: Task, path: Path) -> list[tuple[str, object]]:
+    """Return the records of a .csv, .tsv or JSON-lines file, each with its position."""
     if not path.is_file():
-        return None
-    records = []
+        raise UserError(f"{path} does not exist: get it from {task.address}")
     try:
-        found = list(read_records(path, is_strict=True))
+        return [(f"{path}, line {number}", record) for number, record in read_records(path, is_strict=True)]
     except UserError as e:
         raise UserError(f"{e}; or get it from {task.address}") from e
-    for number, record in found:
-        where = f"{path}, line {number}"
-        try:
-            # a file may have the Hub's fields too
-            nested = task.restructure and not all(column in record for column in task.columns)
-            records += [(where, part) for part in (task.restructure(record) if nested else [record])]
-        except (KeyError, TypeError, AttributeError) as e:
-            raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
-    return records
 
 
 def make_examples(task: Task, records: list[tuple[str, object]]) -> list[Example]:
     """Return the examples of records, or raise a UserError that names a malformed record."""
-    examples = []
-    for where, record in records:
-        found = {name for name, value in record.items() if value is not None} if isinstance(record, dict) else set()
-        if missing := [column for column in task.columns if column not in found]:
-            names = ", ".join(map(str, record)) if isinstance(record, dict) and record else "none"
-            raise UserError(
-                f"{where} has no {', '.join(missing)}: {task.name} needs the columns {', '.join(task.columns)}, and "
-                f"found are {names}"
-            )
-        try:
-            example = task.make_example(record, task)
-            for text in (text for pair in example.texts for text in pair if text is not None):
-                if not isinstance(text, str):
-                    raise ValueError(f"{text!r} is not text")
-        except (ValueError, TypeError, AttributeError) as e:
-            raise UserError(f"{where}: {e}") from e
-        examples.append(example)
-    return examples
+    return [make_example(task, where, part) for where, record in records for part in divide(task, where, record)]
+
+
+def divide(task: Task, where: str, record: object) -> list[dict]:
+    """Return the records of a line in the benchmark's form, or the record alone if it has the Hub's fields."""
+    try:
+        is_nested = task.restructure and not all(column in record for column in task.columns)
+        return task.restructure(record) if is_nested else [record]
+    except (KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{where} is not a record of {task.name} ({e!r}): get it from {task.address}") from e
+
+
+def make_example(task: Task, where: str, record: object) -> Example:
+    """Return the example of a record, or raise a UserError that says where the record is."""
+    found = record if isinstance(record, dict) else {}
+    if missing := [column for column in task.columns if found.get(column) is None]:
+        raise UserError(
+            f"{where} has no {', '.join(missing)}: {task.name} needs the columns {', '.join(task.columns)}, and "
+            f"found are {', '.join(map(str, found)) or 'none'}"
+        )
+    try:
+        example = task.make_example(record, task)
+        for text in (text for pair in example.texts for text in pair if text is not None):
+            if not isinstance(text, str):
+                raise ValueError(f"{text!r} is not text")
+        return example
+    except (ValueError, TypeError, AttributeError) as e:
+        raise UserError(f"{where}: {e}") from e
 
 
 def load_from_hub(task: Task, data_dir: str | Path) -> dict[str, list[tuple[str, dict]]]:
@@ -536,9 +534,9 @@ def load_task_file(path: str | Path) -> Task:
     if labels:
         return task
     train = task.folder / facts["train"]
-    records = [record for _, record in read_file(task, train) or [] if isinstance(record, dict)]
+    records = [record for _, record in read_file(task, train) if isinstance(record, dict)]
     if not records:
-        raise UserError(f"{train} does not exist or holds no record: fix it, or {what}")
+        raise UserError(f"{train} holds no record: fix it, or {what}")
     labels = tuple(sorted({str(record[label]) for record in records if record.get(label) not in (None, "")}))
     if len(labels) < 2:
         raise UserError(

@@ -20,7 +20,7 @@ def copy(tmp_path) -> Path:
     """What a new experiment consists of."""
     for name in [*ROOMS, "configs"]:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("arguments.py", "utils.py"):
+    for name in ("arguments.py", "utils.py", "tokenize_wikitext103.py"):
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path
 
@@ -72,6 +72,28 @@ def test_a_model_with_a_head_of_your_own(copy, tiny_data):
     assert "MISSING" not in result.stderr and "UNEXPECTED" not in result.stderr
     # a piece that is in many texts
     assert facts["frequency"] > len(facts["texts"]) / 4
+
+
+def test_an_objective_of_your_own_reuses_a_kind(copy, tiny_data):
+    """CONTRIBUTING.md has the steps: an entry, and its name among the flag's values."""
+    for name, before, after in (
+        ("arguments.py", 'OBJECTIVES = Literal["mlm", ', 'OBJECTIVES = Literal["mine", "mlm", '),
+        (
+            "experiment/objectives.py",
+            '    "mlm": ',
+            '    "mine": Objective("mine", BLOCKS, find_masked_class, "words"),\n    "mlm": ',
+        ),
+    ):
+        text = (copy / name).read_text()
+        assert text.count(before) == 1
+        (copy / name).write_text(text.replace(before, after))
+    (copy / "a.txt").write_text("A first line of text.\n\nAnd one more of the lines here.\n\n" * 100)
+    (copy / "bert.json").write_text(re.search(r"```json\n(.*?)```", GUIDE, re.DOTALL)[1])
+    paths = ["--dataset_path", copy / "dataset", "--tokenizer_path", copy / "tokenizer", "--objective", "mine"]
+    words = ["--text_files", copy / "a.txt", "--tokenizer", tiny_data["--tokenizer_path"], "--seq_length", 32]
+    run_python(copy / "tokenize_wikitext103.py", *words, *paths, cwd=copy, expect=0, is_real=True)
+    assert json.loads((copy / "dataset" / "corpus.json").read_text())["objective"] == "mlm"
+    assert run(copy, "few_steps.py", *STEPS, "--config_path", "bert.json", *paths)["objective"] == "mine"
 
 
 def test_json_lines_of_your_own(copy, tiny_data):
