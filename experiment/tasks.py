@@ -617,8 +617,8 @@ class SpanModel(nn.Module):
             features = [hidden[:, 0], first, second, (first - second).abs(), first * second]
         return SequenceClassifierOutput(logits=self.classifier(self.dropout(torch.cat(features, dim=-1))))
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Save the encoder in the format of from_pretrained, and the head in head.safetensors."""
+    def save_pretrained(self, folder: str | Path, **_) -> None:
+        """Save the encoder's present weights in the format of from_pretrained, and the head in head.safetensors."""
         self.encoder.save_pretrained(folder)
         save_file(
             {name: tensor.contiguous() for name, tensor in self.classifier.state_dict().items()},
