@@ -10,6 +10,7 @@ from conventions import MODULES
 from processes import ROOT, run_python
 
 import arguments
+import finetune_mlm
 from common.console import UserError
 
 GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)]
