@@ -14,7 +14,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from common.console import UserError
@@ -583,76 +583,6 @@ class ArchiveArguments:
         if self.repo_url is not None:
             self.repo_url = make_repo_id(self.repo_url)
             self.upload_interval = self.upload_interval or 43_200.0
-
-
-@dataclass
-class FinetuneArguments(PrecisionArguments):
-    """Fine-tuning of a trained model. Read by finetune_mlm.py; names and defaults are RuLeanALBERT's."""
-
-    task: str | None = flag(
-        None,
-        "RussianSuperGLUE task: rcb, terra, danetqa, parus, muserc, russe, rucos, rwsd; or rucola.",
-        aliases=["-t"],
-    )
-    task_file: str | None = flag(
-        None,
-        "Your own task instead: a JSON file that names CSV, TSV or JSON-lines files and their columns, e.g. "
-        '{"train": "a.csv", "validation": "b.csv", "text": "body", "label": "is_spam"}; experiment/tasks.py lists all '
-        "fields.",
-    )
-    checkpoint: str | None = flag(
-        None, "Folder of a trained model, or a state.pth next to config.json and tokenizer/.", aliases=["-c"]
-    )
-    model_name: str | None = flag(
-        None, "Another model instead: ruroberta-large, an id on the Hugging Face Hub, or a folder.", aliases=["-m"]
-    )
-    data_dir: str = flag(
-        ".",
-        "Folder with the benchmark's files (TERRa/train.jsonl, ...); missing ones, except RuCoLA, come from the Hub.",
-        aliases=["-d"],
-    )
-    output_dir: str | None = flag(None, "Folder for results.json, predictions, model. Default: outputs/finetune/TASK.")
-    num_seeds: int = flag(1, "Train N times, with the seeds 0, 1, ...")
-    num_train_epochs: int = flag(40, "Passes over the training data; the best one counts.")
-    batch_size: int = flag(32, "Samples per forward pass, as many as fit into memory.")
-    grad_acc_steps: int = flag(1, "Batches, not epochs, per optimizer step.")
-    learning_rate: float = flag(1e-5, "Peak learning rate; raise it for models much smaller than BERT.")
-    warmup_ratio: float = flag(0.1, "Share of the steps with a rising learning rate.")
-    weight_decay: float = flag(0.01, "Weight decay of AdamW, on all weights except biases and norms.")
-    max_grad_norm: float = flag(1.0, "Upper bound of the gradient's norm.")
-    dropout: float = flag(0.1, "Dropout of the whole model; in LeanALBERT only before the head.")
-    max_length: int = flag(512, "Maximum tokens of a text or pair; longer ones are truncated.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if (self.task is None) == (self.task_file is None):
-            raise UserError("give either --task or --task_file")
-        if (self.checkpoint is None) == (self.model_name is None):
-            raise UserError("give either --checkpoint FOLDER or --model-name NAME")
-        check_range(self, "num_seeds", "num_train_epochs", "batch_size", "grad_acc_steps", at_least=1)
-        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
-        check_range(self, "learning_rate", above=0, at_most=1e3)
-        check_range(self, "max_grad_norm", above=0)
-        check_range(self, "warmup_ratio", "weight_decay", "dropout", at_least=0, below=1)
-
-
-@dataclass
-class PredictArguments:
-    """Predictions of a tuned model. Read by predict_on_lidirus.py; names are RuLeanALBERT's."""
-
-    model: str = flag(MISSING, "The --output_dir of finetune_mlm.py, run on TERRa.", aliases=["-m"])
-    arch: str = flag(
-        "lean_albert", "Tokenizer: an id or folder, or lean_albert for the one saved with the model.", aliases=["-a"]
-    )
-    data_dir: str = flag(
-        ".", "Folder that contains LiDiRus/LiDiRus.jsonl, which is downloaded from the Hub if missing.", aliases=["-d"]
-    )
-    batch_size: int = flag(32, "Samples per forward pass.")
-    max_length: int = flag(512, "Maximum tokens of a pair; longer ones are truncated.")
-
-    def __post_init__(self):
-        check_range(self, "batch_size", at_least=1)
-        check_range(self, "max_length", at_least=SHORTEST_INSTANCE)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from conventions import MODULES
 from processes import ROOT, run_python
 
 import arguments
+import finetune_mlm
 from common.console import UserError
 
 GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and dataclasses.is_dataclass(group)]
@@ -119,7 +120,7 @@ def test_help_lists_the_flags_that_matter_first(script, number, monkeypatch, cap
     groups = {
         "run_trainer": arguments.TRAINER_ARGS,
         "run_training_monitor": arguments.MONITOR_ARGS,
-        "finetune_mlm": [arguments.FinetuneArguments],
+        "finetune_mlm": [finetune_mlm.FinetuneArguments],
     }
     monkeypatch.setenv("COLUMNS", "80")
     for flag in ("--help", "--help_all"):

@@ -11,6 +11,8 @@ from hivemind.p2p import PeerID
 from processes import ROOT
 
 import arguments
+import finetune_mlm
+import predict_on_lidirus
 from training.preflight import check_epoch_time
 from utils import find_peer_id, make_validators
 
@@ -26,6 +28,7 @@ GROUPS = {
     "experiment.show": ("ModelArguments", "DataArguments"),
     "monitoring.archive": ("ArchiveArguments",),
 }
+CLASSES = vars(arguments) | vars(finetune_mlm) | vars(predict_on_lidirus)
 PEER = "/ip4/203.0.113.1/tcp/31337/p2p/12D3KooWRZaQor8srzhFHM8yLXjHcyy4Fx9VcCo9a5sGWcuRred2"
 # hivemind's ALBERT tutorial, the notebook for Colab, NetMind's scripts, RuLeanALBERT
 COMMANDS = {
@@ -98,14 +101,14 @@ COMMANDS = {
 def test_a_command_of_the_guides_parses(command, monkeypatch):
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    groups = arguments.parse_arguments(*(getattr(arguments, name) for name in GROUPS[sys.argv[0]]))
+    groups = arguments.parse_arguments(*(CLASSES[name] for name in GROUPS[sys.argv[0]]))
     values = {name: value for group in groups for name, value in vars(group).items()}
     assert {name: values[name] for name in COMMANDS[command]} == COMMANDS[command]
 
 
 @pytest.mark.parametrize("script", GROUPS)
 def test_each_other_name_of_a_flag_stands_in_its_help(script, monkeypatch, capsys):
-    groups = [getattr(arguments, name) for name in GROUPS[script]]
+    groups = [CLASSES[name] for name in GROUPS[script]]
     monkeypatch.setattr(sys, "argv", [script, "--help_all"])
     monkeypatch.setenv("COLUMNS", "10000")
     with pytest.raises(SystemExit) as error:
@@ -154,7 +157,7 @@ def test_a_command_of_our_guides_parses(page, script, flags, monkeypatch):
     if "SwarmArguments" in GROUPS[script] and "--experiment_prefix" not in words:
         words += ["--experiment_prefix", "E"]
     monkeypatch.setattr(sys, "argv", [script, *words])
-    arguments.parse_arguments(*(getattr(arguments, name) for name in GROUPS[script]))
+    arguments.parse_arguments(*(CLASSES[name] for name in GROUPS[script]))
 
 
 def test_readme_run_by_hand_lasts_minutes():
@@ -178,7 +181,7 @@ def test_readme_shows_peer_ids_of_this_version():
 
 @pytest.mark.parametrize("script", GROUPS)
 def test_short_help_lists_the_flags_of_the_readme(script, monkeypatch, capsys):
-    groups = [getattr(arguments, name) for name in GROUPS[script]]
+    groups = [CLASSES[name] for name in GROUPS[script]]
     monkeypatch.setattr(sys, "argv", [script, "--help"])
     with pytest.raises(SystemExit):
         arguments.parse_arguments(*groups)
