@@ -44,10 +44,10 @@ from training.checkpoint import (
     save_model,
     write_readme,
 )
+from training.checks import check_epoch_time, check_step_time, warn_of
 from training.devices import all_finite, is_out_of_memory
 from training.model import evaluate
 from training.page_client import format_join
-from training.preflight import check_epoch_time, check_step_time, warn_of
 from utils import (
     MAX_WORKERS,
     ContributorRegistry,

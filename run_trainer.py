@@ -46,10 +46,11 @@ from swarm.processes import clean_end, handle_stop_signals
 from text.batches import data_seed
 from text.shards import ShardedSplit
 from text.tokenizers import tokenizer_fingerprint
+from training.checks import prepare_start
 from training.devices import make_trial_batch, place_model, read_loss, stop_when_out_of_memory, tune_to_device
 from training.model import make_trained_model, move_batch
 from training.prefetch import make_feed
-from training.preflight import prepare_start, run_preflight
+from training.preflight import run_preflight
 from training.ranks import DeviceGroup, list_gradients, start_ranks
 from training.settings import begin, make_swarm_config, require_attested
 

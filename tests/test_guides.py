@@ -11,7 +11,7 @@ from hivemind.p2p import PeerID
 from processes import ROOT
 
 import arguments
-from training.preflight import check_epoch_time
+from training.checks import check_epoch_time
 from utils import find_peer_id, make_validators
 
 SHARED = ("ModelArguments", "OptimizerArguments", "AveragingArguments")
