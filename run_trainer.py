@@ -51,7 +51,7 @@ from training.devices import make_trial_batch, place_model, read_loss, stop_when
 from training.model import make_trained_model, move_batch
 from training.prefetch import make_feed
 from training.preflight import run_preflight
-from training.ranks import DeviceGroup, list_gradients, start_ranks
+from training.ranks import RankGroup, list_gradients, start_ranks
 from training.settings import begin, make_swarm_config, require_attested
 
 
@@ -66,7 +66,7 @@ def main(*groups) -> None:
         train(ranks, *begin(groups, ranks, kept_at=Path(args.output_dir) / KEY_FILE))
 
 
-def train(ranks: DeviceGroup, membership: Membership | None, groups: tuple) -> None:
+def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> None:
     """Train from loading the data to saving the model. Each rank runs this; only rank 0 talks to the swarm."""
     swarm_args, model_args, optimizer_args, averaging_args, data_args, args = groups
     device, optimizer, callback = ranks.device, None, None

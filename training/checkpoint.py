@@ -3,10 +3,8 @@
 A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
 configuration and the tokenizer. `training_state.pt` holds the rest of the state. `training_state.json`, which is
 written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded. A
-state file (--state_path) holds a complete state. README.md shows how to open the model. To look at a checkpoint:
+state file (--state_path) holds a complete state. README.md shows how to open the model. To look at the rest:
 
-    python -c "from transformers import AlbertForPreTraining; \
-        print(AlbertForPreTraining.from_pretrained('outputs/trainer/checkpoint-500').num_parameters())"
     python -c "import torch; \
         print(torch.load('outputs/trainer/checkpoint-500/training_state.pt', weights_only=True)['arguments'])"
 
@@ -31,7 +29,6 @@ import hivemind
 import numpy
 import torch
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
@@ -74,8 +71,7 @@ def save_model(
         write_weights(model, state and state["model"], unfinished)
         if state is not None:
             weights = state["model"]
-            files = [safe_open(file, "pt") for file in unfinished.glob("*.safetensors")]
-            stored = weights.keys() & {name for file in files for name in file.keys()}  # noqa: SIM118 (no dictionary)
+            stored = weights.keys() & load_weights(unfinished).keys()
             # by address, because safetensors keeps only one of the names of tied weights
             places = {weights[name].data_ptr() for name in stored}
             others = {name: tensor for name, tensor in weights.items() if tensor.data_ptr() not in places}
@@ -109,15 +105,20 @@ def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) 
         plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
 
 
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors in a folder's safetensors files by name."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra: dict, save_total_limit: int) -> bool:
     """Save the model to `checkpoint-{epoch}`, then remove the oldest other checkpoints beyond the limit."""
     folder = Path(output_dir) / f"checkpoint-{state['local_epoch']}"
     card = {"README.md": write_readme(model, folder)}
-    if not save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card):
-        return False
-    others = [path for path in find_checkpoints(output_dir) if path != folder]
-    remove_checkpoints(others[: max(0, len(others) + 1 - save_total_limit)])
-    return True
+    is_saved = save_model(model, tokenizer, folder, {"epoch": state["local_epoch"], **extra}, state, card)
+    if is_saved:
+        others = [path for path in find_checkpoints(output_dir) if path != folder]
+        remove_checkpoints(others[: max(0, len(others) + 1 - save_total_limit)])
+    return is_saved
 
 
 # --- how to open a model ----------------------------------------------------------------------------------------------
@@ -145,17 +146,16 @@ def is_known(model) -> bool:
 def write_code(model, place: str | Path) -> str:
     """Return Python code that opens the saved model at `place`, and prints a prediction if a pipeline supports it."""
     objective, kind = model.objective, type(model)
-    ask = f"print(predict({objective.example}))"
-    if is_known(model):
-        trust = ", trust_remote_code=True" * model.is_remote_code()
-        load = f'predict = pipeline("{objective.pipeline}", "{place}"{trust})'
-        return "\n".join(["from transformers import pipeline", "", load, ask])
-    lines = ["# in the folder of the training code", f"from {kind.__module__} import {kind.__name__}", ""]
-    lines += [f'model = {kind.__name__}.from_pretrained("{place}")']
-    if not objective.kind.has_pairs and (model.can_generate() or not objective.is_causal):
-        lines.insert(1, "from transformers import pipeline\n")
-        lines += [f'predict = pipeline("{objective.pipeline}", model=model, tokenizer="{place}")', ask]
-    return "\n".join(lines)
+    how = f'"{place}"' + (", trust_remote_code=True" if model.is_remote_code() else "")
+    imports, load = "", ""
+    if not is_known(model):
+        imports = f"# in the folder of the training code\nfrom {kind.__module__} import {kind.__name__}\n"
+        load = f'\nmodel = {kind.__name__}.from_pretrained("{place}")'
+        how = f'model=model, tokenizer="{place}"'
+        if objective.kind.has_pairs or (objective.is_causal and not model.can_generate()):
+            return imports + load
+    ask = f'predict = pipeline("{objective.pipeline}", {how})\nprint(predict({objective.example}))'
+    return f"{imports}from transformers import pipeline\n{load}\n{ask}"
 
 
 def write_readme(model, folder: str | Path) -> bytes:
@@ -213,7 +213,7 @@ def load_state(path: str | Path) -> dict:
     if not isinstance(state, dict) or not {"optimizer", "scheduler", "local_epoch"} <= state.keys():
         raise CheckpointError(f"{path} is not a training state: it lacks the optimizer, the scheduler or the epoch")
     if is_folder:
-        weights = {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+        weights = load_weights(path)
         # states of earlier versions have no list of stored names: all files' weights count
         state["model"] = {name: weights[name] for name in state.pop("stored", weights)} | state.get("model", {})
     if not isinstance(state.get("model"), dict):

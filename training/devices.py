@@ -18,7 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from arguments import DataArguments, TrainerArguments
-from common.console import UserError
+from common.console import UserError, first_line
 from experiment.data import make_train_batches
 from experiment.objectives import compute_losses
 from models.build import find_longest_sequence
@@ -250,8 +250,7 @@ def compile_model(
             raise
         model._compiled_call_impl = None  # set by compile()
         torch.compiler.reset()
-        reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
-        logger.warning(f"--torch_compile: the compiler failed ({reason[:200]}); continuing without it")
+        logger.warning(f"--torch_compile: the compiler failed ({first_line(e)[:200]}); continuing without it")
         return
     logger.info(f"compiled the model in {time.monotonic() - start:.0f} s")
 

@@ -101,7 +101,7 @@ def move_batch(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str
     Both are found here on the host, because the GPU would have to wait for it. Attention is fastest without a mask.
     """
     positions = find_labelled_positions(batch["labels"])
-    if device.type == "cuda":  # like DeviceFeed: from other memory, the host would wait for the copy
+    if device.type == "cuda":  # like PrefetchLoader: from other memory, the host would wait for the copy
         positions = positions.pin_memory()
     batch = dict(batch, labelled_positions=positions)
     if batch["attention_mask"].all():

@@ -29,7 +29,7 @@ from swarm.membership import Membership
 from swarm.probe import fetch_attestations, find_problem
 from training.devices import log_versions
 from training.page_client import resolve_initial_peers
-from training.ranks import DeviceGroup
+from training.ranks import RankGroup
 
 logger = logging.getLogger("joining")
 
@@ -38,7 +38,7 @@ CONFIGS = "configs"
 
 
 def begin(
-    groups: tuple, ranks: DeviceGroup | None = None, kept_at: Path | None = None
+    groups: tuple, ranks: RankGroup | None = None, kept_at: Path | None = None
 ) -> tuple[Membership | None, tuple]:
     """Make this peer's identity, and inherit the run's settings.
 
