@@ -500,7 +500,7 @@ class CollaborativeCallback:
 
     def parameters_are_finite(self) -> bool:
         """Return whether the parameters and moments are finite; 8-bit moments are checked by their scales."""
-        return all_finite(tensor for tensor in self.state_tensors() if tensor.is_floating_point())
+        return bool(all_finite(tensor for tensor in self.state_tensors() if tensor.is_floating_point()))
 
     def collect_state(self) -> dict:
         """Return this trainer's whole state, see training/checkpoint.py."""

@@ -68,8 +68,7 @@ def place_model(
 ) -> tuple[AbstractContextManager, torch.amp.GradScaler]:
     """Move the model to its device, in training mode. Call this after hivemind has forked its helpers.
 
-    :returns: a context for forward passes in the precision of --fp16 or --bf16, and a loss scaler, which is disabled
-        without --fp16
+    :returns: a context for forward passes in the chosen precision, and a loss scaler, which is disabled without --fp16
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
@@ -86,12 +85,7 @@ def place_model(
 
 
 @torch.no_grad()
-def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether all values are finite. This waits for the device."""
-    return bool(find_finite(tensors))
-
-
-def find_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def all_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return whether all values are finite as a scalar on their device, without waiting for it."""
     return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).isfinite().all()
 
@@ -99,7 +93,7 @@ def find_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()
 def read_loss(loss: torch.Tensor, gradients: Iterable[torch.Tensor]) -> float:
     """Return the loss as a number, or nan unless all gradients are finite. This waits for the device once."""
-    return torch.where(find_finite(gradients), loss, torch.nan).item()
+    return torch.where(all_finite(gradients), loss, torch.nan).item()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -141,10 +135,7 @@ def measure_memory(device: torch.device) -> float:
 def make_trial_batch(
     model: torch.nn.Module, dataset, tokenizer, corpus: dict, data_args: DataArguments, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return a batch of one sequence of the data, repeated up to the maximum length in training.
-
-    :param corpus: the description of the data, from load_data
-    """
+    """Return a batch of one sequence of the data, repeated up to the maximum length in training."""
     batch = next(iter(make_train_batches(dataset, tokenizer, data_args, batch_size=8, seed=seed)))
     stored = corpus["seq_length"]
     length = int(min(stored, data_args.max_sequence_length or stored, find_longest_sequence(model)))

@@ -47,14 +47,14 @@ def begin(
     :param kept_at: see `make_identity`
     :returns: the membership of a closed run on rank 0, and the arguments with the settings
     """
-    membership, settings = None, []
-    if ranks and ranks.is_main:
-        log_versions(ranks.device, ranks.count)
-    if ranks is None or ranks.is_main:
-        membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
-        settings = discover_settings(groups[0], membership)
+    if ranks and not ranks.is_main:
+        return None, apply_settings(groups, ranks.share([]))
     if ranks:
-        settings = ranks.share(settings)
+        log_versions(ranks.device, ranks.count)
+    membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
+    settings = discover_settings(groups[0], membership)
+    if ranks:
+        ranks.share(settings)
     return membership, apply_settings(groups, settings)
 
 
