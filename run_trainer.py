@@ -118,7 +118,7 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
     feed = make_feed(dataset["train"], tokenizer, data_args, args, seed=seed, rank=ranks.number, device=device)
     max_epoch = optimizer_args.total_steps if args.max_steps is None else args.max_steps
     handle_stop_signals(unsaved="this peer's work since its last checkpoint")
-    with ranks.catch_failure() as failure, stop_when_out_of_memory(args, device, model):
+    with ranks.catch_failure(), stop_when_out_of_memory(args, device, model):
         while epoch < max_epoch:
             feed.begin_epoch(epoch)
             loss = accumulate_gradients(model, feed, args, device, autocast, scaler)
@@ -146,8 +146,8 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
         callback.on_train_end()
         ranks.end()
         swarm.leave(optimizer)
-        is_saved = callback.save_results(with_evaluation=not failure.error)
-        raise SystemExit(failure.code or not is_saved)
+        is_saved = callback.save_results(with_evaluation=not ranks.failure)
+        raise SystemExit(ranks.exit_code or not is_saved)
 
 
 def accumulate_gradients(model, feed, args, device, autocast, scaler) -> torch.Tensor | None:

@@ -123,7 +123,7 @@ def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra
 
 # --- how to open a model ----------------------------------------------------------------------------------------------
 
-README = """\
+CARD = """\
 ---
 library_name: transformers
 pipeline_tag: {task}
@@ -161,7 +161,7 @@ def write_code(model, place: str | Path) -> str:
 def write_readme(model, folder: str | Path) -> bytes:
     """Return the README.md for a model in this folder."""
     code = write_code(model, folder)
-    return README.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
+    return CARD.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
 
 
 # --- find and load states ---------------------------------------------------------------------------------------------
@@ -247,11 +247,8 @@ def claim_folders(args: TrainerArguments) -> None:
 def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_prefix: str) -> Path | None:
     """Return the path of the state to resume from, or None to start at epoch 0.
 
-    --resume_from_checkpoint, --output_dir and --state_path decide. The result is a path because helper processes,
-    which are forked later, would keep the memory of a loaded state.
-
-    Checkpoints of later epochs belong to another history of the run. They are moved to a separate folder, because a
-    later restart would resume from the newest one.
+    The result is a path because helper processes, which are forked later, would keep the memory of a loaded state.
+    Checkpoints of later epochs are moved away, because a later restart would resume from the newest one.
 
     :raises UserError: if the state belongs to a different model or run, or the given path holds no state
     """
@@ -311,8 +308,6 @@ def collect_state(
     """Return a copy, in host memory, of the state that a process needs to continue from here.
 
     :param optimizer: the CollaborativeOptimizer of this model, whose copy of the parameters is used
-    :param arguments: the command line's arguments by name
-    :param counters: other counters to continue
     """
     state = optimizer.training_state()
     masters = zip(optimizer.state_averager.main_parameters, state.pop("parameters"), strict=True)

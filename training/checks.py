@@ -1,8 +1,4 @@
-"""Checks of this machine and of a trainer's first epochs, which take no time; see training/preflight.py for the others.
-
-    python -c "from arguments import TrainerArguments; from training.checks import check_machine; \
-        print(*check_machine(18_000_000, TrainerArguments()), sep='\\n')"
-"""
+"""Checks that take no time, of this machine and of the first epochs; training/preflight.py has the others."""
 
 import logging
 import math
@@ -58,28 +54,30 @@ def check_machine(parameters: int, args: TrainerArguments) -> list[Check]:
     hint = f"a larger swarm needs more: ulimit -n {ENOUGH_FILES}, or raise nofile in /etc/security/limits.conf"
     checks = [Check("open files", message, hint, is_warning=files < ENOUGH_FILES)]
     free, needed = psutil.virtual_memory().available, HOST_BYTES_PER_PARAMETER * parameters
+    message = f"{format_bytes(free)} free, {format_bytes(needed)} needed for {parameters:,} parameters, and batches"
     hint = "end other programs, add swap, or train a smaller --config_path"
-    purpose = f"{parameters:,} parameters, and batches"
-    checks.append(check_space("memory", "this machine", free, needed, 1.2 * needed, purpose, hint))
-    folder, kept = Path(args.output_dir).absolute(), args.save_total_limit
-    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    # one more than are kept may be in the making
-    needed, enough = ((STATE_BYTES_PER_PARAMETER * states + 4) * parameters for states in (1, kept + 1))
-    hint = f"free some, or choose another --output_dir: {format_bytes(enough)} hold the last {kept} checkpoints"
-    purpose = "the model and one checkpoint"
-    checks.append(check_space("disk", args.output_dir, free, needed, enough, purpose, hint))
+    checks.append(Check("memory", message, hint, is_fatal=free < needed, is_warning=free < 1.2 * needed))
+    checks.append(check_disk(args.output_dir, parameters, args.save_total_limit))
     if os.path.isdir("/dev/shm"):
         # containers often have 64 MB, and a bus error kills a process that needs more, without a message
         free, needed = shutil.disk_usage("/dev/shm").free, SHARED_BYTES_PER_PARAMETER * parameters
+        message = f"/dev/shm has {format_bytes(free)} free, {format_bytes(needed)} needed"
         hint = "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
-        checks.append(check_space("shared memory", "/dev/shm", free, needed, needed, "averaging", hint))
+        checks.append(Check("shared memory", message, hint, is_fatal=free < needed))
     return checks
 
 
-def check_space(what: str, place: str, free: float, needed: float, enough: float, purpose: str, hint: str) -> Check:
-    """Check free bytes: fewer than needed are fatal, fewer than enough are a warning."""
-    message = f"{place} has {format_bytes(free)} free, {format_bytes(needed)} needed for {purpose}"
-    return Check(what, message, hint, is_fatal=free < needed, is_warning=free < enough)
+def check_disk(folder: str, parameters: int, kept: int) -> Check:
+    """Check the free space for the model and `kept` training states; less than one of them is fatal."""
+    # one more than are kept may be in the making
+    one, needed = ((STATE_BYTES_PER_PARAMETER * states + 4) * parameters for states in (1, kept + 1))
+    path = Path(folder).absolute()
+    free = shutil.disk_usage(next(parent for parent in (path, *path.parents) if parent.exists())).free
+    message = f"{folder} has {format_bytes(free)} free, up to {format_bytes(needed)} needed"
+    if free < one:
+        message = f"{folder} has {format_bytes(free)} free, {format_bytes(one)} needed for the model and one checkpoint"
+    hint = "free some, or choose another --output_dir: checkpoints would be lost"
+    return Check("disk", message, hint, is_fatal=free < one, is_warning=free < needed)
 
 
 def check_step_time(seconds: float, batch_size: int) -> Check:

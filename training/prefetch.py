@@ -19,7 +19,7 @@ class PrefetchLoader:
 
     Batches for a GPU are in pinned memory, so that the host need not wait for their copy.
 
-    :param args: the data arguments with the growth of sequences, for `begin_epoch`
+    :param args: the data arguments, for the sequence length of an epoch
     :param position: the file for the position in a stream
     """
 

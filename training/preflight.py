@@ -32,7 +32,7 @@ from swarm.addresses import get_peer_id
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.plan import count_bits
-from swarm.reachability import find_direct_peers, find_reachability
+from swarm.reachability import find_direct_peers, find_reachability, measure_bandwidth
 from swarm.uplink import RoundTimeouts, Uplink
 from text.batches import check_data_arguments
 from text.tokenizers import tokenizer_fingerprint
@@ -165,7 +165,7 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
             contract = make_contract(model, tokenizer_fingerprint(tokenizer), optimizer_args, averaging)
     with table.attempt("joining", clock="this machine's clock", peer="--initial_peers"):
         swarm = Swarm.join(make_swarm_config(swarm_args), membership)
-        swarm.measure_bandwidth(averaging.bandwidth)
+        measure_bandwidth(swarm.dht, averaging.bandwidth)
         table.add(*check_swarm(swarm))
     if swarm and contract:
         with table.attempt("settings"):

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -31,7 +30,7 @@ from arguments import TrainerArguments
 from common.console import UserError, first_line, setup_logging
 from common.signals import CLEANUPS, block_signals
 from swarm.processes import STOP_REQUESTED
-from training.devices import choose_devices, is_out_of_memory
+from training.devices import choose_devices, is_out_of_memory, log_versions
 
 logger = logging.getLogger("trainer")
 
@@ -46,22 +45,11 @@ class RankFailedError(Exception):
     """An error that says that another rank has ended or cannot be reached."""
 
 
-@dataclass
-class Failure:
-    """The error that ended the training of rank 0, if any."""
-
-    error: Exception | None = None
-
-    @property
-    def code(self) -> int:
-        """The exit code of the process."""
-        if self.error is None:
-            return 0
-        return 2 if isinstance(self.error, UserError) else 1
-
-
 def start_ranks(args: TrainerArguments) -> "RankGroup":
-    """Return this process's rank among the ranks of torchrun, or as rank 0 start a rank for each other device."""
+    """Return this process's rank of torchrun, or as rank 0 start a rank for each other device.
+
+    This starts no thread and makes no CUDA context.
+    """
     devices = choose_devices(args)
     number, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if "LOCAL_RANK" not in os.environ:  # torchrun sets it; a cloud may set WORLD_SIZE alone
@@ -122,7 +110,8 @@ class RankGroup(contextlib.AbstractContextManager):
         self.number, self.count, self.device = number, len(devices), devices[number]
         self.store, self.children = store, list(children)
         self.parent = os.getppid()
-        self.group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None  # of GPUs
+        self.failure: Exception | None = None  # that ended the training of rank 0
         self.sent_versions: list[int] = []
 
     @property
@@ -134,6 +123,18 @@ class RankGroup(contextlib.AbstractContextManager):
     def suffix(self) -> str:
         """The suffix of this rank's name; empty for rank 0."""
         return "" if self.is_main else f" rank {self.number}"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of rank 0 after its failure, if any."""
+        if self.failure is None:
+            return 0
+        return 2 if isinstance(self.failure, UserError) else 1
+
+    def __enter__(self) -> "RankGroup":
+        if self.is_main:
+            log_versions(self.device, self.count)
+        return self
 
     def __exit__(self, _, error: BaseException | None, __) -> bool:
         if isinstance(error, RankFailedError) and not STOP_REQUESTED.is_set():
@@ -283,18 +284,17 @@ class RankGroup(contextlib.AbstractContextManager):
         return int(epoch)
 
     @contextlib.contextmanager
-    def catch_failure(self) -> Iterator["Failure"]:
-        """If training fails on rank 0, kill the other ranks and keep the error; on other ranks, raise it."""
-        failure = Failure()
+    def catch_failure(self) -> Iterator[None]:
+        """If training fails on rank 0, kill the other ranks and keep the error as `failure`; on others, raise it."""
         try:
-            yield failure
+            yield
         except (RankFailedError, UserError) as e:
             if not self.is_main:
                 raise
             for child in self.children:  # they wait for rank 0 and have no state to save
                 child.kill()
             if not STOP_REQUESTED.is_set():
-                failure.error = e
+                self.failure = e
                 logger.error(f"{e}; saving the state: the same command continues from there")
 
     def end(self) -> None:
