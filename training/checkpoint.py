@@ -94,13 +94,12 @@ def write_weights(model, weights: dict[str, torch.Tensor] | None, folder: Path) 
     transformers renames some weights (mixtures of experts, gpt_neox), omits others, and saves only the adapters of a
     model with adapters.
     """
-    # pass a copy of the dictionary, because save_pretrained empties it
-    model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
+    weights = model.state_dict() if weights is None else weights
+    model.save_pretrained(folder, state_dict=dict(weights))  # a copy, because save_pretrained empties it
     if (folder / "adapter_config.json").exists():
         # save the base model along with its adapters, so that the folder is complete
         with torch.device("meta"):
             plain = type(model)(model.config)
-        weights = model.state_dict() if weights is None else weights
         adapted = {name.replace(".base_layer.", "."): tensor for name, tensor in weights.items()}
         plain.save_pretrained(folder, state_dict={name: adapted[name] for name in plain.state_dict()})
 
@@ -370,28 +369,24 @@ def check_weights(state: dict, model: torch.nn.Module) -> dict[str, torch.Tensor
     own = model.state_dict(keep_vars=True)
     # safetensors keeps only one of the names of tied weights
     found = {id(own[name]): tensor for name, tensor in state["model"].items() if name in own}
-    where = state.get("path", "the backup")
+    problem = f"{state.get('path', 'the backup')} belongs to a different model"
     for name, tensor in own.items():
         if id(tensor) not in found:
-            raise CheckpointError(f"{where} belongs to a different model: it has no {name}")
+            raise CheckpointError(f"{problem}: it has no {name}")
         shape, saved_shape = list(tensor.shape), list(found[id(tensor)].shape)
         if shape != saved_shape:
-            raise CheckpointError(
-                f"{where} belongs to a different model (see --config_path, --tokenizer_path): {name} is {saved_shape} "
-                f"there, {shape} here"
-            )
+            reason = f"{name} is {saved_shape} there, {shape} here"
+            raise CheckpointError(f"{problem} (see --config_path, --tokenizer_path): {reason}")
         # peers exchange only trained weights, so frozen ones must match those that all peers start from
         is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
         if is_frozen and not torch.allclose(tensor.cpu(), found[id(tensor)].to(tensor.dtype), rtol=1e-3, atol=1e-5):
-            raise CheckpointError(
-                f"{where} belongs to a different model (see --seed, --model_name_or_path): its values of {name}, which "
-                "is not trained, are different"
-            )
+            reason = f"its values of {name}, which is not trained, are different"
+            raise CheckpointError(f"{problem} (see --seed, --model_name_or_path): {reason}")
     if unknown := sorted(state["model"].keys() - own.keys()):
-        raise CheckpointError(f"{where} belongs to a different model: it has {unknown[0]}")
+        raise CheckpointError(f"{problem}: it has {unknown[0]}")
     saved, ours = state.get("architecture"), describe_architecture(model)
     # states of earlier versions have no objective after the model's type, and a digest of other fields
     is_old = saved is None or " " not in saved.split(",")[0]
     if not is_old and saved != ours:
-        raise CheckpointError(f"{where} belongs to a different model (see --config_path): {saved} there, {ours} here")
+        raise CheckpointError(f"{problem} (see --config_path): {saved} there, {ours} here")
     return {name: found[id(tensor)] for name, tensor in own.items()}
