@@ -39,6 +39,8 @@ from models.build import describe_architecture
 
 logger = logging.getLogger("checkpoint")
 
+CARD = Path(__file__).with_name("card.md")
+
 
 class CheckpointError(Exception):
     """An error that says why a training state is unusable, or that it belongs to a different model."""
@@ -122,19 +124,6 @@ def save_checkpoint(model, tokenizer, output_dir: str | Path, state: dict, extra
 
 # --- how to open a model ----------------------------------------------------------------------------------------------
 
-CARD = """\
----
-library_name: transformers
-pipeline_tag: {task}
----
-
-A model of the class `{kind}`. This opens it:
-
-```python
-{code}
-```
-"""
-
 
 def is_known(model) -> bool:
     """Return whether transformers' Auto classes can open a saved model, because its class or saved code is known."""
@@ -158,9 +147,10 @@ def write_code(model, place: str | Path) -> str:
 
 
 def write_readme(model, folder: str | Path) -> bytes:
-    """Return the README.md for a model in this folder."""
+    """Return the README.md for a model in this folder, from card.md."""
     code = write_code(model, folder)
-    return CARD.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
+    card = CARD.read_text(encoding="utf-8")
+    return card.format(task=model.objective.pipeline, kind=type(model).__name__, code=code).encode()
 
 
 # --- find and load states ---------------------------------------------------------------------------------------------

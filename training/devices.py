@@ -26,6 +26,8 @@ from training.model import move_batch
 
 logger = logging.getLogger("trainer")
 
+Batch = dict[str, torch.Tensor]
+
 MAX_PASS_SECONDS = 5.0  # a step of up to 10 s is advised
 MAX_MEMORY_SHARE = 0.8  # of the memory that is free without a batch; rounds and other batches need the rest
 
@@ -133,8 +135,8 @@ def measure_memory(device: torch.device) -> float:
 
 
 def make_trial_batch(
-    model: torch.nn.Module, dataset, tokenizer, corpus: dict, data_args: DataArguments, seed: int
-) -> dict[str, torch.Tensor]:
+    model: PreTrainedModel, dataset, tokenizer, corpus: dict, data_args: DataArguments, seed: int
+) -> Batch:
     """Return a batch of one sequence of the data, repeated up to the maximum length in training."""
     batch = next(iter(make_train_batches(dataset, tokenizer, data_args, batch_size=8, seed=seed)))
     stored = corpus["seq_length"]
@@ -144,12 +146,12 @@ def make_trial_batch(
     return {name: (tensor[row, columns] if tensor.dim() == 2 else tensor[row])[None] for name, tensor in batch.items()}
 
 
-def stretch_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+def stretch_batch(batch: Batch, rows: int) -> Batch:
     """Return a batch that repeats this batch of one sequence."""
     return {name: tensor.repeat(rows, *[1] * (tensor.dim() - 1)) for name, tensor in batch.items()}
 
 
-def time_pass(model: torch.nn.Module, batch: dict[str, torch.Tensor], autocast: AbstractContextManager) -> float:
+def time_pass(model: torch.nn.Module, batch: Batch, autocast: AbstractContextManager) -> float:
     """Return the seconds of one forward and backward pass."""
     start = time.monotonic()
     with autocast:
@@ -173,12 +175,7 @@ def leave_no_trace(model: torch.nn.Module, device: torch.device) -> Iterator[Non
 
 
 def find_batch_size(
-    model: torch.nn.Module,
-    batch: dict[str, torch.Tensor],
-    device: torch.device,
-    autocast: AbstractContextManager,
-    largest_step: int,
-    num_devices: int = 1,
+    model, batch: Batch, device: torch.device, autocast: AbstractContextManager, largest_step: int, num_devices: int = 1
 ) -> tuple[int, int]:
     """Return the samples per forward pass and the batches per step that suit this machine.
 
@@ -214,9 +211,7 @@ def find_batch_size(
     return best, max(1, min(round(1 / best_seconds), largest_step // best))
 
 
-def compile_model(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device, autocast: AbstractContextManager
-) -> None:
+def compile_model(model, batch: Batch, device: torch.device, autocast: AbstractContextManager) -> None:
     """Compile the model in place (--torch_compile); if the compiler fails, log a warning and keep it as it is.
 
     :param batch: a batch of one sequence, from make_trial_batch
@@ -248,7 +243,7 @@ def compile_model(
 
 def tune_to_device(
     model: torch.nn.Module,
-    make_trial: Callable[[], dict[str, torch.Tensor]],
+    make_trial: Callable[[], Batch],
     args: TrainerArguments,
     device: torch.device,
     autocast: AbstractContextManager,
