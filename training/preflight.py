@@ -45,9 +45,9 @@ from training.devices import (
     time_pass,
     tune_to_device,
 )
+from training.figures import fetch_progress
 from training.model import make_trained_model, move_batch
 from training.settings import make_swarm_config, require_attested
-from utils import fetch_progress
 
 MEASURED_BATCHES = 10
 
