@@ -81,6 +81,7 @@ def check_disk(folder: str, parameters: int, kept: int) -> Check:
 
 
 def check_step_time(seconds: float, batch_size: int) -> Check:
+    """Check the time of a step, after each of which this peer reports its progress."""
     message = f"{seconds:.2f} s per step of {batch_size} samples; 0.5 to 10 s are recommended"
     hint = f"{'raise' if seconds < 0.5 else 'lower'} --per_device_train_batch_size or --gradient_accumulation_steps"
     return Check("step time", message, hint, is_warning=not 0.5 <= seconds <= 10)

@@ -114,6 +114,7 @@ class Table:
         self.levels = Counter()
 
     def add(self, *checks: Check) -> None:
+        """Print and count these checks."""
         for check in checks:
             self.levels[check.level] += 1
             print(check, flush=True)
