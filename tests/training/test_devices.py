@@ -163,7 +163,7 @@ def test_torchrun_and_its_end(tmp_path, start, data, number):
     [
         (signal.SIGKILL, "rank 1 of this machine has ended (exit code -9)"),
         pytest.param(
-            signal.SIGTERM, "another rank of this machine was stopped; the state is saved", marks=pytest.mark.slow
+            signal.SIGTERM, "another rank of this machine was stopped; saving the state", marks=pytest.mark.slow
         ),
     ],
 )
