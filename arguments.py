@@ -421,8 +421,8 @@ class TrainerArguments(PrecisionArguments):
     )
     device: str = flag(
         "auto",
-        "Device to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them), mps (an Apple GPU, untested) or xla "
-        "(a TPU by torch_xla, untested); auto: cuda if there is a GPU, otherwise cpu.",
+        "Device to compute on: cpu, cuda (all visible GPUs), cuda:N (one of them) or mps (an Apple GPU, "
+        "untested); auto: cuda if there is a GPU, otherwise cpu.",
     )
     num_devices: int | None = flag(
         None, "Number of devices in this peer, one process each. Default: all GPUs of the machine, or one CPU."
@@ -479,8 +479,8 @@ class TrainerArguments(PrecisionArguments):
         check_needs(self, "eval_steps", "do_eval")
         check_range(self, "num_train_epochs", above=0, at_most=1e9)
         check_range(self, "statistics_expiration", above=0, at_most=3600)
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps|xla", self.device):
-            raise UserError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps or xla")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", self.device):
+            raise UserError(f"--device {self.device}: not supported, choose auto, cpu, cuda, cuda:N or mps")
         if self.per_device_train_batch_size != "auto":
             try:
                 self.per_device_train_batch_size = int(self.per_device_train_batch_size)

@@ -13,7 +13,7 @@ from processes import ROOT
 import arguments
 import finetune_mlm
 import predict_on_lidirus
-from training.preflight import check_epoch_time
+from training.checks import check_epoch_time
 from utils import find_peer_id, make_validators
 
 SHARED = ("ModelArguments", "OptimizerArguments", "AveragingArguments")
