@@ -16,13 +16,11 @@ per epoch, another for a later evaluation), learning_curve.png, and at the end (
 With --store_checkpoints it also downloads and saves the swarm's state every few epochs. It then needs the trainers'
 model, optimizer and averaging flags, and sends those that it has to new peers, which need not set them.
 
-To watch a swarm from any terminal without joining it, and to plot the metrics of a monitor:
+To plot the metrics of a monitor:
 
-    python run_training_monitor.py --watch --initial_peers /ip4/203.0.113.1/tcp/31337/p2p/XXXX
     python run_training_monitor.py --experiment_prefix my_albert --plot loss.png
 """
 
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -37,7 +35,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 from monitoring.curves import plot_run
 from monitoring.history import load_history
 from monitoring.observer import Observer
-from monitoring.watch import watch_swarm
 from swarm.joining import Swarm
 from swarm.processes import clean_end
 from training.page_client import format_join
@@ -81,12 +78,7 @@ def main(*groups) -> None:
     if args.plot:
         plot(args.plot, args.output_dir, swarm.experiment_prefix)
         return
-    if args.watch:  # its peer id must differ from the monitor's, even if both have the same --identity_path
-        groups = dataclasses.replace(swarm, identity_path=None), *groups[1:]
     membership, groups = begin(groups)
-    if args.watch:
-        watch_swarm(groups[0], membership, args.refresh_period)
-        return
     observer = Observer(membership, *groups)
     if not observer.dht.client_mode:
         print_how_to_join(observer.swarm, observer.flags)
