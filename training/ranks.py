@@ -31,7 +31,7 @@ from arguments import TrainerArguments
 from common.console import UserError, first_line, setup_logging
 from common.signals import CLEANUPS, block_signals
 from swarm.processes import STOP_REQUESTED
-from training.devices import choose_devices, is_out_of_memory
+from training.devices import choose_devices, is_out_of_memory, log_versions
 
 logger = logging.getLogger("trainer")
 
@@ -141,6 +141,11 @@ class DeviceGroup(contextlib.AbstractContextManager):
     def suffix(self) -> str:
         """The suffix of this rank's name; empty for rank 0."""
         return "" if self.is_main else f" rank {self.number}"
+
+    def __enter__(self) -> "DeviceGroup":
+        if self.is_main:
+            log_versions(self.device, self.count)
+        return self
 
     def __exit__(self, _, error: BaseException | None, __) -> bool:
         self.remove_files()

@@ -27,9 +27,7 @@ from swarm.identity import make_identity
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.probe import fetch_attestations, find_problem
-from training.devices import log_versions
 from training.page_client import resolve_initial_peers
-from training.ranks import DeviceGroup
 
 logger = logging.getLogger("joining")
 
@@ -37,19 +35,15 @@ OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")  # may
 CONFIGS = "configs"
 
 
-def begin(
-    groups: tuple, ranks: DeviceGroup | None = None, kept_at: Path | None = None
-) -> tuple[Membership | None, tuple]:
+def begin(groups: tuple, ranks=None, kept_at: Path | None = None) -> tuple[Membership | None, tuple]:
     """Make this peer's identity, and inherit the run's settings.
 
     :param groups: the parsed command line, one dataclass instance per group of flags, SwarmArguments first
-    :param ranks: the processes of this peer; rank 0 talks to the swarm for all
+    :param ranks: a trainer's processes, see training/ranks.py; rank 0 talks to the swarm for all
     :param kept_at: see `make_identity`
     :returns: the membership of a closed run on rank 0, and the arguments with the settings
     """
     membership, settings = None, []
-    if ranks and ranks.is_main:
-        log_versions(ranks.device, ranks.count)
     if ranks is None or ranks.is_main:
         membership = make_identity(make_config(SwarmConfig, groups[0]), kept_at)
         settings = discover_settings(groups[0], membership)
