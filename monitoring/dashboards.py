@@ -32,9 +32,8 @@ GROUPS = {
     "round/": ("samples", "samples_accumulated", "averaged_with", "grad_norm", "skipped_steps"),
     "traffic/": ("bytes_sent", "bytes_received"),
 }
-# arguments that are hidden from dashboards, because they hold addresses and names of users
-PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "resume_from_checkpoint")
-PRIVATE += ("invite", "authority_key")
+# the ends of names of arguments that are hidden from dashboards, because they hold addresses and names of users
+PRIVATE = ("initial_peers", "_maddrs", "_path", "_dir", "_url", "_port", "token", "_checkpoint", "invite", "_key")
 
 
 class Dashboard:
