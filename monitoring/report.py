@@ -16,7 +16,7 @@ from common.console import UserError
 from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
-from monitoring.history import Contributions, describe_swarm, load_history, pick
+from monitoring.history import Contributions, describe_swarm, load_history
 from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 from swarm.processes import STOP_REQUESTED
 from utils import (
@@ -44,6 +44,8 @@ READS_BEFORE_THE_END = 2  # reads without a trainer, of which one may have misse
 # A run that went back is a new one up to this epoch, or up to a tenth of the epoch reached. Beyond, it has resumed from
 # an older state. A new run may reach that epoch before it is detected.
 NEW_RUN_EPOCH = 30
+#: results of measure_progress
+PROGRESS = ("target_batch_size", "swarm_samples", "final_epoch", "seconds_left")
 
 
 class RunReport:
@@ -65,11 +67,8 @@ class RunReport:
             raise UserError(
                 f"--output_dir {args.output_dir} cannot be read and written ({e.strerror}): choose another folder"
             ) from e
-        last = self.history[-1] if self.history else {}
-        #: the metrics of the last report, which may be an earlier process's
-        self.last = SwarmMetrics(**pick(last, SwarmMetrics)) if last else None
-        #: the result of measure_progress at the last epoch
-        self.progress = {name: last[name] for name in ("final_epoch", "swarm_samples") if name in last}
+        #: the last line of metrics.jsonl, which may be an earlier process's
+        self.last = self.history[-1] if self.history else {}
         self.course, self.contributions = RunCourse(self.prefix), Contributions(summary.get("peers", {}))
         self.workers = ContributorRegistry(map(bytes.fromhex, summary.get("workers", [])))
         #: the run's name on dashboards, and the dashboards that have its whole history
@@ -109,7 +108,7 @@ class RunReport:
 
         :param is_last: whether to hurry
         """
-        last_epoch = self.last.epoch if self.last else None
+        last_epoch = self.last.get("epoch")
         timeout = FINAL_FETCH_TIMEOUT if is_last else FETCH_TIMEOUT
         # at the end only local records: the DHT waits for seconds for trainers that have just left
         records = fetch_records(dht, self.prefix, timeout, self.workers, latest=not is_last)
@@ -122,49 +121,53 @@ class RunReport:
         if 0 < self.older_reads < READS_BEFORE_GOING_BACK:
             return None  # these records may belong to this run or to a new one
         is_new = current is not None and current.epoch != last_epoch
-        starts_over = is_new and self.older_reads > 0 and self.go_back(current.epoch)
+        begins_anew = is_new and self.older_reads > 0 and self.go_back(current.epoch)
         reports = {} if is_last else fetch_progress(dht, self.prefix)
         self.empty_reads = 0 if reports or is_new else self.empty_reads + 1
         self.contributions.update({label: records[label] for label, _ in believable}, reports, time.time())
+        news = {}
         if is_new:
-            self.last, self.older_reads = current, 0
+            self.older_reads = 0
             recent = [entry["epoch_seconds"] for entry in self.history[-RECENT_EPOCHS:]] + [current.epoch_seconds]
-            self.progress = self.course.measure(dht, current.epoch, believable, recent, self.workers)
+            progress = self.course.measure(dht, current.epoch, believable, recent, self.workers)
+            news = {"experiment_prefix": self.prefix, **asdict(current), **progress}
+            if begins_anew:
+                news["begins_anew"] = True
             logger.info(
                 f"Epoch #{current.epoch}  loss = {current.loss:.5f}  peers {current.alive_peers}  samples "
                 f"{current.samples}  {current.samples_per_second:.1f} samples/s  averaged with {current.averaged_with}"
-                f"  {format_progress(current.epoch, self.progress)}  {format_samples(self.progress)}".rstrip()
+                f"  {format_progress(current.epoch, progress)}  {format_samples(progress)}".rstrip()
             )
-        evaluation, validation = find_evaluation(believable), {}
+        evaluation = find_evaluation(believable)
         if evaluation and evaluation.epoch > self.last_validation().get("validation_epoch", -1):
             logger.info(f"Validation {format_evaluation(evaluation)}")
-            validation = describe_evaluation(evaluation)
-        if is_new or (validation and self.last):
-            self.add_entry(is_new, starts_over, validation)
+            news |= describe_evaluation(evaluation)
+        if is_new or (news and self.last):
+            self.add_entry(news)
         if time.monotonic() >= self.next_drawing:
             self.next_drawing = time.monotonic() + CURVE_PERIOD
             self.write_files()
         return current if is_new else None
 
-    def add_entry(self, is_new: bool, starts_over: bool, validation: dict) -> None:
-        """Add the last epoch to metrics.jsonl, curve and dashboard, or replace its entry if an evaluation follows."""
-        entry = {"experiment_prefix": self.prefix, "time": time.time(), **asdict(self.last), **self.progress}
-        entry["total_samples"] = self.contributions.total_samples()
-        if starts_over:
-            entry["begins_anew"] = True
-        entry |= validation
-        self.history.add(entry)
-        append_line(self.output_dir / "metrics.jsonl", json.dumps(entry))
+    def add_entry(self, news: dict) -> None:
+        """Add an epoch to metrics.jsonl, curve and dashboard.
+
+        :param news: the metrics of a new epoch, or only an evaluation, which replaces the entry of the last epoch
+        """
+        own = {"time": time.time(), "total_samples": self.contributions.total_samples()}
+        self.last = (news if "epoch" in news else self.last | news) | own
+        self.history.add(self.last)
+        append_line(self.output_dir / "metrics.jsonl", json.dumps(self.last))
         rows = []
         if time.monotonic() >= self.next_table:
             self.next_table = time.monotonic() + TABLE_PERIOD
             rows = self.contributions.make_rows()
         # dashboards have the rest of a second entry
-        self.dashboard.report(entry if is_new else {"epoch": entry["epoch"], **validation}, rows)
+        self.dashboard.report(self.last if "epoch" in news else news | {"epoch": self.last["epoch"]}, rows)
 
     def go_back(self, epoch: int) -> bool:
         """Start a new curve after the swarm went back; return whether it is a new run, not an older state."""
-        starts_over = epoch <= max(NEW_RUN_EPOCH, self.last.epoch // 10)
+        starts_over = epoch <= max(NEW_RUN_EPOCH, self.last["epoch"] // 10)
         self.history.forget_from(0 if starts_over else epoch)
         if starts_over:
             logger.info(f"Run {self.prefix} has started over, at epoch {epoch}")
@@ -179,16 +182,17 @@ class RunReport:
     def read_progress(self) -> dict:
         """Return the content of the status page, which calls this from its own thread."""
         last, ended = self.last, self.find_end()
-        progress = {"epoch": last and last.epoch, "loss": last and last.loss, "peers": self.alive_peers}
+        progress = {"epoch": last.get("epoch"), "loss": last.get("loss"), "peers": self.alive_peers}
         progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
-        progress |= {**self.progress, **self.last_validation(), "ended": ended}
+        progress |= {name: last[name] for name in PROGRESS if name in last}
+        progress |= {**self.last_validation(), "ended": ended}
         return progress | ({"peers": 0, "samples_per_second": 0.0, "seconds_left": 0} if ended else {})
 
     def find_end(self) -> float | None:
         """Return the Unix time of the last trainer's last report if all trainers have left, otherwise None."""
         if not self.last:
             return None
-        is_complete = self.last.epoch >= self.progress.get("final_epoch", math.inf)
+        is_complete = self.last["epoch"] >= self.last.get("final_epoch", math.inf)
         # one read of the DHT may miss records
         if self.empty_reads < (1 if is_complete else READS_BEFORE_THE_END):
             return None
@@ -208,7 +212,7 @@ class RunReport:
         logger.info(f"In {self.output_dir}: {', '.join(names)}")
         if self.last:
             # the complete table again, at the last epoch
-            self.dashboard.report({"epoch": self.last.epoch}, rows)
+            self.dashboard.report({"epoch": self.last["epoch"]}, rows)
         self.dashboard.finish()
 
     def write_files(self) -> None:
@@ -221,8 +225,8 @@ class RunReport:
         """Write summary.json with the contributors and the state that the next process needs to continue."""
         summary = {
             "experiment_prefix": self.prefix,
-            "epochs": self.last.epoch if self.last else 0,
-            "last_loss": self.last.loss if self.last else None,
+            "epochs": self.last.get("epoch", 0),
+            "last_loss": self.last.get("loss"),
             **self.last_validation(),
             "total_samples": self.contributions.total_samples(),
             "run_name": self.run_name,
