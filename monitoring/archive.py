@@ -61,8 +61,7 @@ class CheckpointHandler:
     UserError if the folder cannot be written or there is no token for the Hub.
 
     :param groups: instances of MONITOR_ARGS or AUX_PEER_ARGS; checkpoints hold their PUBLIC_ARGUMENTS
-    :param optimizer: an auxiliary optimizer of make_optimizer, which has the trainers' state only right after a
-        download (note 28)
+    :param optimizer: an auxiliary optimizer, which has the trainers' state only right after a download (note 28)
     """
 
     def __init__(self, groups: tuple, model: torch.nn.Module, tokenizer, optimizer: CollaborativeOptimizer):
@@ -85,9 +84,8 @@ class CheckpointHandler:
                 logger.info(f"{saved[-1]} does not belong to the run {self.prefix}")
                 set_aside(self.folder, -1)
         except OSError as e:
-            raise UserError(
-                f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
-            ) from e
+            text = f"--local_path {self.folder} cannot be written ({e.strerror}): choose another folder"
+            raise UserError(text) from e
         url, interval = self.args.repo_url, self.args.upload_interval
         self.publisher = Publisher(url, interval, self.folder) if url else None
 
@@ -169,13 +167,10 @@ class CheckpointHandler:
 
     def describe(self) -> dict:
         """Return the archive's figures for the status page."""
+        shown = {"checkpoints": [read_epoch(path) for path in find_checkpoints(self.folder)][-MAX_SHOWN:]}
         uploaded = self.publisher.uploaded if self.publisher else {}
-        return {
-            "checkpoints": [read_epoch(path) for path in find_checkpoints(self.folder)][-MAX_SHOWN:],
-            "repository": self.args.repo_url,
-            "uploaded_epoch": uploaded.get("epoch"),
-            "uploaded_time": uploaded.get("time"),
-        }
+        shown |= {f"uploaded_{name}": uploaded.get(name) for name in ("epoch", "time")}
+        return shown | {"repository": self.args.repo_url}
 
     def finish(self) -> None:
         """Wait for a checkpoint that is being written, and abandon an upload."""
@@ -202,10 +197,8 @@ def select_outdated(folders: list[Path], newest: int, interval: int) -> list[Pat
 def write_card(stamp: dict, history: list[dict], model: torch.nn.Module, place: str, has_curve: bool) -> str:
     """Return the README.md of a checkpoint, from card.md.
 
-    :param stamp: the checkpoint's stamp from CheckpointHandler.save
-    :param history: the run's known history up to this epoch
+    :param history: the run's known history up to the checkpoint's epoch
     :param place: the model's name or folder for from_pretrained
-    :param has_curve: whether the folder has learning_curve.png
     """
     settings, objective = stamp["settings"], model.objective
     trust = ", trust_remote_code=True" if model.is_remote_code() else ""
