@@ -168,12 +168,12 @@ class RunReport:
     def go_back(self, epoch: int) -> bool:
         """Start a new curve after the swarm went back; return whether it is a new run, not an older state."""
         starts_over = epoch <= max(NEW_RUN_EPOCH, self.last["epoch"] // 10)
-        self.history.forget_from(0 if starts_over else epoch)
         if starts_over:
             logger.info(f"Run {self.prefix} has started over, at epoch {epoch}")
             self.write_summary()
             self.put_summary_aside()
             self.contributions = Contributions({})
+        self.history.forget_from(0 if starts_over else epoch)
         self.dashboard.finish()
         self.run_name, self.reported_to = make_run_name(self.prefix), []
         self.start_dashboard()
