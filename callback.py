@@ -459,10 +459,7 @@ class CollaborativeCallback:
             records = fetch_records(self.dht, self.swarm.prefix, METRICS_TIMEOUT, self.workers)
             self.contributions.update(records, {}, time.time())
             self.swarm_metrics = aggregate_metrics([(label, metrics) for label, (metrics, _) in records.items()])
-        progress |= {
-            **describe_swarm(self.swarm_metrics and vars(self.swarm_metrics), self.curve),
-            **self.contributions.describe(),
-        }
+        progress |= {**describe_swarm(self.swarm_metrics, self.curve), **self.contributions.describe()}
         progress["checkpoints"] = [self.saved_epoch] if self.saved_epoch > 0 else []
         validation = describe_evaluation(self.evaluation) if self.evaluation else {}
         return progress | self.measure_progress() | validation

@@ -16,7 +16,7 @@ from common.console import UserError
 from common.files import append_line, lock_folder, read_json, write_file
 from monitoring.curves import draw_learning_curve
 from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start_trackio, start_wandb
-from monitoring.history import Contributions, describe_swarm, load_history
+from monitoring.history import Contributions, describe_swarm, load_history, pick
 from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 from swarm.processes import STOP_REQUESTED
 from utils import (
@@ -183,7 +183,8 @@ class RunReport:
         """Return the content of the status page, which calls this from its own thread."""
         last, ended = self.last, self.find_end()
         progress = {"epoch": last.get("epoch"), "loss": last.get("loss"), "peers": self.alive_peers}
-        progress |= {**describe_swarm(last, self.history), **self.contributions.describe()}
+        metrics = SwarmMetrics(**pick(last, SwarmMetrics)) if last else None
+        progress |= {**describe_swarm(metrics, self.history), **self.contributions.describe()}
         progress |= {name: last[name] for name in PROGRESS if name in last}
         progress |= {**self.last_validation(), "ended": ended}
         return progress | ({"peers": 0, "samples_per_second": 0.0, "seconds_left": 0} if ended else {})
