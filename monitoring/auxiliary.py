@@ -6,10 +6,10 @@ Roles import this module only if flags say so, because its imports are slow.
 from experiment.model import find_objective, make_model
 from experiment.optimizer import make_contract, make_optimizer
 from monitoring.archive import CheckpointHandler
+from swarm.contract import RunContract
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper
 from text.tokenizers import load_tokenizer, tokenizer_fingerprint
-from utils import RunContract
 
 
 def make_auxiliary(

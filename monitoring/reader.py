@@ -9,10 +9,10 @@ from collections import deque
 from common.console import UserError
 from common.flags import describe_shared, find_typed
 from monitoring.report import RunReport
-from swarm.contract import require_same
+from swarm.contract import RunContract, require_same
 from swarm.joining import Swarm
 from swarm.processes import STOP_REQUESTED
-from utils import RunContract, SwarmMetrics
+from utils import SwarmMetrics
 
 # seconds between two reads while the status page is open, and seconds that it counts as open
 VISITOR_PERIOD, VISIT_SECONDS = 5.0, 15.0
