@@ -519,7 +519,6 @@ class ReportArguments:
 class MonitorArguments(ReportArguments):
     """The monitor. Read by run_training_monitor.py."""
 
-    watch: bool = flag(False, "Show the swarm of --initial_peers live, as a reader only, instead of monitoring.")
     plot: str | None = flag(
         None, "Draw the loss from a monitor's --output_dir to this PNG file, instead of monitoring."
     )
@@ -528,7 +527,6 @@ class MonitorArguments(ReportArguments):
         super().__post_init__()
         if self.plot == "":
             raise UserError("--plot needs the name of a file, e.g. --plot loss.png")
-        check_exclusive(self, "watch", "plot")
 
 
 @dataclass
@@ -697,7 +695,7 @@ BASIC_FLAGS = {
     *("matchmaking_time", "request_timeout", "averaging_timeout", "next_chunk_timeout", "default_refresh_period"),
     *("average_state_every", "local_steps", "compression", "dataset_path", "train_file", "dataloader_num_workers"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "fp16", "do_eval", "eval_steps"),
-    *("max_eval_samples", "save_steps", "output_dir", "preflight", "wandb_project", "refresh_period", "watch"),
+    *("max_eval_samples", "save_steps", "output_dir", "preflight", "wandb_project", "refresh_period"),
     *("store_checkpoints", "assist_in_averaging"),
 }
 
@@ -726,9 +724,7 @@ def begin_new_run(found: dict[type, Any]) -> None:
 def parse_arguments(*groups: type, description: str | None = None, before: Sequence[str] = ()) -> tuple:
     """Parse the command line into one instance of each dataclass, in order (see `parse_flags`)."""
     found = {type(parsed): parsed for parsed in parse_flags(groups, BASIC_FLAGS, MAY_BE_EMPTY, description, before)}
-    swarm, monitor, averaging = map(found.get, (SwarmArguments, MonitorArguments, AveragingArguments))
-    if monitor and monitor.watch and not swarm.initial_peers:
-        raise UserError("--watch needs --initial_peers: the address of a peer of the swarm, as the monitor prints it")
+    swarm, averaging = map(found.get, (SwarmArguments, AveragingArguments))
     trainer, data = found.get(TrainerArguments), found.get(DataArguments)
     if trainer and trainer.num_train_epochs and data.streaming:
         raise UserError("--num_train_epochs: --streaming has no passes over the data: pass --max_steps instead")
