@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from arguments import TokenizeArguments
-from common.console import UserError, format_bytes
+from common.console import UserError, format_bytes, format_count
 from common.files import hash_file, unfinished_folder
 from text.instances import KINDS, PAIRS
 from text.stored import load_tokenized_dataset, write_dataset
@@ -68,9 +68,9 @@ def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArgumen
         raise
     size = sum(path.stat().st_size for path in made)
     print(
-        f"packed {dataset_path} and {tokenizer_path} into {len(made)} file{'s'[: len(made) != 1]} of "
-        f"{format_bytes(size)}; put {'it' if count == 1 else 'all of them side by side'} on any web server, "
-        f"then for each trainer:\n--dataset_path https://YOUR_HOST/{made[0].name} --dataset_sha256 {sha256}"
+        f"packed {dataset_path} and {tokenizer_path} into {format_count(len(made), 'file')} of {format_bytes(size)}; "
+        f"put {'it' if count == 1 else 'all of them side by side'} on any web server, then for each trainer:\n"
+        f"--dataset_path https://YOUR_HOST/{made[0].name} --dataset_sha256 {sha256}"
     )
 
 
@@ -82,12 +82,12 @@ def make_shards(names: list[Path], dataset: dict, corpus: dict, tokenizer_path: 
     entries = []
     for number, archive in enumerate(tqdm(archives, desc="packing", unit="file", disable=None), start=-1):
         with unfinished_folder(archive) as folder:
+            parts = {"dataset": folder}
             if number < 0:
-                parts = {"dataset": folder, "tokenizer": tokenizer_path}
+                parts["tokenizer"] = tokenizer_path
                 tables = {"validation": select_rows(dataset["validation"], 1, 0)}
             else:
-                parts, count = {"dataset": folder}, len(archives) - 1
-                tables = {"train": select_rows(dataset["train"], count, number)}
+                tables = {"train": select_rows(dataset["train"], len(archives) - 1, number)}
             write_dataset(tables, corpus, folder)
             entries.append({"name": archive.name, "sha256": pack(archive, parts), "size": archive.stat().st_size})
     index.write_text(json.dumps({"common": entries[0], "shards": entries[1:]}, indent=2) + "\n")
