@@ -48,9 +48,7 @@ class HttpFile(io.RawIOBase):
         first response
     """
 
-    def __init__(
-        self, url: str, patience: float, stop: threading.Event | None = None, facts: dict[str, int | str] | None = None
-    ):
+    def __init__(self, url: str, patience: float, stop: threading.Event | None = None, facts: dict | None = None):
         self.url, self.patience, self.stop, self.facts = url, patience, stop or threading.Event(), dict(facts or {})
         self.client, self.response, self.pieces, self.deadline = None, None, None, 0.0
         self.position = 0

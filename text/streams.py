@@ -83,6 +83,9 @@ READ_ERRORS = (
 )
 
 
+Found = tuple[object, int, int]  # a record or Broken, the offset after it, and the number of its line or row
+
+
 class Position(NamedTuple):
     """The position at which to continue in a source."""
 
@@ -139,8 +142,8 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
         yield text, position
 
 
-def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[object, int, int]]:
-    """Yield (record or Broken, offset after it, number of the line); the first line number is `record` + 1."""
+def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[Found]:
+    """Yield the records in these lines, of which the first one has the number `record` + 1."""
     for number, (line, offset) in enumerate(lines, start=record + 1):
         if line.isspace():
             continue
@@ -151,7 +154,7 @@ def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tupl
         yield value, offset, number
 
 
-def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[tuple[object, int, int]]:
+def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[Found]:
     """Yield like read_jsonl, but documents of at least TEXT_CHARACTERS, to a blank line, or twice as many."""
     kept, characters, number, offset = [], 0, 0, 0
     for number, (line, offset) in enumerate(lines, start=record + 1):
@@ -169,9 +172,7 @@ def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> I
         yield {column: "".join(kept)}, offset, number
 
 
-def read_parquet(
-    table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int
-) -> Iterator[tuple[object, int, int]]:
+def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int) -> Iterator[Found]:
     """Yield like read_jsonl, but the rows of one row group, from row `start` on."""
     if column not in table.schema_arrow.names:
         raise Broken(f"no {column} (there is {', '.join(table.schema_arrow.names)[:200]}): give another text_column")
@@ -187,7 +188,7 @@ def read_parquet(
         first += len(values)
 
 
-def read_examples(shard, start: int) -> Iterator[tuple[object, int, int]]:
+def read_examples(shard, start: int) -> Iterator[Found]:
     """Yield like read_jsonl, but the records of a datasets.IterableDataset, from record `start` on."""
     from datasets.exceptions import DatasetsError
 
@@ -294,7 +295,9 @@ class Source:
                 if stop.is_set():
                     return
                 if isinstance(text, Broken):
-                    self.count_broken(text)
+                    self.broken += 1
+                    if str(self.broken).strip("0") == "1":  # the first, the tenth, the hundredth, ...
+                        logger.warning(f"source {self.name}: skipped broken record number {self.broken:,}: {text}")
                 elif text and not text.isspace():
                     is_empty = False
                     yield text, behind
@@ -302,12 +305,6 @@ class Source:
                 logger.warning(f"source {self.name}: a whole pass without any text; next pass in {EMPTY_SECONDS:g} s")
                 stop.wait(EMPTY_SECONDS)
             position = Position(position.number + 1)
-
-    def count_broken(self, reason: Broken) -> None:
-        """Count a broken record, and log the first, the tenth, the hundredth, ..."""
-        self.broken += 1
-        if str(self.broken).strip("0") == "1":
-            logger.warning(f"source {self.name}: skipped broken record number {self.broken:,}: {reason}")
 
     def find_problem(self, seed: int) -> str | None:
         """Return the reason why the source's beginning has no text, or None if it has."""
