@@ -81,8 +81,6 @@ READ_ERRORS = (
     *(Broken, HttpError, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
     pyarrow.ArrowException,
 )
-
-
 Found = tuple[object, int, int]  # a record or Broken, the offset after it, and the number of its line or row
 
 
