@@ -131,10 +131,10 @@ class HttpFile(io.RawIOBase):
             raise ChangedError("was cut off, and its server does not tell whether it is still the same")
         facts = {"size": int(size) if size else None, "etag": validator}
         for name, value in facts.items():
-            known = self.facts.get(name)
-            if None not in (known, value) and known != value:
+            earlier = self.facts.get(name)
+            if None not in (earlier, value) and earlier != value:
                 raise ChangedError("has changed in the meantime")
-            self.facts[name] = value if known is None else known
+            self.facts[name] = value if earlier is None else earlier
         self.pieces = self.response.iter_raw()
 
     def disconnect(self) -> None:

@@ -81,7 +81,7 @@ READ_ERRORS = (
     *(Broken, HttpError, OSError, EOFError, ValueError, KeyError, zlib.error, lzma.LZMAError),
     pyarrow.ArrowException,
 )
-Found = tuple[object, int, int]  # a record or Broken, the offset after it, and the number of its line or row
+NumberedRecord = tuple[object, int, int]  # a record or Broken, the offset after it, and the number of its line or row
 
 
 class Position(NamedTuple):
@@ -140,7 +140,7 @@ def read_lines(file: BinaryIO, path: str, part: tuple[int, int], start: int) -> 
         yield text, position
 
 
-def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[Found]:
+def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[NumberedRecord]:
     """Yield the records in these lines, of which the first one has the number `record` + 1."""
     for number, (line, offset) in enumerate(lines, start=record + 1):
         if line.isspace():
@@ -152,7 +152,7 @@ def read_jsonl(lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[Foun
         yield value, offset, number
 
 
-def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[Found]:
+def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> Iterator[NumberedRecord]:
     """Yield like read_jsonl, but documents of at least TEXT_CHARACTERS, to a blank line, or twice as many."""
     kept, characters, number, offset = [], 0, 0, 0
     for number, (line, offset) in enumerate(lines, start=record + 1):
@@ -170,7 +170,7 @@ def read_text(column: str, lines: Iterator[tuple[bytes, int]], record: int) -> I
         yield {column: "".join(kept)}, offset, number
 
 
-def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int) -> Iterator[Found]:
+def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, start: int) -> Iterator[NumberedRecord]:
     """Yield like read_jsonl, but the rows of one row group, from row `start` on."""
     if column not in table.schema_arrow.names:
         raise Broken(f"no {column} (there is {', '.join(table.schema_arrow.names)[:200]}): give another text_column")
@@ -186,7 +186,7 @@ def read_parquet(table: pyarrow.parquet.ParquetFile, column: str, group: int, st
         first += len(values)
 
 
-def read_examples(shard, start: int) -> Iterator[Found]:
+def read_examples(shard, start: int) -> Iterator[NumberedRecord]:
     """Yield like read_jsonl, but the records of a datasets.IterableDataset, from record `start` on."""
     from datasets.exceptions import DatasetsError
 
