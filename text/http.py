@@ -110,6 +110,7 @@ class HttpFile(io.RawIOBase):
         headers = {"Range": f"bytes={self.position}-"} if self.position else {}
         request = self.client.build_request("GET", self.url, headers=headers, extensions={"trace": self.watch})
         for _ in range(MOST_REDIRECTS):
+            self.deadline = time.monotonic() + STALL_SECONDS
             self.response = self.client.send(request, stream=True)
             request = self.response.next_request
             if request is None:
@@ -147,9 +148,9 @@ class HttpFile(io.RawIOBase):
         delay, start = FIRST_DELAY, time.monotonic()
         while self.facts.get("size") is None or self.position < self.facts["size"]:
             try:
-                self.deadline = time.monotonic() + STALL_SECONDS
                 if self.pieces is None:
                     self.connect()
+                self.deadline = time.monotonic() + STALL_SECONDS
                 piece = next(self.pieces, b"")
                 self.late = max(0.0, self.late + time.monotonic() - start - len(piece) / LEAST_SPEED)
                 start = time.monotonic()
