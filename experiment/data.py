@@ -16,14 +16,7 @@ from torch.utils.data import IterableDataset
 from arguments import DEFAULT_TOKENIZER_PATH, DataArguments, ModelArguments
 from common.console import UserError
 from experiment.model import find_objective
-from text.batches import (
-    BatchLoader,
-    IndexedBatches,
-    ShardedBatches,
-    StreamedBatches,
-    choose_multiple,
-    list_batches,
-)
+from text.batches import BatchLoader, IndexedBatches, ShardedBatches, StreamedBatches, choose_multiple, list_batches
 from text.collators import DataCollator, DataCollatorForCausalLM, DataCollatorForWholeWordMask
 from text.documents import read_documents
 from text.fetch import FetchedDataset, fetch_data

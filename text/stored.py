@@ -19,7 +19,6 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
 
     :param found: the result of fetch_data, or a folder
     :param kind: the kind of instances to load, None: the stored kind; stored pairs can also be loaded as blocks
-    :raises UserError: there is no such dataset, or it has another tokenizer or kind of instances
     """
     from datasets import load_from_disk
 

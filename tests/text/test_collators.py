@@ -16,14 +16,9 @@ from transformers import AlbertTokenizer, BertTokenizer, PreTrainedTokenizerFast
 from arguments import DataArguments, TokenizeArguments
 from common.console import UserError
 from experiment import data
-from text.batches import (
-    IndexedBatches,
-    check_data_arguments,
-)
+from text.batches import IndexedBatches, check_data_arguments
 from text.collators import DataCollatorForWholeWordMask, number_words, to_tensors
-from text.documents import (
-    read_text,
-)
+from text.documents import read_text
 from text.tokenizers import find_word_beginnings, load_tokenizer, train_byte_tokenizer
 
 
