@@ -51,7 +51,7 @@ SHARED_NAMES = list_shared(TRAINER_ARGS)
 MAX_RECORD_BYTES = 16 * 1024
 MAX_CONTRACT_BYTES = 9000  # an attestation carries it through a hivemind pipe, which breaks at 16 KB
 # Seconds. A record that never expires would count as a peer forever. Ours live for minutes: this is also the maximum of
-# --statistics_expiration and --metadata_expiration.
+# --statistics_expiration.
 MAX_RECORD_LIFETIME = 3600.0
 # Records live for --statistics_expiration, 600 s. A swarm with epochs of 1 s advances 600 epochs in that time, so
 # records further apart than this do not belong to one run.

@@ -111,10 +111,6 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
     """
     name, rows = args.model_name_or_path or args.config_path, config.vocab_size
     options = {"dtype": torch.float32}  # autocast handles half precision
-    where = ""
-    if args.attn_implementation:
-        options["attn_implementation"] = args.attn_implementation
-        where = f"--attn_implementation {args.attn_implementation}: "
     initial_weights = "random"
     try:
         with torch.random.fork_rng(devices=[]):
@@ -136,7 +132,7 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                 options |= dict(trust_remote_code=False) if is_auto else {}
                 model = (model_class.from_config if is_auto else model_class._from_config)(config, **options)
     except Exception as e:  # many types: from files, values and missing packages
-        raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e
+        raise UserError(f"the model {name} cannot be made ({first_line(e)})") from e
     model.train()
     model.initial_weights, model.seed = initial_weights, args.seed
     return model

@@ -257,7 +257,7 @@ def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT
     relays = dht.run_coroutine(partial(find_relays, config.initial_peers))
     dht.shutdown()
     options = dict(check_if_identity_free=False)  # other peers may still know this identity from the old DHT
-    if not config.use_relay or not relays or (averagers and not config.use_auto_relay):
+    if not config.use_relay or not relays or averagers:
         who = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
         wait = "its gradients count once a reachable trainer joins (none of `initial_peers` is a relay)"
         logger.warning(f"{reason}: continuing in client mode, {who if averagers else wait}")

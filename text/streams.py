@@ -337,11 +337,8 @@ class Source:
         return problems[0] if problems else f"there is no text in {self.path}"
 
 
-def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Source]:
-    """Read the sources of a JSON file; raise a UserError if it is invalid.
-
-    :param sentence_splitter: the sentence splitter of sources that name none
-    """
+def read_sources(path: str | Path) -> list[Source]:
+    """Read the sources of a JSON file; raise a UserError if it is invalid."""
     kinds = [item.name for item in fields(Source)]
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -364,7 +361,7 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
         for name in entry.keys() - {"path", "weight"}:
             if not isinstance(entry[name], str):
                 raise UserError(f"{where}: {name} must be a string")
-        source = Source(**{"sentence_splitter": sentence_splitter, **entry})
+        source = Source(**entry)
         if source.format not in ("jsonl", "text", "parquet", "hub"):
             raise UserError(f"{where}: format must be jsonl, text, parquet or hub, not {source.format}")
         if source.format == "hub" and (isinstance(paths, list) or is_url(paths)):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import DEFAULT_TOKENIZER_PATH, TokenizeArguments
+from arguments import DEFAULT_TOKENIZER_PATH
 from common.console import UserError, first_line
 from common.hub import hub
 from text.instances import PAIRS, InstanceKind
@@ -118,7 +118,7 @@ def find_word_beginnings(tokenizer) -> np.ndarray | None:
 SPECIAL_TOKENS = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]  # in ALBERT's order
 
 
-def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+def train_tokenizer(documents: list[list[str]], args):
     """Train an ALBERT-style Unigram tokenizer; from a small text, it has fewer tokens than requested.
 
     It uses AlbertTokenizer's normalizer and pre-tokenizer, because AlbertTokenizer silently replaces any others when it
@@ -159,7 +159,7 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
     return AlbertTokenizer(vocab=vocabulary, model_input_names=names, model_max_length=args.seq_length, **flags)
 
 
-def train_byte_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+def train_byte_tokenizer(documents: list[list[str]], args):
     """Train a tokenizer like GPT-2's: byte-level BPE, with one special token that follows documents."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.trainers import BpeTrainer

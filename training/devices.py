@@ -87,8 +87,6 @@ def place_model(
         import torch_xla  # noqa: F401  registers the device with torch
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if args.tf32:
-            torch.set_float32_matmul_precision("high")
         if args.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise UserError("--bf16 is not supported by this GPU: use --fp16")
     model.to(device).train()

@@ -22,8 +22,7 @@ from training.model import move_batch
 with clean_end():
     torch.set_num_threads(1)
     prefix, options = sys.argv[1], OptimizerArguments(learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
-    times = dict(matchmaking_time=1.0, request_timeout=0.5)
-    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", **times)
+    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", matchmaking_time=1.0)
     model_args, peers = ModelArguments("configs/demo.json"), []
     for seed in (1, 2):
         others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]

@@ -43,21 +43,13 @@ PUBLIC, HOME = f"/ip4/11.0.0.1/tcp/1/p2p/{PEER}", f"/ip4/192.168.1.2/tcp/1/p2p/{
 
 
 def test_bandwidth_against_the_time_of_a_round():
-    """18 M parameters, 3 peers, 20 Mbit/s, fp16; a round takes 1.10 to 1.14 times the ideal (benchmarks/rounds.py)."""
-    options = AveragingArguments(compression="float16", state_compression="float16", bandwidth=20)
-    size, seconds = estimate_round_seconds(18_000_000, 3, options)
-    assert size == pytest.approx(2 * 36e6 * 2 / 3)
-    assert seconds == pytest.approx(19.2 * 1.15, rel=0.02)
-    assert check_bandwidth(18_000_000, 3, options).level == "ok"
-    # parameters are averaged uncompressed by default: twice the bytes, for which the times that follow from the line do
+    """18 M parameters, 3 peers, 20 Mbit/s; a round takes 1.10 to 1.14 times the ideal (benchmarks/rounds.py)."""
     options = AveragingArguments(bandwidth=20)
-    assert estimate_round_seconds(18_000_000, 3, options)[1] == pytest.approx(2 * 19.2 * 1.15, rel=0.02)
-    assert check_bandwidth(18_000_000, 3, options).level == "ok"
-    # a fixed time may be too short, with what a group takes to form or without
-    options.averaging_timeout, options.matchmaking_time = 50, 15
-    assert check_bandwidth(18_000_000, 3, options).level == "warning"
-    options.bandwidth = 2
-    assert check_bandwidth(18_000_000, 3, options).level == "fatal"
+    size, seconds = estimate_round_seconds(18_000_000, 3, options)
+    # parameters are averaged uncompressed
+    assert size == pytest.approx(2 * 72e6 * 2 / 3)
+    assert seconds == pytest.approx(2 * 19.2 * 1.15, rel=0.02)
+    assert f"about {seconds:.1f} s at 20 Mbit/s" in check_bandwidth(18_000_000, 3, options).finding
 
 
 def test_epoch_time_against_matchmaking_time():
