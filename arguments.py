@@ -156,7 +156,6 @@ class OptimizerArguments(FlagGroup):
     min_learning_rate: float = flag(
         0.0, "Final learning rate, also beyond total_steps.", shared=True, ge=0, le="learning_rate"
     )
-    adam_beta1: float = flag(0.9, "Decay of the first moment, per epoch.", shared=True, ge=0, lt=1)
     adam_beta2: float = flag(0.999, "Decay of the second moment, per epoch.", shared=True, ge=0, lt=1)
     weight_decay: float = flag(0.01, "Decay of all weights but norms and biases, per epoch.", shared=True, ge=0, lt=1)
     max_grad_norm: float = flag(1.0, "Norm to which each averaged gradient is clipped.", shared=True, gt=0)

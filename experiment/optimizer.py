@@ -26,6 +26,7 @@ from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
 from utils import RunContract
 
+ADAM_BETA1 = 0.9  # decay of the first moment
 ADAM_EPSILON = 1e-6  # added to the root of the second moment
 
 
@@ -48,8 +49,8 @@ def make_param_groups(model: nn.Module) -> list[dict]:
 
 def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
     """Return a function that makes the optimizer of parameter groups, and its settings that must match on all peers."""
-    options = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=ADAM_EPSILON)
-    terms = f"{args.optim}, beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {ADAM_EPSILON:g}, "
+    options = dict(lr=args.learning_rate, betas=(ADAM_BETA1, args.adam_beta2), eps=ADAM_EPSILON)
+    terms = f"{args.optim}, beta {ADAM_BETA1:g} {args.adam_beta2:g}, epsilon {ADAM_EPSILON:g}, "
     terms += f"decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
     if args.optim == "adamw":
         # a fused step takes a fourth of the time on a CPU, which holds the offloaded parameters

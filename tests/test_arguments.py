@@ -51,7 +51,7 @@ def test_steps_count_epochs_and_say_so():
         (["--experiment-prefx", "a"], ["--experiment-prefx", "did you mean --experiment_prefix?"]),
         (["--run_id", "a", "--lerning-rate=1"], ["--lerning-rate,", "did you mean --learning_rate?"]),
         (["--run_id", "a", "--total_steps", "60"], ["--warmup_steps 5000", "--total_steps 60"]),
-        (["--run_id", "a", "--adam_beta1", "1.5"], ["--adam_beta1", "below 1"]),
+        (["--run_id", "a", "--adam_beta2", "1.5"], ["--adam_beta2", "below 1"]),
         (["--run_id", "a", "--matchmaking_time", "-1"], ["--matchmaking_time", "above 0"]),
         (["--run_id", "a", "--weight_decay", "nan"], ["--weight_decay", "at least 0"]),
         (["--run_id", "a", "--seed", "-1"], ["--seed", "at most 4294967295"]),
