@@ -417,8 +417,8 @@ def test_sources_name_their_splitter(tmp_path):
         {"path": path, "name": "1", "language": "russian"},
         {"path": path, "name": "2", "sentence_splitter": "razdel"},
     ]
-    sources = read_sources(write_sources(tmp_path / "s.json", *entries), "punkt")
-    assert [source.sentence_splitter for source in sources] == ["punkt", "razdel"]
+    sources = read_sources(write_sources(tmp_path / "s.json", *entries))
+    assert [source.sentence_splitter for source in sources] == ["auto", "razdel"]
 
 
 # ---------------------------------------------------------------- what the user has to fix
