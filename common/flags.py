@@ -101,7 +101,8 @@ def check_range(args: Any, *names: str, **bounds: float) -> None:
     """Raise a UserError if one of these flags is set and outside the bounds, which have the names of older code."""
     spelled = {"at_least": "ge", "above": "gt", "at_most": "le", "below": "lt"}
     for name in names:
-        check_bounds(args, name, getattr(args, name), {spelled[bound]: limit for bound, limit in bounds.items()})
+        if (value := getattr(args, name)) is not None:
+            check_bounds(args, name, value, {spelled[bound]: limit for bound, limit in bounds.items()})
 
 
 def check_username(name: str, value: str | None) -> None:
@@ -114,7 +115,9 @@ def check_username(name: str, value: str | None) -> None:
 
 def format_flag(name: str, value: Any) -> str:
     """Return a flag and its value as they are typed."""
-    return f"--{'no_' * (value is False)}{name}" + f" {value}" * (not isinstance(value, bool))
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no_{name}"
+    return f"--{name} {value}"
 
 
 def find_typed(groups: Iterable[type]) -> set[str]:
@@ -136,7 +139,7 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
     """
     words = []
     for group in groups:
-        names = [item.name for item in fields(group) if item.name in list_shared([type(group)]) - {"experiment_prefix"}]
+        names = [item.name for item in fields(group) if is_shared(item) and item.name != "experiment_prefix"]
         usual = type(group)() if names else None
         for name in names:
             value = getattr(group, name)
@@ -145,7 +148,8 @@ def describe_shared(groups: Sequence[Any], typed: Collection[str] = ()) -> str:
             text = format_flag(name, value)
             fits = sum(map(len, words)) + len(words) + len(text) <= MAX_SHARED
             is_told = name in typed or value != getattr(usual, name)
-            words += [text] * bool(is_told and fits and SHARED_FLAGS.fullmatch(text))
+            if is_told and fits and SHARED_FLAGS.fullmatch(text):
+                words.append(text)
     return " ".join(words)
 
 
