@@ -193,7 +193,6 @@ class CollaborativeCallback:
             logger.info(f"loading the state of epoch {epoch} from {format_count(others, 'other peer')}")
             self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
-        self.back_up()
         self.last_step_end = self.train_start = time.monotonic()
         self.run_periodic_tasks()
         if self.optimizer.local_epoch >= self.final_epoch:
