@@ -116,7 +116,20 @@ def terminate_helpers(helpers: list) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 send(helper)
                 helper.resume()
-        _, helpers = psutil.wait_procs(helpers, timeout=HELPER_TIMEOUT)
+        deadline = time.monotonic() + HELPER_TIMEOUT
+        while (helpers := [helper for helper in helpers if is_alive(helper)]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def is_alive(process) -> bool:
+    """Return whether a process of psutil runs. A container's init may reap orphans late or never, so zombies count
+    as exited."""
+    import psutil
+
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
