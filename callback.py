@@ -28,12 +28,12 @@ from monitoring.dashboards import Dashboard, start_trainer_dashboard
 from monitoring.history import Contributions, History, describe_swarm
 from monitoring.page import StatusServer
 from monitoring.progress import RECENT_EPOCHS, format_progress, format_samples, measure_progress
-from swarm.contract import parse_schedule
 from swarm.joining import Swarm
 from swarm.local_steps import at_anchor
 from swarm.optimizer import CollaborativeOptimizer
 from swarm.optimizer_state import list_params
 from swarm.processes import STOP_REQUESTED
+from swarm.trust import ContributorRegistry
 from training.checkpoint import (
     CheckpointError,
     apply_state,
@@ -44,22 +44,11 @@ from training.checkpoint import (
     write_readme,
 )
 from training.devices import all_finite, is_out_of_memory
+from training.figures import describe_evaluation, fetch_records, format_evaluation, parse_schedule, perplexity
 from training.model import evaluate
 from training.page_client import format_join
 from training.preflight import check_epoch_time, check_step_time, warn_of
-from utils import (
-    MAX_WORKERS,
-    ContributorRegistry,
-    Evaluation,
-    LocalMetrics,
-    aggregate_metrics,
-    compute_seconds,
-    describe_evaluation,
-    fetch_records,
-    format_evaluation,
-    make_worker_key,
-    perplexity,
-)
+from utils import MAX_WORKERS, Evaluation, LocalMetrics, aggregate_metrics, compute_seconds, make_worker_key
 
 logger = logging.getLogger("trainer")
 

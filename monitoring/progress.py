@@ -8,9 +8,11 @@ from collections.abc import Iterable
 import hivemind
 
 from common.console import format_duration
-from swarm.contract import TrainingSchedule, choose_contract, fetch_contracts, parse_schedule
+from swarm.contract import RunContract, choose_contract, fetch_contracts
 from swarm.processes import STOP_REQUESTED
-from utils import ContributorRegistry, LocalMetrics, RunContract, find_peer_id
+from swarm.trust import ContributorRegistry
+from training.figures import TrainingSchedule, parse_schedule
+from utils import LocalMetrics, find_peer_id
 
 RECENT_EPOCHS = 20  # the median of their times predicts the end of a run
 SCHEDULE_PERIOD = 20.0  # seconds between two reads of the contract, which changes only with a new run

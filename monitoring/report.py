@@ -22,19 +22,9 @@ from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start
 from monitoring.history import Contributions, describe_swarm, load_history, pick
 from monitoring.progress import RECENT_EPOCHS, RunCourse, format_progress, format_samples
 from swarm.processes import STOP_REQUESTED
-from utils import (
-    FETCH_TIMEOUT,
-    ContributorRegistry,
-    Evaluation,
-    SwarmMetrics,
-    aggregate_metrics,
-    describe_evaluation,
-    fetch_progress,
-    fetch_records,
-    filter_plausible_records,
-    find_evaluation,
-    format_evaluation,
-)
+from swarm.trust import ContributorRegistry
+from training.figures import describe_evaluation, fetch_progress, fetch_records, find_evaluation, format_evaluation
+from utils import FETCH_TIMEOUT, Evaluation, SwarmMetrics, aggregate_metrics, filter_plausible_records
 
 logger = logging.getLogger("report")
 

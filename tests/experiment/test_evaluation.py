@@ -1,4 +1,4 @@
-"""Evaluation on the way, and the way's end: numbers against those computed by hand, and what of them is shown where."""
+"""Evaluation during training, and the end of a run: the numbers against those computed by hand, and their displays."""
 
 import json
 import math
@@ -25,11 +25,11 @@ from experiment.model import make_model
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
 from monitoring.progress import find_final_epoch, format_progress, format_samples, measure_progress
-from swarm.contract import TrainingSchedule
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from training.figures import TrainingSchedule, find_evaluation, perplexity
 from training.model import evaluate
-from utils import LocalMetrics, find_evaluation, make_validators, perplexity
+from utils import LocalMetrics, make_validators
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [
@@ -59,7 +59,7 @@ def test_loss_perplexity_and_accuracy_are_those_of_plain_transformers(tmp_path, 
         batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
         with torch.no_grad():
             scores = plain(input_ids=ids).logits.log_softmax(-1)
-        if kind == "gpt2":  # what stands at a place is predicted by the place before
+        if kind == "gpt2":  # each token is predicted at the position before it
             scores = scores.roll(1, dims=1)
         for row, column in (labels != -100).nonzero().tolist():
             losses.append(-scores[row, column, labels[row, column]].item())
@@ -136,7 +136,7 @@ def test_progress_tells_samples_and_the_expected_end():
     assert measure_progress(120, 100, TrainingSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
     durations = {42.4: "42 s", 119: "2 min", 7500: "2 h 5 min", 3600: "1 h", 93_600: "1 d 2 h", 9e6: "104 d 4 h"}
     assert {seconds: format_duration(seconds) for seconds in durations} == durations
-    # peers may end at an epoch of their own: what most of them say
+    # peers may have their own last epoch; that of most peers counts
     records = [("a", make_metrics(final_epoch=500)), ("b", make_metrics()), ("c", make_metrics(final_epoch=10**9))]
     assert find_final_epoch(records[:1], 800) == 500
     assert find_final_epoch([*records, ("d", make_metrics())], 800) == 800
