@@ -12,7 +12,6 @@ import time
 from collections import Counter, deque
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -85,8 +84,8 @@ class CollaborativeCallback:
         page: StatusServer | None = None,
     ):
         self.swarm, self.dht, self.optimizer = swarm, swarm.dht, optimizer
-        _, _, optimizer_args, averaging_args, self.data_args, self.args = groups
-        self.contract_lifetime = averaging_args.metadata_expiration
+        _, _, optimizer_args, _, self.data_args, self.args = groups
+        self.contract_lifetime = optimizer.averaging.metadata_expiration
         self.arguments = {name: value for group in groups for name, value in asdict(group).items()}
         self.model, self.tokenizer, self.dataset, self.corpus = model, tokenizer, dataset, corpus
         self.autocast, self.scaler, self.page = autocast, scaler, page
@@ -183,7 +182,6 @@ class CollaborativeCallback:
             logger.info(f"loading the state of epoch {epoch} from {format_count(others, 'other peer')}")
             self.optimizer.load_state_from_peers()
         self.last_epoch = self.optimizer.local_epoch
-        self.back_up()
         self.last_step_end = self.train_start = time.monotonic()
         self.run_periodic_tasks()
         if self.optimizer.local_epoch >= self.final_epoch:
@@ -317,8 +315,6 @@ class CollaborativeCallback:
                 f"{format_progress(epoch, progress)}  {format_samples(progress)}".rstrip()
             )
         self.loss_sum, self.mini_steps, self.longest_step = 0.0, 0, 0.0
-        if self.has_crossed_interval(self.args.backup_every_epochs):
-            self.back_up()
         if self.has_crossed_interval(self.args.save_steps):
             self.save()
         self.last_epoch, self.epoch_start = epoch, now
@@ -502,11 +498,6 @@ class CollaborativeCallback:
         extra = {"experiment_prefix": self.swarm.prefix, "loss": self.epoch_loss, "time": time.time()}
         if save_checkpoint(self.model, self.tokenizer, self.args.output_dir, state, extra, self.args.save_total_limit):
             self.saved_epoch = state["local_epoch"]
-
-    def back_up(self) -> None:
-        """Write the state to --state_path, if set; a crash loses only the epochs after it."""
-        if self.args.state_path is not None:
-            write_file(self.args.state_path, partial(torch.save, self.collect_state()))
 
     def recover(self) -> None:
         """Replace non-finite parameters by the swarm's state, or stop if no peer sends one."""

@@ -35,12 +35,11 @@ TRAINERS = ("trainer1", "trainer2")
 TOKENIZE = "tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64"
 HERE = "--experiment_prefix demo --host_maddrs /ip4/127.0.0.1/tcp/0"
 MONITOR = f"run_training_monitor.py {HERE} --refresh_period 2 --status_port 0"
-# A group of two is full, and averages at once. An epoch takes about a second: peers must check the progress more often
-# than every 3 s, the default. AdamW has a high rate; the real run's LAMB needs larger batches and thousands of epochs.
+# A group of two is full, and averages at once. AdamW has a high rate; the real run's LAMB needs larger batches and
+# thousands of epochs.
 SHARED = (
     "--optim adamw --learning_rate 3e-3 --warmup_steps 15 --target_batch_size 512 "
-    "--matchmaking_time 2 --request_timeout 1 --averaging_timeout 15 --next_chunk_timeout 5 "
-    "--default_refresh_period 0.5 --target_group_size 2 --average_state_every 16"
+    "--matchmaking_time 2 --target_group_size 2 --average_state_every 16"
 )
 TRAINER = (
     f"run_trainer.py {HERE} {SHARED} --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "

@@ -10,7 +10,7 @@ The same on a laptop's CPU, alone, on the sample corpus:
     python tokenize_wikitext103.py --corpus sample --train_tokenizer --vocab_size 1000 --seq_length 64
     python run_trainer.py --experiment_prefix tiny --config_path configs/demo.json --per_device_train_batch_size 32 \\
         --target_batch_size 256 --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 60 \\
-        --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30
+        --matchmaking_time 2
 
 Flags that all peers must share are inherited from --initial_peers unless they are set (training/settings.py). The same
 command resumes after any stop or crash: from the newest checkpoint in --output_dir, or from the swarm if that is ahead.
@@ -39,6 +39,7 @@ from experiment.objectives import compute_losses
 from experiment.optimizer import make_contract, make_optimizer
 from monitoring.dashboards import require_wandb
 from monitoring.page import open_page
+from swarm.config import AveragingConfig, make_config
 from swarm.identity import KEY_FILE
 from swarm.joining import Swarm
 from swarm.membership import Membership
@@ -88,7 +89,7 @@ def train(ranks: RankGroup, membership: Membership | None, groups: tuple) -> Non
         if isinstance(dataset["train"], ShardedSplit):  # download now: other peers wait for a peer that has joined
             dataset["train"].begin(data_seed(f"{swarm.dht.peer_id} {time.time()}", model_args.seed))
         contract = make_contract(model, fingerprint, optimizer_args, averaging_args, describe_shared(groups))
-        swarm.agree_on(contract, averaging_args.metadata_expiration)
+        swarm.agree_on(contract, make_config(AveragingConfig, averaging_args).metadata_expiration)
         swarm.measure_bandwidth(averaging_args.bandwidth)
         optimizer = make_optimizer(model, swarm, optimizer_args, averaging_args)
     ranks.connect()

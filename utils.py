@@ -38,8 +38,7 @@ logger = logging.getLogger("utils")
 # Our records and hivemind's are far smaller: signed metrics take about 0.7 KB, a contract 2 KB, hivemind's progress
 # 0.6 KB. A whole dictionary of records must fit into one p2pd message (4 MB), or no peer can read it.
 MAX_RECORD_BYTES = 16 * 1024
-# Seconds, also for --statistics_expiration and --metadata_expiration. A record without an end would count as a peer
-# forever.
+# Seconds, also for --statistics_expiration. A record without an end would count as a peer forever.
 MAX_RECORD_LIFETIME = 3600.0
 # Records live for --statistics_expiration, 600 s. A swarm with epochs of 1 s advances 600 epochs in that time, so
 # records further apart than this do not belong to one run.

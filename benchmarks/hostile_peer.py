@@ -302,7 +302,7 @@ def main() -> None:
         paced_trainer.main()
     else:
         del sys.argv[1]  # seconds per batch
-        hostile_strangers.main(kind, *run_trainer.parse_arguments(*run_trainer.GROUPS))
+        hostile_strangers.main(kind, *run_trainer.parse_arguments(*paced_trainer.GROUPS))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     from arguments import AveragingArguments
     from common.console import setup_logging
     from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
-    from swarm.config import SwarmConfig
+    from swarm.config import AveragingConfig, SwarmConfig, make_config
     from swarm.joining import Swarm
     from swarm.optimizer import CollaborativeOptimizer
     from swarm.processes import handle_stop_signals, shut_down
@@ -134,7 +134,9 @@ def run_peer(row: Row, ip: str, experiment_prefix: str, initial_peers: list[str]
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in make_shapes(row.millions * 1e6)]
     dht.uplink.set_bandwidth(row.up, is_fixed=True)
     is_sparse = row.compression == "sparse"  # as in rounds of local steps
-    averaging = AveragingArguments(
+    averaging = make_config(
+        AveragingConfig,
+        AveragingArguments(),
         target_batch_size=row.peers * (1 if is_sparse else STEPS_PER_EPOCH) * BATCH_SIZE,
         local_steps=STEPS_PER_EPOCH if is_sparse else 1,
         local_steps_from=0,

@@ -24,8 +24,7 @@ SECONDS_PER_BATCH, BATCH_SIZE = 0.2, 16
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 1e-3 --warmup_steps 15 --total_steps 1000000 "
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --target_batch_size 128 "
-    "--target_group_size 2 --matchmaking_time 2 --request_timeout 1 --averaging_timeout 30 --dataloader_num_workers 0 "
-    "--logging_steps 100"
+    "--target_group_size 2 --matchmaking_time 2 --dataloader_num_workers 0 --logging_steps 100"
 ).split()
 
 

@@ -30,7 +30,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=15)
     args = parser.parse_args()
     tokenizer = load_tokenizer(args.tokenizer_path)
-    dataset = make_training_dataset(tokenizer, DataArguments(streaming=True, sources=args.sources, shuffle_buffer=1024))
+    dataset = make_training_dataset(tokenizer, DataArguments(streaming=True, sources=args.sources))
+    dataset.shuffle_buffer = 1024
 
     batches = iter(
         make_train_batches(dataset, tokenizer, DataArguments(), batch_size=32, seed=1, num_workers=args.num_workers)

@@ -27,8 +27,7 @@ BATCH_SIZE = 64
 TRAINER = (
     "--config_path configs/demo.json --optim adamw --learning_rate 3e-3 --warmup_steps 15 --total_steps 100000 "
     f"--per_device_train_batch_size {BATCH_SIZE} --gradient_accumulation_steps 1 --matchmaking_time 2 "
-    "--request_timeout 1 --averaging_timeout 30 --average_state_every 4 --target_group_size 2 "
-    "--dataloader_num_workers 0 --host_maddrs /ip4/127.0.0.1/tcp/0"
+    "--average_state_every 4 --target_group_size 2 --dataloader_num_workers 0 --host_maddrs /ip4/127.0.0.1/tcp/0"
 ).split()
 
 

@@ -21,7 +21,6 @@ os.environ["RAYON_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tokenize_wikitext103
-from arguments import TokenizeArguments
 from text.documents import make_document_random, read_text, split_chapters, split_sentences
 from text.tokenization import ChunkEncoder
 from text.tokenizers import load_tokenizer, train_tokenizer
@@ -66,7 +65,7 @@ def main():
         print(f"run {run}: {way} {tokens / seconds:,.0f} tokens/s, {splitting:.2f} of {seconds:.2f} s in splitting")
 
     with tempfile.TemporaryDirectory() as folder:
-        args = TokenizeArguments(vocab_size=8000, seq_length=SEQ_LENGTH)
+        args = tokenize_wikitext103.TokenizeArguments(vocab_size=8000, seq_length=SEQ_LENGTH)
         train_tokenizer(chapters, args).save_pretrained(folder)
         tokenizer = load_tokenizer(folder)
         encoder = ChunkEncoder(tokenizer, args)

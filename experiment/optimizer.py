@@ -25,6 +25,9 @@ from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
 
+ADAM_BETA1 = 0.9  # decay of the first moment
+ADAM_EPSILON = 1e-6  # added to the root of the second moment
+
 #: the groups of parameters, in the order in which peers exchange them
 GROUPS = {"matrices": {"decayed": True}, "others": {"decayed": False}}
 
@@ -50,8 +53,8 @@ def make_param_groups(model: nn.Module) -> list[dict]:
 
 def choose_optimizer(args: OptimizerArguments) -> tuple[Callable[[list[dict]], torch.optim.Optimizer], str]:
     """Return a function that makes the optimizer of parameter groups, and its settings that must match on all peers."""
-    options = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    terms = f"{args.optim}, beta {args.adam_beta1:g} {args.adam_beta2:g}, epsilon {args.adam_epsilon:g}, "
+    options = dict(lr=args.learning_rate, betas=(ADAM_BETA1, args.adam_beta2), eps=ADAM_EPSILON)
+    terms = f"{args.optim}, beta {ADAM_BETA1:g} {args.adam_beta2:g}, epsilon {ADAM_EPSILON:g}, "
     terms += f"decay {args.weight_decay:g}, clip {args.max_grad_norm:g}"
     if args.optim == "adamw":
         # a fused step takes a fourth of the time on a CPU, which holds the offloaded parameters
@@ -115,18 +118,19 @@ def make_optimizer(
 
     :param auxiliary: whether the role computes no gradients (a monitor or aux peer)
     """
-    is_sparse, load_state = averaging.compression == "sparse", LOAD_STATE_COMPRESSIONS[averaging.load_state_compression]
+    config = make_config(AveragingConfig, averaging)
+    is_sparse, load_state = config.compression == "sparse", LOAD_STATE_COMPRESSIONS[config.load_state_compression]
     kind = AveragingHelper if auxiliary else CollaborativeOptimizer
     return kind(
         swarm.dht,
         swarm.prefix,
-        make_config(AveragingConfig, averaging),
+        config,
         params=make_param_groups(model),
         optimizer=partial(make_local_optimizer, args),
         scheduler=partial(make_scheduler, args),
-        gradients=COMPRESSIONS[averaging.compression],
-        local_steps=TopKCompression(averaging.density, bits=2) if is_sparse else None,
-        state_averaging=COMPRESSIONS[averaging.state_compression],
+        gradients=COMPRESSIONS[config.compression],
+        local_steps=TopKCompression(config.density, bits=2) if is_sparse else None,
+        state_averaging=COMPRESSIONS[config.state_compression],
         load_state=compress_sparse_step(load_state) if is_sparse else load_state,
     )
 

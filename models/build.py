@@ -110,9 +110,8 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
     :param model_class: one of transformers' Auto classes or model classes
     :raises UserError: the model cannot be built
     """
-    name, attention = args.model_name_or_path or args.config_path, args.attn_implementation
+    name = args.model_name_or_path or args.config_path
     options = {"dtype": torch.float32}  # autocast handles half precision
-    options |= {"attn_implementation": attention} if attention else {}
     initial_weights = "random"
     try:
         with torch.random.fork_rng(devices=[]):
@@ -136,8 +135,7 @@ def build_model(model_class: type, config: PreTrainedConfig, args: ModelArgument
                 else:
                     model = model_class.from_config(config, trust_remote_code=False, **options)
     except Exception as e:  # many types: from files, values and missing packages
-        where = f"--attn_implementation {attention}: " if attention else ""
-        raise UserError(f"{where}the model {name} cannot be made ({first_line(e)})") from e
+        raise UserError(f"the model {name} cannot be made ({first_line(e)})") from e
     model.train()
     model.initial_weights, model.seed = initial_weights, args.seed
     return model

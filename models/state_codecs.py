@@ -90,7 +90,7 @@ class MatrixMoments8bit(AdaptiveCompressionBase):
         return self.matrix if is_matrix else self.other
 
 
-# --compression and --state_compression
+# --compression; parameters in rounds are not compressed
 COMPRESSIONS = {
     "none": NoCompression(),
     "float16": Float16Compression(),

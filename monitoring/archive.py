@@ -120,7 +120,7 @@ class CheckpointHandler:
 
     def is_due(self, epoch: int) -> bool:
         """Return whether a checkpoint is due at this epoch, also of a swarm that has started over."""
-        return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_checkpoint_step_interval
+        return not self.last_epoch - REPORT_LAG <= epoch < self.last_epoch + self.args.save_steps
 
     def save(self, metadata: dict, tensors: list[torch.Tensor], history: list[dict]) -> None:
         """Load a state that has just been downloaded, and start to write it."""
@@ -162,7 +162,7 @@ class CheckpointHandler:
             logger.warning(f"Checkpoints beyond epoch {stamp['epoch']} could not be moved: {e}")
         if save_model(self.model, self.tokenizer, folder, stamp, state, extra_files):
             logger.info(f"Saved {folder}  loss = {stamp['loss']:.5f}")
-            interval = self.args.keep_one_in * self.args.save_checkpoint_step_interval
+            interval = self.args.keep_one_in * self.args.save_steps
             remove_checkpoints(select_outdated(find_checkpoints(self.folder), self.args.save_total_limit, interval))
 
     def describe(self) -> dict:

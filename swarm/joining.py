@@ -239,7 +239,7 @@ def restart_as_client_or_relayed(config: SwarmConfig, validators: list, dht: DHT
     relays = dht.run_coroutine(partial(find_relays, config.initial_peers)) if config.use_relay else []
     dht.shutdown()
     options = dict(check_if_identity_free=False)  # other peers may still know this identity from the old DHT
-    if not relays or (averagers and not config.use_auto_relay):
+    if not relays or averagers:
         outlook = f"{averagers} peer{'s that average' if averagers != 1 else ' that averages'} can be reached directly"
         if not averagers:
             why = "none of `initial_peers` is a relay" if config.use_relay else "`use_relay` is off"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from arguments import TokenizeArguments
 from models.lean_albert import LeanAlbertConfig, LeanAlbertForPreTraining
 from text.tokenizers import train_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 
 
 def place(text: str, word: str) -> dict[str, int]:

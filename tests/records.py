@@ -18,6 +18,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 from processes import LOOPBACK, wait_until
 
 from arguments import AveragingArguments
+from swarm.config import AveragingConfig, make_config
 from swarm.progress import PeerTracker
 from swarm.trust import PeerTrust
 from swarm.uplink import Uplink
@@ -66,7 +67,7 @@ def run_dhts(*validators_of_each: list):
 def make_tracker(dht: hivemind.DHT, prefix: str, target_batch_size: int, **periods) -> PeerTracker:
     """Make the tracker of a peer with a new key, in this process."""
     RSAPrivateKey._process_wide_key = None
-    averaging = AveragingArguments(target_batch_size=target_batch_size, **periods)
+    averaging = make_config(AveragingConfig, AveragingArguments(target_batch_size=target_batch_size), **periods)
     return PeerTracker(dht, prefix, averaging, PeerTrust(dht.uplink))
 
 

@@ -21,12 +21,8 @@ TRAINER = {
     "--per_device_train_batch_size": 16,
     "--gradient_accumulation_steps": 1,
     "--matchmaking_time": 3,
-    "--request_timeout": 1.5,
-    "--next_chunk_timeout": 8,
-    "--averaging_timeout": 20,
     # epochs are so short here that parameters are not averaged at the last one if they are at each
     "--average_state_every": 4,
-    "--default_refresh_period": 0.5,
     "--dataloader_num_workers": 0,
     # or each measures it for seconds, in which loopback takes both cores
     "--bandwidth": 1000,
@@ -46,8 +42,7 @@ ALONE = {
 # flags of the trainers that an auxiliary peer needs
 SHARED = (
     *("--config_path", "--optim", "--learning_rate", "--warmup_steps", "--total_steps", "--compression"),
-    *("--matchmaking_time", "--request_timeout", "--next_chunk_timeout", "--averaging_timeout"),
-    *("--average_state_every", "--default_refresh_period", "--bandwidth"),
+    *("--matchmaking_time", "--average_state_every", "--bandwidth"),
 )
 
 
@@ -137,7 +132,6 @@ PACED = {
     **TRAINER,
     "--target_group_size": 16,
     "--matchmaking_time": MATCHMAKING_TIME,
-    "--request_timeout": 1,
     "--next_chunk_timeout": 4,
     "--averaging_timeout": AVERAGING_TIMEOUT,
     "--metadata_expiration": 30,

@@ -1,6 +1,7 @@
 """The conventions of this repository; `make lint` runs these tests."""
 
 import ast
+import dataclasses
 import graphlib
 import importlib
 import inspect
@@ -8,7 +9,7 @@ import os
 import re
 
 import check_words
-from conventions import FILES, FLOORS, MODULES, ORDER
+from conventions import FILES, FLOORS, MODULES, ORDER, load_groups
 from processes import ROOT
 
 
@@ -146,3 +147,13 @@ def test_few_private_methods_of_hivemind_are_overridden():
     overridden = {name for name in overridden if not name.endswith("._abc_impl")}
     notes = (ROOT / "docs/hivemind.md").read_text()
     assert len(overridden) <= 9 and not [name for name in overridden if f"| `{name}` |" not in notes]
+
+
+def test_flags_are_few():
+    """Ceilings that only come down."""
+    names = {
+        script: {item.name for group in groups for item in dataclasses.fields(group)}
+        for script, groups in load_groups().items()
+    }
+    assert len(set.union(*names.values())) <= 120
+    assert len(names["run_trainer.py"]) <= 82

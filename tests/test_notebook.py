@@ -18,8 +18,9 @@ from file_server import FileServer
 from members import make_invitation, secret_parts
 from processes import LOOPBACK, ROOT, make_prefix, wait_until
 
-from arguments import TRAINER_ARGS, TokenizeArguments, parse_arguments
+from arguments import TRAINER_ARGS, parse_arguments
 from text.hosting import make_archive
+from tokenize_wikitext103 import TokenizeArguments
 
 NOTEBOOK = ROOT / "notebooks" / "join_collaboration.ipynb"
 SWARM = [
@@ -28,8 +29,7 @@ SWARM = [
 ]
 # of each peer, as all are on one machine
 OWN = [
-    *("--matchmaking_time", "3", "--request_timeout", "1.5", "--averaging_timeout", "20", "--bandwidth", "1000"),
-    *("--default_refresh_period", "0.5", "--dataloader_num_workers", "0"),
+    *("--matchmaking_time", "3", "--bandwidth", "1000", "--dataloader_num_workers", "0"),
 ]
 
 

@@ -75,7 +75,7 @@ def test_all_roles_have_the_same_ordered_parameters(facts):
 
 
 def test_parameters_that_are_not_finite_end_a_trainer_that_is_alone(facts):
-    """Training continues from --state_path."""
+    """Training continues from a saved state."""
     assert facts["exit_code"] == 1 and facts["is_finite"]
 
 

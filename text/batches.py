@@ -64,13 +64,12 @@ def sequence_length_at(epoch: int, args: DataArguments) -> int | None:
     if args.initial_sequence_length is None or epoch >= args.sequence_length_warmup_steps:
         return args.max_sequence_length
     grown = (args.max_sequence_length - args.initial_sequence_length) * epoch // args.sequence_length_warmup_steps
-    multiple = args.pad_to_multiple_of or 8
-    return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // multiple * multiple)
+    return max(args.initial_sequence_length, (args.initial_sequence_length + grown) // 8 * 8)
 
 
-def choose_multiple(args: DataArguments, longest: int) -> int:
+def choose_multiple(longest: int) -> int:
     """Return the multiple for the width of batches: 8 suits tensor cores, but pads short rows by up to a seventh."""
-    return args.pad_to_multiple_of or (8 if longest >= 128 else 1)
+    return 8 if longest >= 128 else 1
 
 
 def cut_rows(flat: Columns, lengths: np.ndarray, sequence_length: int) -> tuple[Columns, np.ndarray]:
@@ -112,7 +111,7 @@ class IndexedBatches:
             [pyarrow.compute.list_value_length(table["input_ids"]).to_numpy() for table in self.dataset.iter(65536)]
         )
         self.longest = int(min(self.lengths.max(), args.max_sequence_length or math.inf))
-        multiple = choose_multiple(args, self.longest)
+        multiple = choose_multiple(self.longest)
         # grouping by padded length leaves more rows to choose from, at the same amount of padding
         self.padded_lengths = -(-np.minimum(self.lengths, self.longest) // multiple)
         self.collator = make_collator(self.columns, multiple)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import TokenizeArguments
 from common.console import UserError, format_bytes, format_count
 from common.files import hash_file, unfinished_folder
 from text.instances import KINDS, PAIRS
@@ -29,7 +28,7 @@ def name_shards(archive: Path, count: int) -> list[Path]:
     return [archive.with_name(name) for name in names]
 
 
-def check_archive(archive: Path, args: TokenizeArguments):
+def check_archive(archive: Path, args):
     """Raise a UserError if a file of the archive exists, or its folder does not."""
     for path in [archive] if args.archive_shards == 1 else name_shards(archive, args.archive_shards):
         if os.path.lexists(path):
@@ -38,7 +37,7 @@ def check_archive(archive: Path, args: TokenizeArguments):
         raise UserError(f"--archive {archive}: there is no folder {archive.parent}, make it first")
 
 
-def make_archive(dataset_path: Path, tokenizer_path: Path, args: TokenizeArguments):
+def make_archive(dataset_path: Path, tokenizer_path: Path, args):
     """Pack dataset and tokenizer into one archive, or into shards and an index, and print the flags for a trainer.
 
     Row r goes into shard r modulo the number of shards, so that each shard represents the whole corpus.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import TokenizeArguments
 from common.console import UserError, first_line
 from text.fetch import FetchedDataset
 from text.instances import BLOCKS, KINDS, PAIRS, InstanceKind
@@ -52,7 +51,7 @@ def load_tokenized_dataset(found: FetchedDataset | str | Path, tokenizer, kind: 
     return splits, corpus
 
 
-def describe_corpus(tables: dict, tokenizer, args: TokenizeArguments) -> dict:
+def describe_corpus(tables: dict, tokenizer, args) -> dict:
     """Return the contents of corpus.json.
 
     unigram_entropy, in nats, is the entropy of the validation split's tokens without special ones: a lower bound on the

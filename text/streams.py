@@ -319,11 +319,8 @@ class Source:
         return problems[0] if problems else f"there is no text in {self.path}"
 
 
-def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Source]:
-    """Read the sources of a JSON file; raise a UserError if it is invalid.
-
-    :param sentence_splitter: the sentence splitter of sources that name none
-    """
+def read_sources(path: str | Path) -> list[Source]:
+    """Read the sources of a JSON file; raise a UserError if it is invalid."""
     names = [item.name for item in dataclasses.fields(Source)]
     try:
         entries = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -335,7 +332,7 @@ def read_sources(path: str | Path, sentence_splitter: str = "auto") -> list[Sour
     for entry in entries:
         where = f"--sources {path}, {entry.get('name') or entry.get('path') or entry}"
         try:
-            source = Source(**{"sentence_splitter": sentence_splitter, **entry})
+            source = Source(**entry)
         except pydantic.ValidationError as e:
             problem = e.errors()[0]
             name = str(problem["loc"][0])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arguments import DEFAULT_TOKENIZER_PATH, TokenizeArguments
+from arguments import DEFAULT_TOKENIZER_PATH
 from common.console import UserError, first_line
 from common.hub import hub
 from text.instances import PAIRS, InstanceKind
@@ -116,7 +116,7 @@ def find_word_beginnings(tokenizer) -> np.ndarray | None:
     return None
 
 
-def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+def train_tokenizer(documents: list[list[str]], args):
     """Train an ALBERT-style Unigram tokenizer; from a small text, it has fewer tokens than requested."""
     from transformers import AlbertTokenizer
 
@@ -145,7 +145,7 @@ def train_tokenizer(documents: list[list[str]], args: TokenizeArguments):
     return AlbertTokenizer(vocab=vocabulary, model_input_names=names, model_max_length=args.seq_length, **flags)
 
 
-def train_byte_tokenizer(documents: list[list[str]], args: TokenizeArguments):
+def train_byte_tokenizer(documents: list[list[str]], args):
     """Train a tokenizer like GPT-2's: byte-level BPE, with one special token that follows documents."""
     from transformers import GPT2Tokenizer
 
@@ -153,7 +153,7 @@ def train_byte_tokenizer(documents: list[list[str]], args: TokenizeArguments):
     return train_like(empty, ("\n".join(document) for document in documents), args)
 
 
-def train_like(tokenizer, texts: Iterable[str], args: TokenizeArguments):
+def train_like(tokenizer, texts: Iterable[str], args):
     """Return a tokenizer of the same kind with a vocabulary from these texts."""
     print(f"training a tokenizer of {args.vocab_size:,} tokens", flush=True)
     return tokenizer.train_new_from_iterator(texts, args.vocab_size, show_progress=sys.stderr.isatty())

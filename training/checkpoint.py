@@ -3,7 +3,7 @@
 A checkpoint is a folder `checkpoint-{epoch}` that `from_pretrained` reads: the weights as safetensors, the
 configuration and the tokenizer. `training_state.pt` holds the rest of the state. `training_state.json`, which is
 written last, holds the epoch and the size and SHA-256 of every other file; a folder with other files is not loaded. A
-state file (--state_path) holds a complete state. README.md shows how to open the model. To look at the rest:
+state file holds a complete state. README.md shows how to open the model. To look at the rest:
 
     python -c "import torch; \
         print(torch.load('outputs/trainer/checkpoint-500/training_state.pt', weights_only=True)['arguments'])"
@@ -15,7 +15,6 @@ state_dict) and local_epoch. A trainer adds total_samples, counters, scaler, ran
 import contextlib
 import json
 import logging
-import os
 import pickle
 import platform
 import random
@@ -34,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from arguments import TrainerArguments
 from common.console import UserError
-from common.files import describe_file, lock_folder, make_folder, write_whole
+from common.files import describe_file, lock_folder, write_whole
 from models.build import describe_architecture
 
 logger = logging.getLogger("checkpoint")
@@ -226,10 +225,7 @@ def check_files(folder: Path) -> None:
 
 
 def claim_folders(args: TrainerArguments) -> None:
-    """Make --output_dir and the folder of --state_path, and lock --output_dir against other peers."""
-    if args.state_path and os.path.isdir(args.state_path):
-        raise UserError(f"--state_path {args.state_path} is a folder: name a file, e.g. {args.state_path}/state.pt")
-    make_folder("--state_path", os.path.dirname(args.state_path or ""))
+    """Make --output_dir, and lock it against other peers."""
     lock_folder("--output_dir", args.output_dir)
 
 
@@ -246,7 +242,7 @@ def choose_state(args: TrainerArguments, model: torch.nn.Module, experiment_pref
     state = None
     try:
         if args.resume_from_checkpoint is None:
-            state = find_newest_state(output_dir, args.state_path)
+            state = find_newest_state(output_dir)
             found = state and state.get("arguments", {}).get("experiment_prefix", experiment_prefix)
             if state and found != experiment_prefix:
                 raise CheckpointError(f"{state['path']} belongs to a different run, {found}")
@@ -277,18 +273,14 @@ def set_aside(output_dir: Path, epoch: int) -> None:
         logger.info(f"moved {', '.join(path.name for path in beyond)} to {aside}")
 
 
-def find_newest_state(output_dir: Path, state_path: str | None) -> dict | None:
-    """Return the newest complete state of all checkpoints and the state file, and log a warning for each other one."""
-    newest = None
-    is_there = state_path is not None and Path(state_path).exists()
-    for path in ([Path(state_path)] if is_there else []) + find_checkpoints(output_dir)[::-1]:
-        if newest and path.is_dir() and newest["local_epoch"] >= read_epoch(path):
-            break
+def find_newest_state(output_dir: Path) -> dict | None:
+    """Return the state of the newest complete checkpoint, and log a warning for each newer one."""
+    for path in find_checkpoints(output_dir)[::-1]:
         try:
-            newest = load_state(path)
+            return load_state(path)
         except CheckpointError as e:
             logger.warning(f"skipped a training state: {e}")
-    return newest
+    return None
 
 
 def collect_state(

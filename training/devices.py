@@ -76,10 +76,10 @@ def place_model(
         torch.accelerator.set_device_index(device)
     if device.type not in ("cpu", "cuda"):
         logger.warning(f"--device {device.type} is untested: please report your results")
-    if device.type == "cuda" and args.tf32:
+    if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    if device.type == "cuda" and args.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError("--bf16 is not supported by this GPU: use --fp16")
+        if args.bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise UserError("--bf16 is not supported by this GPU: use --fp16")
     model.to(device).train()
     precision = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else None
     autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()

@@ -34,10 +34,7 @@ def make_trained_model(
                 "a LeanALBERT (--config_path configs/lean-albert.json)"
             )
         model.activation_checkpointing_enable()
-    if "flash" not in (args.attn_implementation or ""):  # no CPU supports flash attention
-        flags = ["--gradient_checkpointing"] * trainer_args.gradient_checkpointing
-        flags += [f"--attn_implementation {args.attn_implementation}"] if args.attn_implementation else []
-        try_out(model, " ".join(flags) + ": " if flags else "")
+    try_out(model, "--gradient_checkpointing: " if trainer_args.gradient_checkpointing else "")
     return model
 
 

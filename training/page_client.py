@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 
-from arguments import split_host_port
+from common.addresses import split_host_port
 from common.console import UserError
 from swarm.addresses import GREETING, get_host_port, get_ip, get_peer_id, is_public
 from swarm.probe import find_peer

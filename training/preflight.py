@@ -22,13 +22,13 @@ from hivemind.dht.node import DHTNode
 from hivemind.proto.dht_pb2 import PingRequest
 from hivemind.utils import get_dht_time
 
-from arguments import AveragingArguments
 from common.console import UserError, format_bytes, format_count, format_number
 from experiment.data import load_data, make_train_batches
 from experiment.optimizer import make_contract
 from models.build import describe_architecture, find_longest_sequence
 from models.state_codecs import COMPRESSIONS
 from swarm.addresses import get_peer_id
+from swarm.config import AveragingConfig, make_config
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.plan import count_bits
@@ -87,8 +87,8 @@ def check_connection(seen_at: list[str], is_reachable: bool | None, is_client: b
     return Check("connection", message, hint, is_warning=True)
 
 
-def check_bandwidth(model: torch.nn.Module, averaging: AveragingArguments, uplink: Uplink) -> Check:
-    """Check that a round fits its timeouts, as it will be in a large group (see CollaborativeOptimizer)."""
+def check_bandwidth(model: torch.nn.Module, averaging: AveragingConfig, uplink: Uplink) -> Check:
+    """Show the time of a round in a large group (see CollaborativeOptimizer), and the timeouts that follow from it."""
     tensors = [param for param in model.parameters() if param.requires_grad]
     codecs = COMPRESSIONS[averaging.compression], COMPRESSIONS[averaging.state_compression]
     bits = 2 * max(count_bits(tensors, codec) for codec in codecs)
@@ -102,9 +102,7 @@ def check_bandwidth(model: torch.nn.Module, averaging: AveragingArguments, uplin
         f"a round moves {format_bytes(bits / 8)} each way, about {seconds:.1f} s at {format_number(uplink.mbits)} "
         f"Mbit/s (--bandwidth); {timeouts.describe()}"
     )
-    hint = "fewer bytes (--compression 8bit, --state_compression float16) or a longer --averaging_timeout, on all peers"
-    is_late = seconds > timeouts.averaging - timeouts.matchmaking
-    return Check("bandwidth", message, hint, is_fatal=seconds > timeouts.averaging, is_warning=is_late)
+    return Check("bandwidth", message)
 
 
 class Table:
@@ -173,7 +171,7 @@ def run_preflight(membership: Membership | None, groups: tuple) -> int:
             require_attested(swarm, groups)
             is_known = swarm.compare_contract(contract)
             table.add(Check("settings", "the same as the run's" if is_known else "no trainer yet"))
-        table.add(check_bandwidth(model, averaging, swarm.dht.uplink))
+        table.add(check_bandwidth(model, make_config(AveragingConfig, averaging), swarm.dht.uplink))
     if contract and devices:
         reports = list(fetch_progress(swarm.dht, swarm.prefix).values()) if swarm else []
         with table.attempt("step time"):

@@ -33,6 +33,7 @@ logger = logging.getLogger("joining")
 
 OWN_FLAGS = ("experiment_prefix", "model_name_or_path", "tokenizer_path")  # may mean another thing on each machine
 CONFIGS = "configs"
+PUBLIC_IP_URL = "https://api.ipify.org"
 
 
 def begin(groups: tuple, ranks=None, kept_at: Path | None = None) -> tuple[Membership | None, tuple]:
@@ -57,7 +58,7 @@ def discover_settings(swarm: SwarmArguments, membership: Membership | None) -> l
 
     :raises UserError: if the peers disagree or serve another run, or if the run name remains unknown
     """
-    if not swarm.initial_peers or not swarm.adopt or swarm.use_ipfs:
+    if not swarm.initial_peers or swarm.use_ipfs:
         return []
     prefix = swarm.experiment_prefix or (membership.prefix if membership else "")
     maddrs = resolve_initial_peers(swarm.initial_peers, prefix)
@@ -109,8 +110,8 @@ def require_settings(settings: Iterable[str], groups: tuple) -> None:
 def require_attested(swarm: Swarm, groups: tuple) -> None:
     """Raise a UserError if the flags differ from the attested ones, which bind trainers until there is a contract.
 
-    Usually `apply_settings` has compared them before. It has not if --no_adopt or --use_ipfs skipped that, or if the
-    attesting peer had only just started.
+    Usually `apply_settings` has compared them before. It has not if --use_ipfs skipped that, or if the attesting peer
+    had only just started.
     """
     attestation = swarm.dht.attestation
     if attestation and not attestation.contract:
@@ -135,7 +136,7 @@ def apply_settings(groups: tuple, settings: list[str]) -> tuple:
         adopted = parse_arguments(*map(type, groups), before=settings)
     except UserError as e:
         flags = " ".join(settings).replace("=", " ")
-        raise UserError(f"{e} (with {flags} from --initial_peers; --no_adopt ignores their flags)") from e
+        raise UserError(f"{e} (with {flags} from --initial_peers)") from e
     own, new = ({name: value for group in each for name, value in vars(group).items()} for each in (groups, adopted))
     require_settings(settings, adopted)
     names = [split_setting(setting)[0] for setting in settings]
@@ -162,15 +163,18 @@ def make_swarm_config(swarm: SwarmArguments) -> SwarmConfig:
     return make_config(SwarmConfig, swarm)
 
 
-def announce_public_address(swarm: SwarmArguments) -> SwarmArguments:
-    """Return the arguments with this machine's address, from --public_ip_url, in --announce_maddrs."""
+def announce_public_address(swarm: SwarmArguments, url: str = PUBLIC_IP_URL) -> SwarmArguments:
+    """Look up this machine's address and return the arguments with it in --announce_maddrs.
+
+    :param url: the URL of a page that contains only the visitor's IP address
+    """
     try:
-        with urllib.request.urlopen(swarm.public_ip_url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=10) as answer:
             ip = ipaddress.ip_address(answer.read(100).decode().strip())
     except (OSError, ValueError, http.client.HTTPException) as e:
         raise UserError(
-            f"--public_ip_url {swarm.public_ip_url} does not return this machine's address ({e}): choose another one, "
-            "or pass --announce_maddrs /ip4/PUBLIC_IP/tcp/PORT"
+            f"--use_google_dns: {url} does not return this machine's address ({e}): pass --announce_maddrs "
+            "/ip4/PUBLIC_IP/tcp/PORT instead"
         ) from e
     host_maddrs, announced = [], []
     for maddr in swarm.host_maddrs:

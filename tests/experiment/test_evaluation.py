@@ -219,7 +219,7 @@ def test_a_trainer_evaluates_on_the_way_and_the_monitor_shows_it(start, tmp_path
         "trainer",
         *("run_trainer.py", *TRAINER, "--experiment_prefix", prefix, "--initial_peers", address),
         *(*sum(tiny_data.items(), ()), "--output_dir", output_dir, "--max_steps", 5, "--logging_steps", 5),
-        *("--do_eval", "--eval_steps", 2, "--max_eval_samples", 40, "--matchmaking_time", 1, "--request_timeout", 0.5),
+        *("--do_eval", "--eval_steps", 2, "--max_eval_samples", 40, "--matchmaking_time", 1),
     )
     trainer.assert_clean_end(120)
     history = [json.loads(line) for line in (output_dir / "history.jsonl").read_text().splitlines()]

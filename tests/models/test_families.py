@@ -131,16 +131,6 @@ def test_evaluation_of_pairs_has_the_order_of_sentences_too(write):
     assert result["sop_loss"] == pytest.approx(losses["sop_loss"].item())
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_is_each_peers_own_choice(write, attention):
-    plain = make_model(ModelArguments(write("bert")), VOCABULARY).eval()
-    model = make_model(ModelArguments(write("bert"), attn_implementation=attention), VOCABULARY).eval()
-    assert model.config._attn_implementation == attention
-    batch = move_batch(make_batch(False), CPU)
-    assert compute_losses(model, batch)["loss"].item() == pytest.approx(compute_losses(plain, batch)["loss"].item())
-    assert describe_architecture(model) == describe_architecture(plain)
-
-
 # ---------------------------------------------------------------- which model
 
 
@@ -162,13 +152,9 @@ def test_the_type_decides_what_is_learned(write):
         ("t5", {}, ["t5 needs more than one text"]),
         ("bart", dict(objective="clm"), ["bart needs more than one text"]),
         ("gemma3", {}, ["gemma3 needs more than one text", "the part that reads text"]),
-        ("bert", dict(attn_implementation="flex_attention"), ["--attn_implementation flex_attention", "dropout"]),
         ("xlnet", {}, ["xlnet sees the tokens that it should predict"]),
         ("ibert", {}, ["ibert collects statistics"]),
         ("esm", {}, ["esm cannot be trained on text alone"]),
-        ("bert", dict(attn_implementation="magic"), ["--attn_implementation magic", "cannot be made"]),
-        ("bert", dict(attn_implementation="flash_attention_2"), ["flash_attention_2", "cannot be made"]),
-        ("albert", dict(attn_implementation="magic"), ["--attn_implementation magic", "cannot be made"]),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -383,7 +369,7 @@ def test_a_swarm_trains_it_and_its_checkpoint_opens_in_a_pipeline(start, write, 
     prefix, archive = make_prefix(), tmp_path / "archive"
     aux_flags = {"--tokenizer_path": data["--tokenizer_path"], "--save_checkpoint_step_interval": 2}
     aux_flags |= {"--refresh_period": 0.3, "--output_dir": archive, "--report_to": "none", "--store_checkpoints": []}
-    words = ["--experiment_prefix", prefix, *LOOPBACK, *flags(shared, {"--default_refresh_period": 0.5}, aux_flags)]
+    words = ["--experiment_prefix", prefix, *LOOPBACK, *flags(shared, aux_flags)]
     aux = start("aux", "run_aux_peer.py", *words)
     peers = aux.wait_for(r"--initial_peers (/ip4/\S+)", 60).group(1)
     names = ["first", "second"]

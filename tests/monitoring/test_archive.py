@@ -52,7 +52,7 @@ def parse(monkeypatch, *words: str) -> ArchiveArguments:
         (["--store_checkpoints", "--repo_url", "https://huggingface.co/datasets/org/name"], "ORG/NAME"),
         (["--store_checkpoints", "--repo_url", "https://me:hf_secret@example.org/org/name"], "example.org"),
         (["--store_checkpoints", "--repo_url", "org/name", "--upload_interval", "0"], "--upload_interval"),
-        (["--store_checkpoints", "--save_checkpoint_epoch_interval", "0"], "--save_checkpoint_step_interval"),
+        (["--store_checkpoints", "--save_checkpoint_epoch_interval", "0"], "--save_steps"),
         (["--store_checkpoints", "--keep_one_in", "-1"], "--keep_one_in"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -197,7 +197,7 @@ def test_the_page_in_a_browser(start, tmp_path, tiny_data):
         command = f'python() {{ printf "%s\\n" "$@"; }}\n{tab.read_clipboard()}'
         words = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, check=True).stdout.splitlines()
         own = {"--output_dir": tmp_path / "two", "--bandwidth": 1000, "--dataloader_num_workers": 0, **tiny_data}
-        own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3, "--request_timeout": 1.5}
+        own |= {"--per_device_train_batch_size": 16, "--matchmaking_time": 3}
         assert words[0] == "run_trainer.py"
         other = start("two", *choose_trainer(0.1), *words[1:], *LOOPBACK, *flags(own))
         wait_until(lambda: any(e["averaged_with"] == 2 for e in history(tmp_path, "two").values()), 240, "an average")

@@ -23,7 +23,7 @@ from arguments import AveragingArguments
 from common.console import setup_logging
 from models.state_codecs import COMPRESSIONS
 from swarm.allreduce import FailFastAllReduceRunner
-from swarm.config import SwarmConfig
+from swarm.config import AveragingConfig, SwarmConfig, make_config
 from swarm.epoch import Epoch
 from swarm.gradients import GradientAverager
 from swarm.joining import Swarm
@@ -58,7 +58,9 @@ def make_gradient_optimizer(
     if not times_follow_the_line:
         settings |= dict(matchmaking_time=2.0, request_timeout=1.0, next_chunk_timeout=4.0)
         settings["averaging_timeout"] = averaging_timeout
-    averaging = AveragingArguments(
+    averaging = make_config(
+        AveragingConfig,
+        AveragingArguments(),
         target_batch_size=target_batch_size,
         batch_size_lead=0,
         target_group_size=group_size,

@@ -3,9 +3,9 @@
 import contextlib
 import json
 import math
-import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 from hivemind.utils.crypto import RSAPrivateKey
@@ -50,7 +50,7 @@ with clean_end():
         def compute_evaluation(self):
             return torch.empty(2**60, dtype=torch.uint8)
 
-    swarm.contract = RunContract(joined=0.0, contract=describe_averaging(averaging))
+    swarm.contract = RunContract(joined=0.0, contract=describe_averaging(optimizer.averaging))
 
     def make_callback(**more):
         sizes = dict(per_device_train_batch_size="25", gradient_accumulation_steps=1, max_steps=100)
@@ -67,8 +67,8 @@ with clean_end():
             scaler=None,
         )
 
-    callback = make_callback(state_path=(path := os.path.join(sys.argv[2], "state.pt")))
-    callback.back_up()
+    callback = make_callback()
+    torch.save(callback.collect_state(), path := Path(sys.argv[2], "state.pt"))
     with torch.no_grad():
         for tensor in callback.state_tensors():
             tensor.fill_(0 if tensor.dtype == torch.uint8 else float("nan"))

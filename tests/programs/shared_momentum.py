@@ -31,8 +31,7 @@ with clean_end():
     torch.set_num_threads(1)
     prefix = sys.argv[1]
     options = OptimizerArguments(optim="adamw", learning_rate=0.01, warmup_steps=0, weight_decay=0.5)
-    times = dict(matchmaking_time=1.0, request_timeout=0.5)
-    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", **times)
+    averaging = AveragingArguments(target_batch_size=4, load_state_compression="none", matchmaking_time=1.0)
     model_args, peers = ModelArguments("configs/demo.json"), []
     for seed in (1, 2):
         others = [str(maddr) for dht, *_ in peers for maddr in dht.get_visible_maddrs()]

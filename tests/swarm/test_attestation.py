@@ -103,11 +103,11 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         swarm, model, optimizer, *_ = apply_settings(groups, discover_settings(groups[0], None))
         assert (swarm.experiment_prefix, model.config_path) == (prefix, "./configs/demo.json")
         assert (optimizer.optim, optimizer.learning_rate, optimizer.total_steps) == ("adamw", 0.1, 9000)
-        assert discover_settings(SwarmArguments(prefix, addresses(one), adopt=False), None) == []
+        assert discover_settings(SwarmArguments(prefix, addresses(one), use_ipfs=True), None) == []
 
         # the monitor's settings bind: in the preflight too, and whether they are taken over or not
         wrong = "--learning_rate: the run has 0.1, you have 0.2. Omit these flags"
-        named = ["--experiment_prefix", prefix, "--optim", "adamw", "--no_adopt"]
+        named = ["--experiment_prefix", prefix, "--optim", "adamw", "--use_ipfs"]
         for more in (["--preflight"], []):
             assert wrong in refuse(run_trainer, *command[1:], "--learning_rate", "0.2", *more)
         monkeypatch.setattr(sys, "argv", [*command, "--learning_rate", "0.2", *named])
@@ -135,7 +135,7 @@ def test_settings_of_initial_peers_are_taken_over_and_bind(monkeypatch):
         assert discover_settings(SwarmArguments("", addresses(one)), None) == settings
         assert apply_settings(groups, settings)[1].seed == 7
         for wrong in ("--seed=-1", "--optim=sgd", "--min_learning_rate=0.3"):
-            with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* from --initial_peers; --no_adopt"):
+            with pytest.raises(UserError, match=wrong.partition("=")[0] + ".* from --initial_peers"):
                 apply_settings(groups, [wrong])
         tell(three, one, RunAttestation(prefix=prefix, contract=make_contract(a="c")))
         for names, others, words in (

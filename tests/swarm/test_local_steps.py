@@ -10,6 +10,7 @@ from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
+from swarm.config import AveragingConfig, make_config
 from swarm.contract import RunContract, describe_averaging
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.optimizer_state import initialize_optimizer_state_
@@ -62,7 +63,9 @@ def test_what_all_have_come_moves_the_anchor(start, density):
 
 def test_samples_of_a_run_with_local_steps():
     averaging = AveragingArguments(target_batch_size=100, local_steps=25, local_steps_from=200)
-    contract = RunContract(joined=0.0, contract={"total_steps": "500", **describe_averaging(averaging)})
+    contract = RunContract(
+        joined=0.0, contract={"total_steps": "500", **describe_averaging(make_config(AveragingConfig, averaging))}
+    )
     schedule = parse_schedule(contract)
     assert schedule == TrainingSchedule(100, 500, 25, 200)
     assert [schedule.count_samples(epoch) for epoch in (0, 200, 201, 203)] == [0, 20_000, 22_500, 27_500]

@@ -20,7 +20,7 @@ from members import addresses, connect, leave, make_invitation, open_stream, run
 from processes import make_prefix, wait_until
 
 import invite
-from arguments import InviteArguments, SwarmArguments, parse_arguments
+from arguments import SwarmArguments, parse_arguments
 from common.console import UserError
 from swarm.attestation import RPC_ATTEST
 from swarm.config import SwarmConfig, make_config
@@ -245,13 +245,14 @@ def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
 
     def run(*flags: str) -> str:
         monkeypatch.setattr(sys, "argv", ["./invite.py", *flags])
-        [args] = parse_arguments(InviteArguments)
+        [args] = parse_arguments(invite.InviteArguments)
         invite.main(args)
         return capsys.readouterr().out
 
     for flags, words in (
         (["--username", "ada"], "authority.pem has served no run yet"),
-        ([], "give one of --username NAME"),
+        ([], "authority.pem has served no run yet"),
+        (["--username", "ada", "--revoke", "bob"], "--username and --revoke are mutually exclusive"),
         (["--username", "a b", "--run_id", "r"], "'a b' is not a name"),
         (["--username", "ada", "--run_id", "r", "--expires", "soon"], "--expires soon is not a time"),
     ):
@@ -272,9 +273,9 @@ def test_invitations_are_made_listed_and_revoked(tmp_path, monkeypatch, capsys):
         run("--revoke", "ada", "--run_id", "unknown")
     assert "unknown" not in Path("authority.members.json").read_text()
     run("--username", "ada", "--out", "c", "--run_id", "two")
-    with pytest.raises(UserError, match="has served one and two, or give --experiment_prefix"):
+    with pytest.raises(UserError, match="has served one and two: give --experiment_prefix"):
         run("--username", "eve")
-    rows = [line.split() for line in run("--list").splitlines()]
+    rows = [line.split() for line in run().splitlines()]
     assert [(row[0], row[1], row[3]) for row in rows] == [
         ("one", "ada", "revoked"),
         ("one", "bob", "expires"),

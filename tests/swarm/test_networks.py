@@ -85,9 +85,9 @@ def test_a_firewalled_monitor_may_look_on_but_keeps_no_archive(start, net, tmp_p
     net.start()
     prefix = make_prefix()
     monitor, address = start_monitor_on(start, net, "server", tmp_path, prefix)
-    own = {"--experiment_prefix": prefix, "--initial_peers": address, "--report_to": "none", "--no_use_relay": []}
+    own = {"--experiment_prefix": prefix, "--initial_peers": address, "--report_to": "none"}
     own |= {"--tokenizer_path": tiny_data["--tokenizer_path"], "--config_path": "configs/demo.json"}
-    command = ["run_training_monitor.py", *flags(own)]
+    command = ["-m", "tests.programs.unrelayed_monitor", *flags(own)]
     archive = start_on(
         start, net, "walled", "archive", *command, "--output_dir", tmp_path / "archive", "--store_checkpoints"
     )

@@ -185,11 +185,11 @@ def test_ctrl_c_is_a_normal_end(start, tmp_path, tiny_data):
     assert early.text.splitlines()[-1] == "stopped"
 
     patient = ("--averaging_timeout", 300, "--next_chunk_timeout", 300)
-    trainer = start("trainer", "run_trainer.py", *alone, *patient)
+    trainer = start("trainer", *choose_trainer(0), *alone, *patient)
     address = trainer.wait_for(r"--initial_peers (\S+)")[1]
     own = {"--experiment_prefix": prefix, "--output_dir": tmp_path / "silent", "--initial_peers": address}
     command = ("-m", "tests.programs.silent_trainer", *LOOPBACK, *flags(TRAINER, tiny_data, own))
-    silent = start("silent", *command, *patient)
+    silent = start("silent", *command)
     silent.wait_for("silent from now on", 150)
     trainer.interrupt()
     start_time = time.monotonic()

@@ -34,7 +34,7 @@ SETTINGS = {
     "--average_state_every": 1000,
     "--metadata_expiration": 120,
     # these follow from the line
-    **dict.fromkeys(["--matchmaking_time", "--request_timeout", "--averaging_timeout", "--next_chunk_timeout"]),
+    **dict.fromkeys(["--matchmaking_time", "--averaging_timeout", "--next_chunk_timeout"]),
 }
 
 

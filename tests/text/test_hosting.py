@@ -19,7 +19,7 @@ import torch
 from file_server import FileServer
 from processes import LOOPBACK, ROOT, make_prefix, run_python, wait_until
 
-from arguments import DataArguments, ModelArguments, TokenizeArguments
+from arguments import DataArguments, ModelArguments
 from common.console import UserError
 from common.files import hash_file
 from experiment import data
@@ -27,6 +27,7 @@ from text import fetch, shards
 from text.hosting import check_archive, make_archive, pack
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
+from tokenize_wikitext103 import TokenizeArguments
 
 SHARDS = 3
 

@@ -273,8 +273,11 @@ def austen(tmp_path, monkeypatch) -> Path:
     return write_sources(tmp_path / "sources.json", *entries)
 
 
-def open_stream(tokenizer, sources, kind=PAIRS, **options):
-    return data.make_training_dataset(tokenizer, DataArguments(streaming=True, sources=sources, **options), kind)
+def open_stream(tokenizer, sources, kind=PAIRS, shuffle_buffer=data.SHUFFLE_BUFFER, **options):
+    args = DataArguments(streaming=True, sources=sources, **options)
+    dataset = data.make_training_dataset(tokenizer, args, kind)
+    dataset.shuffle_buffer = shuffle_buffer
+    return dataset
 
 
 def make_batches(tokenizer, sources, count, collator=None, **options):
@@ -408,8 +411,8 @@ def test_sources_name_their_splitter(tmp_path):
         {"path": path, "name": "1", "language": "russian"},
         {"path": path, "name": "2", "sentence_splitter": "razdel"},
     ]
-    sources = read_sources(write_sources(tmp_path / "s.json", *entries), "punkt")
-    assert [source.sentence_splitter for source in sources] == ["punkt", "razdel"]
+    sources = read_sources(write_sources(tmp_path / "s.json", *entries))
+    assert [source.sentence_splitter for source in sources] == ["auto", "razdel"]
 
 
 # ---------------------------------------------------------------- errors that the user can fix

@@ -9,7 +9,6 @@ import shutil
 import statistics
 import subprocess
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,6 @@ from training.checkpoint import (
     CheckpointError,
     check_weights,
     choose_state,
-    claim_folders,
     find_checkpoints,
     load_state,
 )
@@ -148,32 +146,13 @@ def test_a_damaged_checkpoint_is_skipped(saved, tmp_path, caplog, name, damage):
     assert len(list(tmp_path.glob("set-aside-*/checkpoint-4"))) == 1
 
 
-def test_the_newest_of_folder_and_file_is_taken(saved, tmp_path, caplog):
-    model, save = saved
-    file = tmp_path / "state.pt"
-    arguments = TrainerArguments(output_dir=str(tmp_path), state_path=str(file))
-    assert choose_state(arguments, model, "a") is None
-    state = save(4)
-    for epoch, expected in ((3, tmp_path / "checkpoint-4"), (5, file)):
-        assert write_file(file, partial(torch.save, {**state, "local_epoch": epoch}))
-        assert choose_state(arguments, model, "a") == expected
-    for size in (file.stat().st_size // 2, 10, 0):
-        os.truncate(file, size)
-        caplog.clear()
-        assert choose_state(arguments, model, "a") == tmp_path / "checkpoint-4"
-        [warning] = [record.getMessage() for record in caplog.records if record.levelname.startswith("WARN")]
-        assert str(file) in warning
-
-
-def test_a_folder_is_no_state_file(tmp_path):
-    """It was replaced, with all that was in it."""
+def test_a_folder_is_not_replaced_by_a_file(tmp_path):
+    """It was, with all that was in it."""
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     (folder / "weights").touch()
     assert not write_file(folder, "a state")
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoint-3", "weights"]
-    with pytest.raises(UserError, match=f"--state_path {folder} is a folder"):
-        claim_folders(TrainerArguments(output_dir=str(tmp_path), state_path=str(folder)))
 
 
 def test_what_is_beyond_the_chosen_state_is_set_aside(saved, tmp_path):
@@ -311,11 +290,11 @@ def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_
 
 
 def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data):
-    """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
+    """Neither a checkpoint, nor the history, nor the model at the end has room."""
     disk = small_disk(20_000)
     # the disk must be full before the first of these files is due
-    limits = {**tiny_data, "--max_steps": 80, "--save_steps": 60, "--backup_every_epochs": 60}
-    own = {"--state_path": disk / "state.pt", "--resume_from_checkpoint": "none"}
+    limits = {**tiny_data, "--max_steps": 80, "--save_steps": 60}
+    own = {"--resume_from_checkpoint": "none"}
     trainer = start_alone(start, "trainer", disk, make_prefix(), limits, own)
     trainer.wait_for("trainer run ")
     with open(disk / "filler", "wb") as filler:
@@ -325,7 +304,7 @@ def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_dat
     assert "epoch 80, contributed" in trainer.text and "NOT SAVED" in trainer.text
     # one for each file
     names = re.findall(r"warning: Could not .*/disk20000/(\S+): .*No space left", trainer.text)
-    assert sorted(names) == sorted({*names, "state.pt", "checkpoint-60"}), trainer.text
+    assert sorted(names) == sorted({*names, "checkpoint-60"}), trainer.text
     assert not find_checkpoints(disk) and not list(disk.glob(".*.unfinished"))
 
 

@@ -18,7 +18,7 @@ from common.console import UserError
 from experiment.data import load_data
 from experiment.model import make_model
 from experiment.objectives import compute_losses
-from experiment.optimizer import make_local_optimizer, make_param_groups
+from experiment.optimizer import ADAM_BETA1, ADAM_EPSILON, make_local_optimizer, make_param_groups
 from training import devices
 from training.model import move_batch
 from training.ranks import start_ranks
@@ -29,8 +29,7 @@ TINY = [
     *("--config_path", "configs/demo.json", "--optim", "adamw", "--learning_rate", "1e-3", "--warmup_steps", "2"),
     *("--total_steps", "50", "--target_batch_size", "64", "--per_device_train_batch_size", "8"),
     *("--gradient_accumulation_steps", "1", "--dataloader_num_workers", "1", "--matchmaking_time", "2"),
-    *("--request_timeout", "1", "--averaging_timeout", "30", *LOOPBACK),
-    *("--bandwidth", "1000"),
+    *("--bandwidth", "1000", *LOOPBACK),
 ]
 
 
@@ -431,7 +430,7 @@ def test_fused_adamw_steps_as_the_plain_one():
         {"params": group["params"], "weight_decay": args.weight_decay * group["decayed"]}
         for group in make_param_groups(reference)
     ]
-    plain = torch.optim.AdamW(groups, lr=1e-3, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+    plain = torch.optim.AdamW(groups, lr=1e-3, betas=(ADAM_BETA1, args.adam_beta2), eps=ADAM_EPSILON)
     torch.manual_seed(0)
     for _ in range(10):
         for param, other in zip(model.parameters(), reference.parameters(), strict=True):

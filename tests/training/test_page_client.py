@@ -15,7 +15,8 @@ from records import make_metrics, run_peers
 
 import run_trainer
 import run_training_monitor
-from arguments import SwarmArguments, make_host_maddrs
+from arguments import SwarmArguments
+from common.addresses import make_host_maddrs
 from common.console import UserError
 from swarm.addresses import is_local, is_public, list_shareable_maddrs
 from training.page_client import MAX_PAGE_BYTES, VISIT_TIMEOUT, choose_maddrs, find_maddrs
