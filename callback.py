@@ -16,11 +16,12 @@ from monitoring.trainer import TrainerPage
 from swarm.processes import STOP_REQUESTED
 from training.checkpoint import save_model, write_readme
 from training.evaluation import Evaluator
+from training.figures import describe_evaluation, perplexity
 from training.metrics import MetricsReporter
 from training.page_client import format_join
 from training.progress import ProgressDisplay
 from training.state import EpochStats, TrainerState
-from utils import Evaluation, describe_evaluation, perplexity
+from utils import Evaluation
 
 logger = logging.getLogger("trainer")
 

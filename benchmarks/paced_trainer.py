@@ -1,9 +1,9 @@
-"""run_trainer.py whose batches each take some seconds and little of the processor, as where a GPU computes them.
+"""run_trainer.py with batches that wait for some seconds and take little of the processor, as if a GPU computed them.
 
     python benchmarks/paced_trainer.py 0.4 --experiment_prefix tiny ...  (flags of run_trainer.py)
 
-Several trainers on the few cores of one machine slow each other down, and speed up when one of them dies: what a fault
-costs could not be told from that. Here each batch waits first, so that the cores are never the bottleneck.
+Several trainers on a few cores slow each other down, and speed up if one of them dies, which would hide the cost of a
+fault. With a wait in each batch, the cores are not the bottleneck.
 """
 
 import sys

@@ -19,12 +19,11 @@ from arguments import AveragingArguments, OptimizerArguments
 from models.build import describe_architecture, digest
 from models.state_codecs import COMPRESSIONS, LOAD_STATE_COMPRESSIONS
 from swarm.config import AveragingConfig, make_config
-from swarm.contract import describe_averaging
+from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.optimizer import AveragingHelper, CollaborativeOptimizer
 from swarm.optimizer_state import initialize_optimizer_state_, list_params
 from swarm.sparse import TopKCompression, compress_sparse_step
-from utils import RunContract
 
 
 def make_param_groups(model: nn.Module) -> list[dict]:

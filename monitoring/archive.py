@@ -29,7 +29,6 @@ import torch
 from experiment.optimizer import choose_optimizer
 from monitoring.history import pick
 from monitoring.hub import Publisher, explain_failure, read_stamp
-from swarm.contract import TrainingSchedule
 from swarm.optimizer import CollaborativeOptimizer
 from training.checkpoint import (
     collect_state,
@@ -42,6 +41,7 @@ from training.checkpoint import (
     set_aside,
     write_code,
 )
+from training.figures import TrainingSchedule
 from utils import SwarmMetrics
 
 logger = logging.getLogger("archive")

@@ -10,7 +10,7 @@ from hivemind.optim.progress_tracker import LocalTrainingProgress
 
 from arguments import TrainerArguments
 from common.files import read_json_lines
-from utils import LocalMetrics, SwarmMetrics, name_peer
+from utils import LocalMetrics, SwarmMetrics
 
 MAX_POINTS = 4096  # points of a curve in memory, more than a plot has pixels
 MAX_POINTS_SENT = 500  # points per request of the status page
@@ -216,3 +216,8 @@ def describe_swarm(metrics: SwarmMetrics | None, history: History) -> dict:
 def pick(values: dict, schema: type) -> dict:
     """Return the values of a dictionary for which a dataclass has fields."""
     return {field.name: values[field.name] for field in fields(schema)}
+
+
+def name_peer(label: str, username: str | None) -> str:
+    """Return a peer's name for people: its user name, which in a closed run its invitation proves, and its label."""
+    return f"{username} {label}" if username else label

@@ -11,12 +11,12 @@ from common.console import UserError
 from common.flags import describe_shared, find_typed
 from monitoring.page import open_page
 from monitoring.report import RunReport
-from swarm.contract import require_same
+from swarm.contract import RunContract, require_same
 from swarm.joining import Swarm
 from swarm.membership import Membership
 from swarm.processes import STOP_REQUESTED, handle_stop_signals
 from training.settings import make_swarm_config
-from utils import RunContract, SwarmMetrics
+from utils import SwarmMetrics
 
 # seconds between two updates of the metrics while the status page is open, and seconds that it counts as open
 READER_PERIOD, READING_SECONDS = 5.0, 15.0

@@ -22,20 +22,10 @@ from monitoring.dashboards import Dashboard, make_run_name, require_wandb, start
 from monitoring.history import Contributions, describe_swarm, load_history, pick
 from monitoring.progress import RunCourse
 from swarm.processes import STOP_REQUESTED
+from swarm.trust import ContributorRegistry
+from training.figures import describe_evaluation, fetch_progress, fetch_records, find_evaluation, format_evaluation
 from training.progress import RECENT_EPOCHS
-from utils import (
-    FETCH_TIMEOUT,
-    ContributorRegistry,
-    Evaluation,
-    SwarmMetrics,
-    aggregate_metrics,
-    describe_evaluation,
-    fetch_progress,
-    fetch_records,
-    filter_plausible_records,
-    find_evaluation,
-    format_evaluation,
-)
+from utils import FETCH_TIMEOUT, Evaluation, SwarmMetrics, aggregate_metrics, filter_plausible_records
 
 logger = logging.getLogger("report")
 

@@ -28,23 +28,15 @@ from rich.text import Text
 from arguments import SwarmArguments
 from common.console import format_bytes, format_clock, format_epoch
 from common.signals import afterwards
+from monitoring.history import name_peer
 from monitoring.progress import RunCourse
 from swarm.joining import Swarm
 from swarm.membership import Membership
+from swarm.trust import ContributorRegistry
+from training.figures import fetch_metrics, fetch_progress, find_evaluation, format_evaluation
 from training.progress import RECENT_EPOCHS
 from training.settings import make_swarm_config
-from utils import (
-    ContributorRegistry,
-    LocalMetrics,
-    SwarmMetrics,
-    aggregate_metrics,
-    fetch_metrics,
-    fetch_progress,
-    filter_plausible_records,
-    find_evaluation,
-    format_evaluation,
-    name_peer,
-)
+from utils import LocalMetrics, SwarmMetrics, aggregate_metrics, filter_plausible_records
 
 logger = logging.getLogger("watch")
 

@@ -18,9 +18,10 @@ from hivemind.utils.serializer import MSGPackSerializer
 from pydantic.v1 import BaseModel, conlist, constr
 
 from swarm.addresses import get_peer_id
+from swarm.contract import RunContract
 from swarm.errors import SwarmError
 from swarm.membership import explain_denial
-from utils import MAX_WORKERS, Flags, RunContract
+from utils import MAX_WORKERS, Flags
 
 RPC_ATTEST = "vouch"  # the name of the request
 ANSWER_TIMEOUT = 5.0  # seconds to wait for an attestation

@@ -19,7 +19,7 @@ from hivemind.utils import MPFuture, get_dht_time
 from swarm.addresses import diagnose_unreachable, get_ip, is_local, is_public, is_relayed, list_shareable_maddrs
 from swarm.attestation import RunAttestation, ask_initial_peers, publish_attestation, register_attestation_handler
 from swarm.config import SwarmConfig
-from swarm.contract import ContractMismatch, fetch_contracts, require_same
+from swarm.contract import ContractMismatch, RunContract, RunSchema, fetch_contracts, require_same
 from swarm.dht import DHT, check_versions, raise_file_limit
 from swarm.errors import SwarmError
 from swarm.membership import CredentialValidator, Membership
@@ -34,7 +34,7 @@ from swarm.reachability import (
     measure_bandwidth,
     register_dial_back_handler,
 )
-from utils import MAX_WORKERS, LocalMetrics, RunContract, make_validators
+from utils import MAX_WORKERS, LocalMetrics, make_validators
 
 logger = logging.getLogger("joining")
 
@@ -68,7 +68,7 @@ class Swarm:
         """
         raise_file_limit()
         quiet_hivemind_logs()
-        validators, public_key = make_validators(config.experiment_prefix)
+        validators, public_key = make_validators(config.experiment_prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
         if config.initial_peers and not config.client_mode:
             seen_at, is_reachable = find_reachability(dht, config.initial_peers)

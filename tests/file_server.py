@@ -20,7 +20,7 @@ class FileServer:
         self.validator = "ETag"  # or Last-Modified, or None
         self.version = "1"  # goes into the ETag
         self.answers: dict[str, list[int]] = {}  # status codes of a path's next answers; the last one stays
-        self.cuts: dict[str, list[int]] = {}  # a path's next answers end after so many bytes of body
+        self.cuts: dict[str, list[int]] = {}  # a path's next answers end after this number of bytes
         self.is_stalling = False  # instead of a cut connection, one on which nothing more comes
         self.chunk_delay = 0.0  # seconds before each 64 KB
         self.requests: list[tuple[str, str | None]] = []  # path, Range

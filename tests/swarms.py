@@ -1,5 +1,4 @@
-"""Swarms of the scripts that users run, or of paced ones, on loopback or an emulated network: starts them, and reads
-what they write."""
+"""Swarms of the scripts that users run, or of paced ones, on loopback or an emulated network, and their output."""
 
 import json
 import time
@@ -17,7 +16,7 @@ TRAINER = {
     "--warmup_steps": 5,
     "--total_steps": 100,
     "--target_batch_size": 384,
-    # what 16 bits round off differs from peer to peer, by 5e-6 in weights between two averagings of parameters
+    # the rounding of 16 bits differs between peers, by 5e-6 in weights between two averagings of parameters
     "--compression": "none",
     "--per_device_train_batch_size": 16,
     "--gradient_accumulation_steps": 1,
@@ -33,7 +32,7 @@ TRAINER = {
     "--bandwidth": 1000,
 }
 
-# of a peer that needs nobody
+# for a single peer
 ALONE = {
     **TRAINER,
     "--target_batch_size": 64,
@@ -65,7 +64,7 @@ def start_monitor(start, prefix: str, output_dir: Path, *more, name: str = "moni
 
 
 def read_epochs(output_dir: Path) -> list[dict]:
-    """What a monitor has written of the run's epochs."""
+    """Return the epochs that a monitor has written."""
     path = output_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -84,7 +83,7 @@ def start_trainer(
 
 
 def history(tmp_path: Path, name: str) -> dict[int, dict]:
-    """What a trainer has written of its epochs."""
+    """Return the epochs that a trainer has written."""
     path = tmp_path / name / "history.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return {line["epoch"]: line for line in (json.loads(text) for text in lines if text.endswith("\n"))}
@@ -189,7 +188,7 @@ class Swarm:
         return max(self.history(name), default=0)
 
     def wait_for_joint_epochs(self, names: list[str], number: int, seconds: float, after: int = 0) -> list[int]:
-        """So many epochs beyond `after` that all of these have averaged, and nobody else."""
+        """Wait for this number of epochs after `after` that exactly these trainers have averaged, and return them."""
 
         def find() -> list[int]:
             epochs = [self.history(name) for name in names]

@@ -44,8 +44,8 @@ def joint_rounds(*peers) -> list[int]:
 
 @pytest.mark.slow
 def test_two_clients_average_through_an_auxiliary_peer(start):
-    """Nobody else accepts a connection. The auxiliary peer sends nothing of its own: hivemind's sends a gradient with a
-    weight of zero."""
+    """No other peer accepts a connection. The auxiliary peer sends nothing of its own; hivemind's sends a gradient with
+    a weight of zero."""
     prefix = make_prefix()
     aux = start_aux(start, prefix)
     first, second = start_clients(start, prefix, [aux])
@@ -64,7 +64,7 @@ def test_two_clients_average_through_an_auxiliary_peer(start):
             for sent_or_received in (0, 1):
                 count = after["traffic"][sent_or_received] - before["traffic"][sent_or_received]
                 assert BYTES <= count < 1.01 * BYTES
-    # what it helps with: the gradients of both in, the average to both out (when it reports differs by a round)
+    # the gradients of both in, the average to both out (the times of reports differ by a round)
     sent, received = epochs(aux)[joint[-1]]["traffic"]
     rounds = epochs(aux)[joint[-1]]["rounds"]
     assert (rounds - 1) * 2 * BYTES <= sent <= received < 1.01 * (rounds + 1) * 2 * BYTES
@@ -110,7 +110,7 @@ def test_a_public_trainer_takes_over_the_state_of_clients(start):
     assert parameters == pytest.approx([parameters[0]] * 3, rel=1e-5)
     for client in (first, second):
         reported = [line["epoch"] for line in client.json_lines() if "epoch" in line]
-        assert reported == sorted(reported)  # nobody went back
+        assert reported == sorted(reported)  # no peer went back
     stop(first, second, public, aux)
 
 
@@ -153,7 +153,7 @@ def test_trainers_in_client_mode_learn_through_an_auxiliary_peer_which_archives(
 
 
 def test_an_auxiliary_peer_with_other_settings_is_one_line(start, tmp_path, tiny_data):
-    """It would help nobody: before it starts when trainers are there, or as soon as the first ones have come."""
+    """It stops before its start if trainers are there, or else once the first ones have joined."""
     prefix = make_prefix()
     command = [
         "run_aux_peer.py",

@@ -157,7 +157,7 @@ def test_places_are_learned(name, make_records, toy_model, tmp_path, capsys):
     assert seed["history"][-1]["train_accuracy"] >= 0.95
     assert seed["history"][-1]["train_loss"] < seed["history"][0]["train_loss"] / 3
     assert f"{task.name}, validation" in capsys.readouterr().out
-    # what is saved opens again: the encoder by from_pretrained, the head beside it
+    # the saved files open again: the encoder by from_pretrained, and the head
     saved = AutoModel.from_pretrained(tmp_path / "run" / "model")
     assert sorted(load_file(tmp_path / "run" / "model" / "head.safetensors")) == ["bias", "weight"]
     assert saved.config.model_type == "lean_albert"

@@ -1,4 +1,4 @@
-"""The notebook, executed cell by cell against a swarm on loopback, and what may not be in the committed file."""
+"""The notebook, executed cell by cell against a swarm on loopback, and the rules for the committed file."""
 
 import ast
 import asyncio
@@ -175,10 +175,10 @@ def test_committed_notebook_has_no_outputs_and_no_keys():
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None
-    # one thing to fill in, and what the organizer may have told
+    # the address to fill in, and values that the organizer may give
     parameters = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     empty = re.findall(r'^(\w+) = ""', parameters.source, re.MULTILINE)
     assert empty == ["initial_peers", "experiment_prefix", "dataset_url", "dataset_sha256", "more_flags"]
     source = "\n".join(cell.source for cell in notebook.cells)
-    source = re.sub(r"kaggle_secrets|UserSecretsClient|get_secret|\b[Ss]ecrets?\b", "", source)  # where they are kept
+    source = re.sub(r"kaggle_secrets|UserSecretsClient|get_secret|\b[Ss]ecrets?\b", "", source)  # the stores of secrets
     assert not re.search(r"hf_\w{20}|\b[0-9a-fA-F]{32,}\b|\b[A-Za-z0-9+/_-]{40,}\b|(?i:api_?key|passw|secret)", source)

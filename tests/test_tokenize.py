@@ -53,7 +53,7 @@ def novel() -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, novel):
-    """A folder with 40 documents in documents.jsonl, and what the script made of them: 500 pieces, 64 tokens."""
+    """A folder with 40 documents in documents.jsonl, and the script's output: a vocabulary of 500, 64 tokens."""
     folder = tmp_path_factory.mktemp("written")
     documents = [{"text": "\n".join(novel[start : start + 60])} for start in range(0, 2400, 60)]
     (folder / "documents.jsonl").write_text("\n".join(map(json.dumps, documents)))

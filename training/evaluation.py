@@ -14,9 +14,10 @@ from experiment.data import make_eval_batches
 from experiment.objectives import compute_losses
 from swarm.local_steps import at_anchor
 from training.devices import is_out_of_memory
+from training.figures import format_evaluation
 from training.model import move_batch
 from training.state import TrainerState
-from utils import Evaluation, format_evaluation
+from utils import Evaluation
 
 logger = logging.getLogger("trainer")
 

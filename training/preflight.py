@@ -52,6 +52,7 @@ from models.build import describe_architecture, find_longest_sequence
 from swarm.addresses import get_peer_id, is_public, is_relayed, list_shareable_maddrs
 from swarm.attestation import ask_initial_peers
 from swarm.config import SwarmConfig, make_config
+from swarm.contract import RunContract, RunSchema
 from swarm.dht import raise_file_limit
 from swarm.identity import KEY_FILE, keep_identity
 from swarm.joining import Swarm, start_dht
@@ -71,9 +72,10 @@ from training.devices import (
     time_pass,
     tune_to_device,
 )
+from training.figures import fetch_progress
 from training.model import make_trained_model, move_batch
 from training.settings import begin, make_swarm_config, require_attested
-from utils import RunContract, fetch_progress, make_validators
+from utils import make_validators
 
 logger = logging.getLogger("preflight")
 
@@ -366,7 +368,7 @@ def check_swarm(
         if is_alone:
             return reports, averaging
         quiet_hivemind_logs()
-        validators, public_key = make_validators(prefix)
+        validators, public_key = make_validators(prefix, schema=RunSchema)
         dht = start_dht(config, validators, membership, client_mode=config.client_mode)
         averaging = dataclasses.replace(averaging, bandwidth=measure_bandwidth(dht, averaging.bandwidth))
         if config.initial_peers:

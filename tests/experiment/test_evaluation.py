@@ -1,4 +1,4 @@
-"""Evaluation on the way, and the way's end: numbers against those computed by hand, and what of them is shown where."""
+"""Evaluation during training, and the end of a run: the numbers against those computed by hand, and their displays."""
 
 import json
 import math
@@ -24,12 +24,12 @@ from experiment.model import make_model
 from monitoring.curves import draw_learning_curve
 from monitoring.history import History
 from monitoring.progress import find_final_epoch
-from swarm.contract import TrainingSchedule
 from text.stored import load_tokenized_dataset
 from text.tokenizers import load_tokenizer
 from training.evaluation import evaluate
+from training.figures import TrainingSchedule, find_evaluation, perplexity
 from training.progress import measure_progress
-from utils import LocalMetrics, find_evaluation, make_validators, perplexity
+from utils import LocalMetrics, make_validators
 
 GOOD = {"epoch": 3, "loss": 5.25, "accuracy": 0.125, "samples": 64}
 TRAINER = [
@@ -59,7 +59,7 @@ def test_loss_perplexity_and_accuracy_are_those_of_plain_transformers(tmp_path, 
         batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
         with torch.no_grad():
             scores = plain(input_ids=ids).logits.log_softmax(-1)
-        if kind == "gpt2":  # what stands at a place is predicted by the place before
+        if kind == "gpt2":  # each token is predicted at the position before it
             scores = scores.roll(1, dims=1)
         for row, column in (labels != -100).nonzero().tolist():
             losses.append(-scores[row, column, labels[row, column]].item())
@@ -128,7 +128,7 @@ def test_progress_tells_samples_and_the_expected_end():
     }
     assert measure_progress(40, None, TrainingSchedule(), [1.0]) == {}
     assert measure_progress(120, 100, TrainingSchedule(), [1.0]) == {"final_epoch": 100, "seconds_left": 0.0}
-    # peers may end at an epoch of their own: what most of them say
+    # peers may have their own last epoch; that of most peers counts
     records = [("a", make_metrics(final_epoch=500)), ("b", make_metrics()), ("c", make_metrics(final_epoch=10**9))]
     assert find_final_epoch(records[:1], 800) == 500
     assert find_final_epoch([*records, ("d", make_metrics())], 800) == 800

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def spell(example: Example) -> tuple:
-    """Texts, right answers, and what is written at the places of each span."""
+    """Return the texts, the right answers, and the words of each span."""
     places = [[example.texts[0][text][start:end] for text, start, end in span] for span in example.spans]
     return example.texts, example.right, [found[0] if len(found) == 1 else found for found in places]
 
@@ -524,7 +524,7 @@ def test_the_hub(tmp_path, monkeypatch):
                 pairs = zip(examples, expected[name][split], strict=True)
                 assert all((a.texts, a.right, a.spans) == (b.texts, b.right, b.spans) for a, b in pairs)
         assert any(path.endswith("/revision/refs/convert/parquet") for _, path, _ in hub.requests)
-    # where no server is, and nothing in the cache
+    # without a server and without a cache
     code = (
         "from experiment.tasks import TASKS, load_examples\n"
         "from common.console import edge\n"

@@ -17,7 +17,7 @@ RECIPES = {diff[1]: diff[2] for diff in re.finditer(r"```diff\n--- (\S+)\n(.*?)`
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """What a new experiment consists of."""
+    """A copy of the files that a new experiment consists of."""
     for name in [*ROOMS, "configs"]:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("arguments.py", "utils.py"):
@@ -38,7 +38,7 @@ def apply_recipe(copy: Path, name: str) -> None:
 
 
 def run(copy: Path, program: str, *words: object, **options) -> dict:
-    """What a program prints of the copy, in which it runs."""
+    """Run a program in the copy, and return its output."""
     result = run_python(ROOT / "tests" / "programs" / program, *words, cwd=copy, timeout=180, expect=0, **options)
     return json.loads(result.stdout.splitlines()[-1])
 

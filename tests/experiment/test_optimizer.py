@@ -1,4 +1,4 @@
-"""Parameter groups, schedule, optimizer, contract: what all peers must build alike."""
+"""Parameter groups, schedule, optimizer and contract, which must match on all peers."""
 
 from functools import partial
 
@@ -20,9 +20,8 @@ from experiment.optimizer import (
     make_scheduler,
 )
 from models.state_codecs import COMPRESSIONS
-from swarm.contract import find_differences
+from swarm.contract import RunContract, find_differences
 from swarm.optimizer_state import initialize_optimizer_state_
-from utils import RunContract
 
 
 @pytest.fixture

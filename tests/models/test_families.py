@@ -119,7 +119,7 @@ def test_losses_and_gradients_are_those_of_transformers(write, name):
     assert compute_losses(model, move_batch(batch | {"labels": labels}, CPU))["correct"].item() == count - 1
     result = evaluate(model, [batch | {"labels": labels}] * 2, CPU)
     assert result["accuracy"] == pytest.approx((count - 1) / count) and result["samples"] == 8
-    # nobody else's forward pass is changed
+    # the forward pass of other users is unchanged
     assert model.eval()(**inputs).logits.shape == (4, 16, VOCABULARY)
 
 
@@ -291,7 +291,7 @@ def test_roberta_takes_as_many_tokens_as_it_has_positions(write):
 
 
 def test_every_role_has_the_same_architecture_whatever_its_configuration_is_read_from(write, tmp_path):
-    """What is trained together: a pretrained folder and its configuration alone differ in weights, and say so."""
+    """A pretrained folder and its configuration have the same architecture, and contracts that differ."""
     model = make_model(ModelArguments(write("bert")), VOCABULARY)
     model.save_pretrained(tmp_path / "folder")
     folder = str(tmp_path / "folder")
@@ -307,7 +307,7 @@ def test_every_role_has_the_same_architecture_whatever_its_configuration_is_read
     run, mine = (make_contract(m, "a", *groups) for m in (pretrained, scratch))
     [difference] = find_differences(mine, [run])
     assert difference.startswith("initial weights: the run has pretrained") and "you have random" in difference
-    # what no shape of a weight tells
+    # changes that no shape of a weight shows
     for change in (dict(num_attention_heads=4), dict(hidden_act="relu"), dict(layer_norm_eps=1e-6)):
         assert describe_architecture(make_model(ModelArguments(write("bert", **change)), VOCABULARY)) not in described
     causal = make_model(ModelArguments(write("bert"), objective="clm"), VOCABULARY)

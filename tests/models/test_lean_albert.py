@@ -97,7 +97,7 @@ def make_inputs(seed: int = 0, size: int = 3, length: int = LONG, padding: bool 
 def make_model_of(options: dict, kind: type = LeanAlbertForPreTraining, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = kind(LeanAlbertConfig(**SMALL | options))
-    with torch.no_grad():  # what begins as 0 or 1 is to matter too
+    with torch.no_grad():  # parameters that start as 0 or 1 must matter too
         for param in model.parameters():
             if param.dim() == 1 or param.shape[1] == 3:
                 param.add_(torch.randn_like(param) * 0.2)
@@ -216,7 +216,7 @@ def test_numbers_are_those_of_a_plain_implementation(name):
         if checkpointing:
             model.activation_checkpointing_enable()
         for padding in (True, False):
-            # what 32 bits round off depends on the processor: 1.05e-5 on an Intel Xeon
+            # the rounding of 32 bits depends on the processor: 1.05e-5 on an Intel Xeon
             assert_same(model, make_inputs(padding=padding), 2e-5)
     assert_same(model.double(), make_inputs(), 1e-10)
 

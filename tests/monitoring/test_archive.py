@@ -1,4 +1,4 @@
-"""What monitor and auxiliary peers keep and publish: which checkpoints, what the Hub gets, and when the Hub fails."""
+"""The archive of monitors and auxiliary peers: its checkpoints, uploads to the Hub, and failures of the Hub."""
 
 import hashlib
 import json
@@ -86,7 +86,7 @@ def test_a_repository_is_named_in_three_ways(monkeypatch):
         assert (args.repo_url, args.upload_interval) == (REPOSITORY, 43_200)
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def test_the_newest_and_one_in_every_so_many_are_kept():
@@ -203,7 +203,7 @@ def test_the_hub_gets_a_whole_checkpoint_without_the_donor(hub, save, tmp_path):
             assert stamp | {"given_by": [DONOR]} == read_stamp(folder)
         else:
             assert content == (folder / name).read_bytes(), name
-    # what was there already, weights and picture, was not sent again
+    # the unchanged weights and picture were not sent again
     assert sum(method == "PUT" for method, *_ in hub.requests) == 4
 
     card = last.files["README.md"].decode()
@@ -231,7 +231,7 @@ def test_what_a_trainer_wrote_is_not_published(hub, save):
 
 
 def test_an_error_of_this_machine_is_not_blamed_on_the_network(tmp_path):
-    """What the client's errors are told as, real servers show below."""
+    """The tests below show the errors of real servers."""
     with pytest.raises(ValueError) as error:
         upload_checkpoint(tmp_path, REPOSITORY)
     assert explain_failure(error.value) == f"ValueError: {error.value}"
@@ -458,7 +458,7 @@ def test_a_monitor_archives_and_publishes_a_run(start, hub, save, tmp_path, tiny
         has_curve = "](learning_curve.png)" in (path / "README.md").read_text()
         assert has_curve == (path / "learning_curve.png").exists()
 
-    # what is on the Hub, as a folder
+    # the Hub's content, as a folder
     copy = tmp_path / "copy"
     copy.mkdir()
     secrets = [str(tmp_path), str(tiny_data["--tokenizer_path"]), str(ROOT), "/ip4/", donor, TOKEN]

@@ -23,13 +23,9 @@ from monitoring.curves import draw_learning_curve
 from monitoring.history import MAX_POINTS, Contributions, History, load_history
 from monitoring.report import RunReport
 from swarm.config import SwarmConfig
+from swarm.contract import RunContract
 from swarm.joining import Swarm
-from utils import (
-    RunContract,
-    SwarmMetrics,
-    aggregate_metrics,
-    peer_label,
-)
+from utils import SwarmMetrics, aggregate_metrics, peer_label
 
 
 def make_entry(epoch: int, **fields) -> dict:
@@ -89,7 +85,7 @@ def test_contributions_survive_restarts_of_trainers_and_of_the_monitor():
     contributors, expires = Contributions({}), iter(range(1, 100))
 
     def tell(label: str, total: int, epoch: int = 3, at: int | None = None) -> int:
-        """Take in a record of 64 samples in its epoch, `total` so far; what the table then says."""
+        """Add a record of 64 samples in its epoch, `total` so far, and return the samples in the table."""
         record = make_metrics(epoch, total_samples=total), float(next(expires) if at is None else at)
         contributors.update({label: record}, {}, 1000.0 + record[1])
         return contributors.peers[label].total_samples

@@ -119,7 +119,7 @@ def cancel_slowly(optimizer: CollaborativeOptimizer, set_result=MPFuture.set_res
 
 
 def wait_for_others(optimizer: CollaborativeOptimizer, count: int, stop) -> None:
-    """Until so many other peers are there, and not behind this one."""
+    """Wait until this number of other peers are there, and not behind this one."""
 
     def present() -> int:
         return sum(record.epoch >= optimizer.local_epoch for record in optimizer.tracker.present.values())

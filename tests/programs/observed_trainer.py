@@ -1,8 +1,8 @@
-"""run_trainer.py that keeps what each rank has in the end, of weights and of the batches that it has seen.
+"""run_trainer.py that saves each rank's weights at the end, and the batches that it has read.
 
     python -m tests.programs.observed_trainer SECONDS FOLDER ...  (flags of run_trainer.py)
 
-Each batch takes so many seconds, and little of the processor."""
+Each batch takes SECONDS, and little of the processor."""
 
 import os
 import sys

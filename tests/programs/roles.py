@@ -21,12 +21,11 @@ from callback import CollaborativeCallback
 from experiment.model import make_model
 from experiment.optimizer import make_optimizer, make_param_groups
 from swarm.config import SwarmConfig
-from swarm.contract import describe_averaging
+from swarm.contract import RunContract, describe_averaging
 from swarm.joining import Swarm
 from swarm.processes import clean_end
 from training.evaluation import Evaluator
 from training.state import TrainerState
-from utils import RunContract
 
 with clean_end():
     options = OptimizerArguments(optim=sys.argv[3], min_8bit_size=4096)
@@ -38,7 +37,7 @@ with clean_end():
         averaging = AveragingArguments(target_batch_size=64, batch_size_lead=8)
         optimizer = make_optimizer(model, swarm, options, averaging, auxiliary=auxiliary)
         by_value = {param.data.double().pow(2).sum().item(): name for name, param in model.named_parameters()}
-        # names by what stands at each position of the state that peers exchange, where the values tell
+        # names by the value at each position of the state that peers exchange, if the values differ
         _, tensors, _ = optimizer.state_averager.get_current_state()
         count = sum(len(group["params"]) for group in optimizer.opt.param_groups)
         shapes = [list(tensor.shape) for tensor in tensors]

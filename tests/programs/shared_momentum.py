@@ -1,5 +1,4 @@
-"""A peer of the experiment in the current folder steps alone, and a second one takes over its state; what both hold
-then, as a line of JSON."""
+"""A peer of the experiment in the current folder steps alone, and a second one loads its state. Print both as JSON."""
 
 import json
 import os

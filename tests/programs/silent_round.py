@@ -1,4 +1,4 @@
-"""Two peers average once; in a second round one of them is in the group, and sends nothing. What is left of both?"""
+"""Two peers average once; in a second round one of them is in the group, and sends nothing. Print their states."""
 
 import json
 import multiprocessing

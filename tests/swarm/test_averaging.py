@@ -1,4 +1,4 @@
-"""Rounds, with gradients that are known: what enters the average, and what becomes of it when a round fails."""
+"""Rounds with known gradients: the average, and the gradients after a failed round."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_average_is_the_mean_weighted_by_samples(start, flags, tolerance):
 @pytest.mark.slow
 def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
     """On both sides of the size from which gradients go in 8 bits; their average alone holds the weights together, as
-    parameters are not averaged. Where nothing is averaged (note 1), the steps have nothing in common."""
+    parameters are not averaged. If nothing is averaged (note 1), the steps have nothing in common."""
     prefix = make_prefix()
     first = start("first", "-m", "tests.programs.eight_bit_peer", prefix, 1, tmp_path)
     first.wait_for('"maddrs"')
@@ -99,7 +99,7 @@ def test_weights_agree_with_8_bit_gradients_and_moments(start, tmp_path):
 
 @pytest.mark.slow
 def test_parameters_are_averaged_every_so_many_epochs(start):
-    """--average_state_every: what leads a peer astray is corrected at the next epoch that it divides, not before."""
+    """--average_state_every: a wrong parameter is corrected at the next epoch that it divides, not before."""
     prefix, every = make_prefix(), 5
     flags = ("--average_state_every", every)
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=32, flags=flags)
@@ -160,15 +160,15 @@ def test_silence_ends_a_round_and_small_shares_are_not_given(start):
     assert [fact["shares"] for fact in facts] == [[0.5, 0.5], [0, 1]]
     # no round is left, with all its tensors (note 79)
     assert [fact["runners"] for fact in facts] == [0, 0]
-    # where one peer averages all, it may be either of them: it waits for the other's data, or for its averages
+    # either peer may average all: one waits for the other's data, or for its averages
     assert all(re.search("has left the round|no other peer's data entered", fact["failure"]) for fact in facts), facts
-    # where both average a share, the silent one is waited for twice: for its part, then for what it averages
+    # if both average a share, the wait for the silent one is double: for its part, then for its averages
     assert facts[0]["seconds"] == pytest.approx(2 * 1, abs=0.9)
     assert 4 - 0.1 <= facts[1]["seconds"] <= 2 * 4 + 0.9
 
 
 def test_a_peer_that_counts_fewer_samples_comes_along(start):
-    """Whoever does not hear of some of the others' samples would let all of them wait in a group that has formed."""
+    """A peer that knows too few samples of the others would make a complete group wait."""
     prefix = make_prefix()
     first = start_peer(start, "first", prefix, gradient=1.0, batch_size=16)
     second = start_peer(start, "second", prefix, gradient=3.0, batch_size=16, others=[first], flags=["--counts_less"])
@@ -203,7 +203,7 @@ def test_late_peers_are_in_the_next_round(start):
     }
     together = [4, 4, 4, 3, 4]
     assert counts == {"a": together, "b": together, "hurried": together, "late": [4, 4, 4, 1, 4]}
-    # what it had computed for the round that it has missed is in the next one
+    # its gradients of the missed round are in the next one
     line = epochs(peers[-1])[7]
     assert line["total_samples"] == 16 * line["steps"]
     stop(*peers)
@@ -233,7 +233,7 @@ def test_fewer_than_half_of_the_swarm_take_no_step(start):
 
 @pytest.mark.slow
 def test_a_client_that_is_ahead_alone_takes_over_the_state_of_the_others(start):
-    """It sends its state to nobody, so that the others could never catch up with it."""
+    """A client does not send its state, so the others could never catch up with it."""
     prefix = make_prefix()
     public = start_peer(start, "public", prefix, gradient=1.0, batch_size=16)
     flags = ("--client_mode", "--leap_at", 6)
@@ -260,7 +260,7 @@ def test_who_is_ahead_goes_on_without_a_peer_that_cannot_follow_yet(start):
 
 
 def assert_it_ends_with_its_helper(peer) -> None:
-    """Nobody answers a trainer whose DHT process is gone: it says so and ends instead of waiting forever."""
+    """A trainer whose DHT process has died says so and ends, instead of waiting forever."""
     helpers = [child for child in psutil.Process(peer.process.pid).children() if "torch" not in child.name()]
     os.kill(helpers[0].pid, signal.SIGKILL)
     assert peer.wait(30) == 1
@@ -336,7 +336,7 @@ def test_a_newcomer_that_cannot_catch_up_is_told_why(start):
     megabytes, _, speed, made, _ = map(float, reason.groups())
     assert megabytes == pytest.approx(16, rel=0.01)  # 4 million elements of 4 bytes, of a state or a step
     assert speed > 0 and made >= 1
-    assert "cannot be used" not in newcomer.text  # who has neither state nor step to give says so
+    assert "cannot be used" not in newcomer.text  # a peer that has neither a state nor a step to send says so
     stop(newcomer)
     assert_it_ends_with_its_helper(swarm)
 

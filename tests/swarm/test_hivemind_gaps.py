@@ -297,7 +297,7 @@ def test_nobody_holds_a_step():
 
 
 class Wire:
-    """What a daemon writes is there to be read at once."""
+    """A connection whose written bytes can be read at once."""
 
     def __init__(self):
         self.reader = asyncio.StreamReader()
@@ -308,7 +308,7 @@ class Wire:
 
 
 async def answer_late(client: ControlClient) -> bytes | BaseException:
-    """What a client hears in answer to a question, when it has given up another one just as the answer to it came."""
+    """Return a client's answer to a request after it has cancelled another one just when the answer to that arrived."""
     wire = Wire()
     listening = asyncio.create_task(client._read_from_persistent_conn(wire.reader))
     for is_given_up in (True, False):

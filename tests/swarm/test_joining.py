@@ -83,7 +83,7 @@ def test_the_monitor_announces_its_public_address(start, tmp_path):
 
 
 def test_bandwidth_is_measured_against_an_initial_peer(start, net, tmp_path):
-    """At a line of 20 Mbit/s and 40 ms; alone there is nobody to measure it against."""
+    """With an uplink of 20 Mbit/s and 40 ms; a single peer cannot measure it."""
     net.host("public", rtt_ms=20)
     net.host("home", rtt_ms=20, up=20, down=20)
     net.start()

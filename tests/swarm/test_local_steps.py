@@ -10,16 +10,16 @@ from swarms import epochs, start_peer, stop
 
 from arguments import AveragingArguments, OptimizerArguments
 from experiment.optimizer import make_local_optimizer
-from swarm.contract import TrainingSchedule, describe_averaging, parse_schedule
+from swarm.contract import RunContract, describe_averaging
 from swarm.local_steps import LocalSteps, OuterOptimizer, at_anchor
 from swarm.optimizer_state import initialize_optimizer_state_
-from utils import RunContract
+from training.figures import TrainingSchedule, parse_schedule
 
 BATCH, FROM = 16, 3  # samples of a step, and the epoch until which all peers step together: gradient_peer.py
 
 
 def outer_steps(of: dict[int, dict], *peers: tuple[float, dict[int, dict]]) -> list[tuple[float, float]]:
-    """Of each epoch since the first one with local steps: the step of the anchor, and what it should be.
+    """Return the anchor's step and the expected step of each epoch since the first one with local steps.
 
     :param of: epochs of the peer that is looked at
     :param peers: of all peers their gradient, which is also how far a step of their own goes, and their epochs
@@ -51,8 +51,8 @@ def test_what_all_have_come_moves_the_anchor(start, density):
     for of in lines:
         assert [of[e]["parameter"][1] for e in of] == [pytest.approx(of[e]["anchor"]) for e in of]
         for step, expected in outer_steps(of, (1.0, lines[0]), (3.0, lines[1])):
-            assert step == pytest.approx(expected, rel=1e-4)  # what of an average nobody gets is not yet sent
-    if density < 1:  # what is not sent waits for its turn
+            assert step == pytest.approx(expected, rel=1e-4)  # the values that were not averaged are still pending
+    if density < 1:  # pending values are sent later
         first, end = lines[0][FROM + 1], lines[0][last]
         assert end["traffic"][0] - first["traffic"][0] < (last - FROM - 1) * 100_000
         assert 0 < first["unsent"] < end["unsent"]

@@ -86,7 +86,7 @@ def test_the_others_go_on_where_a_donor_broke_off(start, how):
     getattr(donors[1], how)()
     facts = read_facts(taker)
     assert (facts["epoch"], facts["numbers"]) == (3, NUMBERS) and max(facts["errors"]) < 2e-6
-    # what it had given remains, and but for what was under way nothing came twice
+    # its blocks remain, and only blocks in transit came twice
     assert len(facts["donors"]) == 3 and sent(donors[1]) > 4e5
     assert facts["bytes"] < 1.1 * 4 * NUMBERS
     assert len(re.findall("cannot be used", taker.text)) == 1

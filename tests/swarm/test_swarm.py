@@ -115,7 +115,7 @@ def test_swarm_follows_the_curve_of_one_process(start, tmp_path, tiny_data):
     for trainer in trainers:
         trainer.assert_clean_end(180)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second")]
-    # whoever is ready first goes alone until the other is there
+    # the first peer steps alone until the other is there
     assert all(summary["epochs_averaged"] >= epochs / 2 for summary in summaries)
 
     options = OptimizerArguments(optim="adamw", learning_rate=2e-3, warmup_steps=5, total_steps=100)

@@ -1,4 +1,4 @@
-"""Whom a peer believes, waits for and counts, by records that the tests make."""
+"""The peers that a peer believes, waits for and counts, with records that the tests make."""
 
 from types import SimpleNamespace
 
@@ -108,7 +108,7 @@ def test_peer_that_misses_rounds_is_no_longer_awaited():
     behind = make_records(b"c", epoch=4)
     for _ in range(MAX_MISSED_ROUNDS - 1):
         trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
-    trust.record_round([b"d"], reports, None, own_epoch=5)  # nobody waited for it
+    trust.record_round([b"d"], reports, None, own_epoch=5)  # no group waited for it
     assert not trust.unawaited_until
     trust.record_round([b"d"], reports | busy | behind, since, own_epoch=5)
     assert set(trust.unawaited_until) == {b"a"} and trust.is_known(b"d")

@@ -1,4 +1,4 @@
-"""Masking: how often, whole words, by seed; and who finds where words begin."""
+"""Masking: its rate, whole words, seeds, and the starts of words."""
 
 import itertools
 from functools import partial

@@ -62,7 +62,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def left_in(cache: Path) -> list[str]:
-    """What is in the cache besides locks."""
+    """Return the names of the files in the cache, except for locks."""
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock") if cache.exists() else []
 
 
@@ -250,7 +250,7 @@ def make_hostile_tar(path: Path, kind: str) -> None:
         )
         member.linkname, member.devmajor, member.devminor = target or "", 1, 3
         archive.addfile(member, io.BytesIO(b""))
-        if "symlink" in kind:  # and what would go through the link
+        if "symlink" in kind:  # and a file whose path goes through the link
             inside = tarfile.TarInfo("dataset/link/escaped")
             inside.size = 2
             archive.addfile(inside, io.BytesIO(b"{}"))
@@ -272,7 +272,7 @@ def test_an_archive_that_reaches_out_of_its_folder_is_refused(tmp_path, cache, k
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str):
-    """A disk of its own in `folder`, where the system permits that."""
+    """Mount a small disk in `folder`, if the system permits that."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
@@ -461,7 +461,7 @@ def open_local(hosted: Path, tmp_path: Path):
 
 
 def test_a_cache_that_others_have_filled_may_be_read_only(hosted, tmp_path, cache):
-    """Without a lock or a mark of whoever filled it."""
+    """The reader writes neither a lock nor a mark."""
     expected = take(*open_local(hosted, tmp_path), 260)
     with small_disk(cache, "20m"):
         shutil.copytree(tmp_path / "local", cache, dirs_exist_ok=True)
@@ -496,7 +496,7 @@ def test_the_end_need_not_wait_for_a_shard(server, cache):
         data.make_train_batches(dataset["train"], tokenizer, DataArguments(), batch_size=16, seed=1, stop=stop)
     )
     threading.Timer(1.0, stop.set).start()
-    assert 0 < len(list(batches)) < 100  # what the first shard has, then the end
+    assert 0 < len(list(batches)) < 100  # the batches of the first shard, then the end
 
 
 @pytest.mark.slow
@@ -516,7 +516,7 @@ def test_trainer_begins_with_one_shard_survives_ctrl_c_and_goes_on(start, server
     server.is_stalling = True
     first = start("first", *command)
     wait_until(lambda: any("-of-" in path and count == 10_000 for path, count in server.sent), 60, "a part of a shard")
-    # what is on its way is not there yet
+    # a part of a file may still be in memory
     wait_until(
         lambda: [1 for part in (tmp_path / "cache").glob("*.part") if part.stat().st_size >= 10_000], 30, "a part"
     )

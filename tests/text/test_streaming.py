@@ -1,4 +1,4 @@
-"""text/streams.py and what is made of it: sources, mixture, broken records, resume, and a trainer that uses it."""
+"""text/streams.py: sources, mixtures, broken records, resumption, and a trainer that uses them."""
 
 import gzip
 import itertools
@@ -101,7 +101,7 @@ def test_files_in_another_order_in_each_pass_and_for_each_peer(tmp_path):
     assert all(sorted(texts) == sorted(passes[0]) for texts in passes)
     endless = source.read(1, Position(), GO_ON)
     assert [text for text, _ in itertools.islice(endless, 48)] == sum(passes[:3], [])
-    # a file more: what was read is of another order, so the next pass begins
+    # a new file: the order has changed, so the next pass starts
     behind = next(source.read(1, Position(), GO_ON))[1]
     write_jsonl(tmp_path / "8.jsonl", ["8a"])
     source = Source(path=f"{tmp_path}/*.jsonl", name="files")
@@ -143,7 +143,7 @@ def test_broken_records_are_counted_and_the_others_read(tmp_path, caplog):
             first_pass = itertools.takewhile(lambda item: item[1].number == 0, source.read(1, Position(), GO_ON))
             found[path.name[0]] = [text for text, _ in first_pass], source.broken
     assert found["a"][0] == RECORDS[:50]
-    # the next pass, where it was seen that this one is over, begins with three more
+    # the next pass has already started with three more
     assert found["a"][1] == len(broken) + 3
     assert len(found["b"][0]) > 4000 and set(found["b"][0]) == set(RECORDS[:50])
     assert found["b"][1] == 1
@@ -418,7 +418,7 @@ def test_sources_name_their_splitter(tmp_path):
     assert [source.sentence_splitter for source in sources] == ["punkt", "razdel"]
 
 
-# ---------------------------------------------------------------- what the user has to fix
+# ---------------------------------------------------------------- errors that the user can fix
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training states on disk: bit for bit, whole or not there, and what a trainer continues from after kill -9."""
+"""Training states on disk: bit for bit, complete or absent, and resumption after kill -9."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_a_state_comes_back_though_transformers_renames_weights(tmp_path, tiny_d
 
 
 def test_weights_that_are_not_trained_must_be_those_of_the_run(saved):
-    """No peer sends them: a state with others would train on something that nobody else has."""
+    """No peer sends them, so a state with other frozen weights would train another model."""
     model, save = saved
     other = make_model(ModelArguments(str(ROOT / "configs/demo.json"), seed=7), model.config.vocab_size)
     state = save(2)
@@ -219,7 +219,7 @@ def test_a_wrong_checkpoint_is_one_line(saved, tmp_path):
 
 @pytest.mark.slow
 def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
-    """At random moments of a process that does nothing but write; what is there is whole, and of one writing."""
+    """Kill a process that only writes at random moments; each file on disk is complete, and of one write."""
     folder, generator, tried = tmp_path / "out", random.Random(0), 0
     folder.mkdir()
     for number in range(4):
@@ -233,7 +233,7 @@ def test_kill_9_leaves_no_half_checkpoint(start, tmp_path, tiny_data):
         states = [load_state(path) for path in find_checkpoints(folder)] + [load_state(folder / "state.pt")]
         for state in states:
             assert all((tensor == state["number"]).all() for tensor in state["model"].values())
-        # what was finished is there
+        # the finished states are there
         assert states[-2]["number"] >= last and states[-1]["number"] >= last - 1
         tried += bool(list(folder.glob(".*.unfinished")))
         for path in find_checkpoints(folder):
@@ -313,7 +313,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_an_error_before_the_swarm_is_
 def test_a_disk_that_fills_does_not_end_the_training(start, small_disk, tiny_data):
     """Neither a checkpoint, nor the history, nor the state file, nor the model at the end has room."""
     disk = small_disk(20_000)
-    # so many epochs that the disk is full before the first of these files is due
+    # the disk must be full before the first of these files is due
     limits = {**tiny_data, "--max_steps": 80, "--save_steps": 60, "--backup_every_epochs": 60}
     own = {"--state_path": disk / "state.pt", "--resume_from_checkpoint": "none"}
     trainer = start_alone(start, "trainer", disk, make_prefix(), limits, own)
@@ -430,7 +430,7 @@ def test_all_dead_and_one_back(start, tmp_path, tiny_data):
 
 @pytest.mark.slow
 def test_a_monitors_checkpoint_revives_a_run(start, tmp_path, tiny_data):
-    """What the monitor saves is a whole training state: where all trainers are lost, a new one continues from it."""
+    """The monitor saves whole training states: if all trainers are lost, a new one continues from there."""
     prefix = make_prefix()
     trainers_only = ("--per_device", "--gradient_acc", "--dataloader", "--save_steps", "--dataset")
     shared = {**ALONE, **tiny_data, "--target_batch_size": 256}

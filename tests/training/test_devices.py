@@ -77,7 +77,7 @@ def test_two_ranks_compute_what_one_computes_from_twice_the_batches(tmp_path, ti
 
 @pytest.mark.slow
 def test_a_peer_of_two_ranks_and_one_in_half_precision_train_together(tmp_path, start, data):
-    """What overflows in one peer costs that peer's step alone; all processes of the swarm have the same weights."""
+    """An overflow costs only one peer's step; all processes of the swarm have the same weights."""
     common = [*TINY, *data, "--experiment_prefix", make_prefix(), "--max_steps", 12, "--target_batch_size", 160]
     common += ["--average_state_every", 1]
     folders = {name: tmp_path / name for name in ("two", "half")}
@@ -207,7 +207,7 @@ def test_out_of_memory_is_one_line_and_the_state_is_kept(tmp_path, start, data, 
     summary = read(tmp_path / "summary.json")
     epoch = 41 * num_devices // 8
     history = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
-    # an epoch may end with fewer samples than 64, as the tracker reckons, where this machine slows down
+    # the tracker may end an epoch with fewer samples than 64, if this machine slows down
     assert summary["epoch"] == epoch and 0 <= 64 * epoch - summary["samples"] < 64
     assert summary["samples"] == sum(line["samples_accumulated"] for line in history)
     assert (tmp_path / f"checkpoint-{epoch}").is_dir()
@@ -215,7 +215,7 @@ def test_out_of_memory_is_one_line_and_the_state_is_kept(tmp_path, start, data, 
     assert script.text.count("raise --dataloader_num_workers (now 0)") == 1
 
 
-# --- what is chosen ---------------------------------------------------------------------------------------------------
+# --- choices ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

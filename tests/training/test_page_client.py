@@ -1,4 +1,4 @@
-"""The status page and joining by HOST:PORT: what a visitor gets, and what a hostile visitor or page can do."""
+"""The status page and joining by HOST:PORT, with friendly and hostile visitors and pages."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def page(prefix: str, *maddrs: object, status: str = "200 OK", **more) -> bytes:
 
 @contextlib.contextmanager
 def serve(answer: bytes, hang_up: bool = True):
-    """A server that gives everybody this answer, whatever they ask; yields its HOST:PORT."""
+    """Run a server that gives this answer to each request, and yield its HOST:PORT."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
         visitors = []
 

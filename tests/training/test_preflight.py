@@ -63,7 +63,7 @@ def test_bandwidth_against_the_time_of_a_round():
 def test_epoch_time_against_matchmaking_time():
     assert check_epoch_time(2.0, peers=3, matchmaking_time=15).level == "warning"
     assert check_epoch_time(60.0, peers=3, matchmaking_time=15).level == "ok"
-    # who is alone looks for no group
+    # a single peer looks for no group
     assert check_epoch_time(2.0, peers=1, matchmaking_time=15).level == "ok"
 
 
